@@ -1,0 +1,47 @@
+# Everything that a fresh machine needs: 'make demo' trains a model, 'make test' runs the tests.
+# Both make the environment in .venv first; only Python 3.11 or 3.12 has to be there.
+
+VENV := .venv
+RUN := runs/demo
+
+# The first interpreter of a version that weft is tested on.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
+	&& { echo $$p; break; }; done)
+
+.PHONY: install demo test test-all check format schema clean
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "weft needs Python 3.11 or 3.12; name one with make PYTHON=/path/to/python"; exit 1; }
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "$(PYTHON) cannot make environments; on Debian: apt install python3-venv"; exit 1; }
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: install
+	$(VENV)/bin/weft train demo --run.dir $(RUN)
+	$(VENV)/bin/weft generate $(RUN) --prompt 'def '
+
+test: install
+	$(VENV)/bin/python -m pytest -m 'not slow'
+
+test-all: install
+	$(VENV)/bin/python -m pytest
+
+check: install
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: install
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+schema: install
+	$(VENV)/bin/weft schema > weft/recipes/recipe.schema.json
+
+clean:
+	rm -rf $(VENV) runs build dist

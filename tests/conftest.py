@@ -1,0 +1,31 @@
+"""What several test modules share: a small prepared store of real text."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from weft.data.prepare import prepare
+from weft.job import DataSection
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some hundred kilobytes of Python source in 30 files."""
+    folder = tmp_path_factory.mktemp("text")
+    library = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(library.glob("email/*.py"))[:20] + sorted(library.glob("json/*.py")):
+        shutil.copy(file, folder / f"{file.parent.name}_{file.name}")
+    for name in ("argparse", "ast", "bdb", "calendar", "codecs"):
+        shutil.copy(library / f"{name}.py", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def store_path(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text tokenised with 512 entries."""
+    section = DataSection(path=str(text_folder), vocab_size=512)
+    return prepare(section, tmp_path_factory.mktemp("cache")).path

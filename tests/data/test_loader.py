@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from weft.data.loader import (
+    IGNORE,
+    Batch,
+    Loader,
+    Packing,
+    evaluation_batches,
+    sample_index,
+)
+from weft.data.store import TokenStream
+from weft.job import InvalidJob
+
+SEPARATOR = 0
+PACKINGS: list[Packing] = ["windows", "documents"]
+
+
+def make_stream(tokens: int, seed: int = 0) -> TokenStream:
+    """Every token tells its place, except the separators, which are about one in five."""
+    ids = np.arange(1, tokens + 1, dtype=np.uint32)
+    ids[np.random.default_rng(seed).random(tokens) < 0.2] = SEPARATOR
+    return TokenStream(np.split(ids, [tokens // 3, tokens // 2]))
+
+
+def flat(stream: TokenStream) -> NDArray[np.int64]:
+    return stream.window(np.array([0]), len(stream))[0]
+
+
+def loader(stream: TokenStream, **changes: object) -> Loader:
+    settings: dict[str, object] = {
+        "seq_len": 8,
+        "seed": 1,
+        "packing": "documents",
+        "separator": SEPARATOR,
+        "global_batch": 24,
+        "dp_rank": 0,
+        "dp_size": 1,
+        "microbatch": 24,
+    }
+    return Loader(stream, **(settings | changes))  # type: ignore[arg-type]
+
+
+def join(batches: list[Batch]) -> list[torch.Tensor | None]:
+    return [None if c[0] is None else torch.cat(c) for c in zip(*batches, strict=True)]  # type: ignore[arg-type]
+
+
+def equal(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(x is y is None or (x is not None and y is not None and x.equal(y)) for x, y in pairs)
+
+
+# ------------------------------------------------------------------ order
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 16, 17, 97, 1000, 1024, 1025, 10007])
+def test_each_epoch_is_a_permutation(n: int) -> None:
+    for epoch in range(4):
+        places = np.arange(epoch * n, (epoch + 1) * n)
+        assert sorted(sample_index(places, n, seed=3).tolist()) == list(range(n))
+
+
+@pytest.mark.parametrize("n", [16, 97, 1024, 10007])
+def test_epochs_and_seeds_differ_and_none_is_the_identity(n: int) -> None:
+    orders = [
+        tuple(sample_index(np.arange(epoch * n, (epoch + 1) * n), n, seed).tolist())
+        for epoch in range(20)
+        for seed in (0, 1, 2, 2**64 - 1)
+    ]
+    assert len(set(orders)) == len(orders)
+    assert tuple(range(n)) not in orders
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_tiny_epochs_take_every_order(n: int) -> None:
+    places = np.arange(400 * n)
+    orders = {tuple(o) for o in sample_index(places, n, 0).reshape(-1, n).tolist()}
+    assert len(orders) == {2: 2, 3: 6, 4: 24}[n]
+
+
+def test_order_looks_random() -> None:
+    n = 4000
+    order = sample_index(np.arange(n), n, 0)
+    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.06
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.06
+    assert (order == np.arange(n)).sum() < 10
+    # Where one window lands is spread evenly over the epochs.
+    landings = sample_index(np.arange(1000) * 64, 64, 0)
+    assert np.bincount(landings, minlength=64).max() < 40
+
+
+def test_index_depends_on_the_place_alone() -> None:
+    n = 101
+    places = np.random.default_rng(0).integers(0, 5 * n, 300)
+    together = sample_index(places, n, 5)
+    alone = [int(sample_index(np.array([place]), n, 5)[0]) for place in places]
+    assert together.tolist() == alone
+    assert sample_index(places[::-1], n, 5).tolist() == alone[::-1]
+
+
+@pytest.mark.parametrize("n", [2**40, 2**40 - 87, 2**39 + 1])
+def test_huge_epochs(n: int) -> None:
+    places = np.concatenate([np.arange(5000), n - 5000 + np.arange(5000)])
+    index = sample_index(places, n, 0)
+    assert index.min() >= 0
+    assert index.max() < n
+    assert len(np.unique(index)) == len(index)
+    assert index.max() > n * 0.99
+
+
+def test_order_is_frozen() -> None:
+    # Runs resume by this order, so it may never change.
+    assert sample_index(np.arange(8), 10, 0).tolist() == FROZEN
+    with pytest.raises(ValueError, match="num_windows"):
+        sample_index(np.arange(3), 0, 0)
+
+
+FROZEN = [1, 4, 8, 6, 5, 0, 9, 3]
+
+
+# ------------------------------------------------------------------ batches
+
+
+def test_an_epoch_reads_every_window_once() -> None:
+    stream = make_stream(24 * 8 * 4 + 1)
+    data = loader(stream, packing="windows")
+    assert data.num_windows == 96
+    rows = torch.cat([data.batch(c)[0].tokens_BT for c in range(0, 96, 24)]).numpy()
+    expected = flat(stream)[:-1].reshape(96, 8)
+    assert sorted(map(tuple, rows)) == sorted(map(tuple, expected))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_global_batch_is_the_same_on_any_layout(packing: Packing) -> None:
+    stream = make_stream(700)
+    for consumed in (0, 24, 7, 80, 1000):  # 87 windows: some batches cross epochs
+        whole = join(loader(stream, packing=packing).batch(consumed))
+        assert whole[0] is not None
+        assert whole[0].shape == (24, 8)
+        for dp_size, microbatch in ((1, 5 - 1), (2, 12), (3, 2), (4, 3), (24, 1)):
+            ranks = [
+                loader(
+                    stream, packing=packing, dp_rank=r, dp_size=dp_size, microbatch=microbatch
+                ).batch(consumed)
+                for r in range(dp_size)
+            ]
+            assert all(b.tokens_BT.shape == (microbatch, 8) for rank in ranks for b in rank)
+            assert equal(join([b for rank in ranks for b in rank]), whole)
+
+
+def test_batches_depend_on_consumed_alone() -> None:
+    stream = make_stream(700)
+    data = loader(stream)
+    first = join(data.batch(48))
+    data.batch(0)
+    assert equal(join(data.batch(48)), first)
+    # Batches of 12 read the same samples as batches of 24.
+    halves = loader(stream, global_batch=12, microbatch=12)
+    assert equal(join(halves.batch(48) + halves.batch(60)), first)
+    assert not equal(join(loader(stream, seed=2).batch(48)), first)
+
+
+def test_windows_predict_the_next_token() -> None:
+    [batch] = loader(make_stream(700), packing="windows").batch(0)
+    assert batch.documents_BT is batch.positions_BT is None
+    assert batch.tokens_BT.dtype == batch.targets_BT.dtype == torch.int64
+    assert batch.targets_BT[:, :-1].equal(batch.tokens_BT[:, 1:])
+    assert not (batch.targets_BT == IGNORE).any()
+    # A token that is no separator tells its place, so the last target can be checked too.
+    last, target = batch.tokens_BT[:, -1], batch.targets_BT[:, -1]
+    known = (last != SEPARATOR) & (target != SEPARATOR)
+    assert known.any()
+    assert target[known].equal(last[known] + 1)
+
+
+def by_hand(row: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Targets, documents and positions of a row of T + 1 tokens, one token at a time."""
+    targets, documents, positions = [], [], []
+    document = position = 0
+    for token, following in pairwise(row):
+        documents.append(document)
+        positions.append(position)
+        if token == SEPARATOR:
+            targets.append(IGNORE)
+            document, position = document + 1, 0
+        else:
+            targets.append(following)
+            position += 1
+    return targets, documents, positions
+
+
+def test_documents_are_kept_apart() -> None:
+    stream = make_stream(2000)
+    data = loader(stream, packing="documents", seq_len=16)
+    ids = flat(stream)
+    for consumed in range(0, 120, 24):
+        [batch] = data.batch(consumed)
+        places = sample_index(np.arange(consumed, consumed + 24), data.num_windows, data.seed)
+        for i, place in enumerate(places.tolist()):
+            row = ids[place * 16 : place * 16 + 17].tolist()
+            assert batch.tokens_BT[i].tolist() == row[:-1]
+            assert batch.documents_BT is not None
+            assert batch.positions_BT is not None
+            found = [
+                t[i].tolist() for t in (batch.targets_BT, batch.documents_BT, batch.positions_BT)
+            ]
+            assert found == list(by_hand(row))
+
+
+def test_too_short_a_text_is_a_problem_of_seq_len() -> None:
+    assert loader(make_stream(9)).num_windows == 1
+    with pytest.raises(InvalidJob) as caught:
+        loader(make_stream(8))
+    [problem] = caught.value.problems
+    assert problem.key == "train.seq_len"
+    assert "8 tokens" in problem.rule
+    assert "at most 7" in problem.remedy
+
+
+def test_ranks_must_divide_the_global_batch() -> None:
+    with pytest.raises(ValueError, match="dp_size"):
+        loader(make_stream(700), dp_size=5, microbatch=1)
+
+
+# ------------------------------------------------------------------ evaluation
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("sequences", [1, 5, 12, 1000])
+@pytest.mark.parametrize(("dp_size", "microbatch"), [(1, 100), (1, 3), (3, 2), (4, 1), (8, 4)])
+def test_evaluation_counts_each_window_once(
+    packing: Packing, sequences: int, dp_size: int, microbatch: int
+) -> None:
+    stream = make_stream(13 * 8 + 5)
+    per_rank = [
+        list(evaluation_batches(stream, 8, packing, SEPARATOR, sequences, r, dp_size, microbatch))
+        for r in range(dp_size)
+    ]
+    assert len({tuple(b.tokens_BT.shape for b in rank) for rank in per_rank}) == 1
+    assert per_rank[0][0].tokens_BT.shape[0] <= microbatch
+    together = join([batch for rank in per_rank for batch in rank])
+    ids = flat(stream)
+    windows = min(sequences, 13)
+    spread = [w * 13 // windows for w in range(windows)]
+    expected = torch.tensor([ids[w * 8 : w * 8 + 9].tolist() for w in spread])
+    tokens, targets = together[0], together[1]
+    assert tokens is not None
+    assert targets is not None
+    assert tokens[:windows].equal(expected[:, :-1])
+    wanted = expected[:, 1:].clone()
+    if packing == "documents":
+        wanted[expected[:, :-1] == SEPARATOR] = IGNORE
+    assert targets[:windows].equal(wanted)
+    assert (targets[windows:] == IGNORE).all()
+    assert (together[2] is None) == (packing == "windows")
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
+    stream = TokenStream([np.array([5, 6, 7, SEPARATOR], np.uint16)])
+    counted = 0
+    for rank in range(2):
+        [batch] = evaluation_batches(stream, 8, packing, SEPARATOR, 64, rank, 2, 4)
+        assert batch.tokens_BT.shape == (1, 8)
+        if rank == 0:
+            assert batch.tokens_BT[0, :4].tolist() == [5, 6, 7, SEPARATOR]
+            assert batch.targets_BT[0, :3].tolist() == [6, 7, SEPARATOR]
+        counted += int((batch.targets_BT != IGNORE).sum())
+    assert counted == 3

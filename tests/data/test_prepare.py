@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.data.prepare import Progress, prepare
+from weft.data.source import PIECE_BYTES
+from weft.data.store import Store
+from weft.data.tokenizer import train_tokenizer
+from weft.job import DataSection, InvalidJob
+
+ROOT = Path(__file__).parents[2]
+SHARD = 3000  # bytes of text: many shards
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(40):
+        lines = [f"file {index}, line {line}: some words here\n" for line in range(25)]
+        (folder / f"{index:02d}.txt").write_text("".join(lines))
+    return folder
+
+
+def section(path: Path, **changes: object) -> DataSection:
+    return DataSection.model_validate({"path": str(path), "vocab_size": 300} | changes)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "lock"}
+
+
+def ids(store: Store, name: str) -> list[int]:
+    stream = store.tokens(name)  # type: ignore[arg-type]
+    return [int(i) for i in stream.window(np.array([0]), len(stream))[0]]
+
+
+def in_subprocess(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    head = (
+        "import os, sys, signal, resource, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pathlib import Path\n"
+        "from weft.data.prepare import prepare\n"
+        "from weft.job import DataSection, InvalidJob\n"
+        "section = DataSection(path=sys.argv[1], vocab_size=300)\n"
+        "cache = Path(sys.argv[2])\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", head + code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_tokens_are_the_text(text: Path, tmp_path: Path) -> None:
+    store = prepare(section(text), tmp_path / "cache", shard_bytes=SHARD)
+    tokenizer = store.tokenizer()
+    separator = store.manifest.separator
+    documents: list[str] = []
+    for name in ("train", "validation"):
+        row = ids(store, name)
+        while row:
+            end = row.index(separator)
+            documents.append(tokenizer.decode(row[:end]))
+            row = row[end + 1 :]
+    assert sorted(documents) == sorted(file.read_text() for file in text.iterdir())
+
+
+def test_one_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("".join(f"line {line} <|endoftext|>\n" for line in range(20000)))
+    assert file.stat().st_size > 3 * PIECE_BYTES
+    stores = [
+        prepare(section(file, holdout=0.2), tmp_path / "cache", shard_bytes=size)
+        for size in (PIECE_BYTES, 1 << 30)
+    ]
+    assert len(stores[0].manifest.train.shards) > len(stores[1].manifest.train.shards) == 1
+    for name in ("train", "validation"):
+        row = ids(stores[0], name)
+        assert row == ids(stores[1], name)
+        assert row.count(stores[0].manifest.separator) == 1
+    decoded = [stores[0].tokenizer().decode(ids(stores[0], n)) for n in ("train", "validation")]
+    assert "".join(decoded) == file.read_text()
+
+
+def test_second_time_nothing_is_tokenised(text: Path, tmp_path: Path) -> None:
+    store = prepare(section(text), tmp_path / "cache")
+    messages: list[str] = []
+    again = prepare(section(text), tmp_path / "cache", lambda p: messages.append(p.message))
+    assert again == store
+    assert set(messages) == {"reading the text"}
+
+
+def test_everything_that_decides_the_content_decides_the_store(text: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    paths = {prepare(section(text), cache).path}
+    for changes in ({"vocab_size": 301}, {"holdout": 0.1}, {"invalid_utf8": "skip"}):
+        paths.add(prepare(section(text, **changes), cache).path)
+    (text / "00.txt").rename(text / "renamed.txt")
+    paths.add(prepare(section(text), cache).path)
+    (text / "renamed.txt").write_text("other text\n")
+    paths.add(prepare(section(text), cache).path)
+    assert len(paths) == 6
+
+
+@pytest.mark.parametrize("shards_before_death", [1, 6])
+def test_killed_preparation_goes_on(text: Path, tmp_path: Path, shards_before_death: int) -> None:
+    undisturbed = prepare(section(text), tmp_path / "one", shard_bytes=SHARD)
+    kill = (
+        "def die(progress):\n"
+        "    [folder] = (cache / 'stores').glob('*') if (cache / 'stores').exists() else [cache]\n"
+        f"    if len(list(folder.glob('train-*.json'))) == {shards_before_death}:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"prepare(section, cache, die, shard_bytes={SHARD})\n"
+    )
+    assert in_subprocess(kill, text, tmp_path / "two").wait() == -signal.SIGKILL
+    folder = tmp_path / "two" / "stores" / undisturbed.path.name
+    assert not (folder / "store.json").exists()
+    complete = sorted(folder.glob("train-*.bin"))
+    assert len(complete) == shards_before_death
+    before = [file.stat() for file in [*complete, folder / "tokenizer.json"]]
+    # What a power cut may leave: a torn shard without receipt, one with a false receipt, and
+    # a temporary file.
+    torn = folder / f"train-{shards_before_death:05d}.bin"
+    torn.write_bytes(b"torn")
+    false = folder / f"train-{shards_before_death + 1:05d}.bin"
+    false.write_bytes(complete[0].read_bytes()[:-2])
+    false.with_suffix(".json").write_bytes(complete[0].with_suffix(".json").read_bytes())
+    (folder / "train-99999.bin.tmp").write_bytes(b"half")
+
+    resumed = prepare(section(text), tmp_path / "two", shard_bytes=SHARD)
+    after = [file.stat() for file in [*complete, folder / "tokenizer.json"]]
+    same = [
+        (a.st_ino, a.st_mtime_ns) == (b.st_ino, b.st_mtime_ns)
+        for a, b in zip(before, after, strict=True)
+    ]
+    assert all(same)
+    assert contents(resumed.path) == contents(undisturbed.path)
+    assert resumed.fingerprint == undisturbed.fingerprint
+
+
+def test_processes_that_prepare_at_once_agree(text: Path, tmp_path: Path) -> None:
+    code = f"print(prepare(section, cache, shard_bytes={SHARD}).fingerprint)\n"
+    processes = [in_subprocess(code, text, tmp_path / "cache") for _ in range(3)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(set(outputs)) == 1
+    alone = prepare(section(text), tmp_path / "alone", shard_bytes=SHARD)
+    assert outputs[0].strip() == alone.fingerprint
+    assert contents(tmp_path / "cache" / "stores" / alone.path.name) == contents(alone.path)
+
+
+def test_waiting_is_told(text: Path, tmp_path: Path) -> None:
+    # The store's name is known from another cache, and its lock is held here.
+    name = prepare(section(text), tmp_path / "one").path.name
+    folder = tmp_path / "two" / "stores" / name
+    folder.mkdir(parents=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waits = threading.Event()
+
+        def progress(p: Progress) -> None:
+            if "waiting" in p.message:
+                waits.set()
+
+        thread = threading.Thread(
+            target=prepare, args=(section(text), tmp_path / "two", progress), daemon=True
+        )
+        thread.start()
+        assert waits.wait(30)
+        assert not (folder / "train-00000.bin").exists()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        thread.join(30)
+    assert (folder / "store.json").exists()
+
+
+def test_cache_that_cannot_be_written_is_a_problem(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidJob) as caught:
+        prepare(section(text), tmp_path / "file")
+    [problem] = caught.value.problems
+    assert (problem.key, problem.value) == ("data.cache", str(tmp_path / "file"))
+    assert os.strerror(20) in problem.rule  # ENOTDIR
+
+
+def test_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) -> None:
+    # A limit on file sizes stands for a disk with room for the tokenizer but not for a shard.
+    file = tmp_path / "text"
+    file.write_text("".join(chr(33 + i * i % 90) for i in range(100_000)))
+    code = (
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
+        "try: prepare(section, cache)\n"
+        "except InvalidJob as invalid: print(invalid)\n"
+    )
+    output, _ = in_subprocess(code, file, tmp_path / "cache").communicate(timeout=60)
+    assert output.startswith("data.cache = ")
+    assert "File too large" in output
+    [folder] = (tmp_path / "cache" / "stores").iterdir()
+    assert {f.name for f in folder.iterdir()} == {"lock", "tokenizer.json"}
+
+
+def test_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> None:
+    for data, invalid in ((b"short", "error"), (b"\xff\0 binary" * 100, "skip")):
+        (tmp_path / "x").write_bytes(data)
+        with pytest.raises(InvalidJob) as caught:
+            prepare(section(tmp_path / "x", invalid_utf8=invalid), tmp_path / "cache")
+        [problem] = caught.value.problems
+        assert problem.key == "data.path"
+        assert "too little text" in problem.rule
+
+
+def test_files_that_are_not_text(text: Path, tmp_path: Path) -> None:
+    (text / "bad.bin").write_bytes(b"\xff" * 900)
+    with pytest.raises(InvalidJob, match=r"bad\.bin: byte 0, line 1"):
+        prepare(section(text), tmp_path / "cache")
+    messages: list[str] = []
+    skipped = prepare(
+        section(text, invalid_utf8="skip"),
+        tmp_path / "cache",
+        lambda p: messages.append(p.message),
+    )
+    assert (skipped.manifest.skipped_files, skipped.manifest.replaced_files) == (1, 0)
+    assert any("left out 1 files" in m and "bad.bin" in m for m in messages)
+    replaced = prepare(section(text, invalid_utf8="replace"), tmp_path / "cache")
+    assert (replaced.manifest.skipped_files, replaced.manifest.replaced_files) == (0, 1)
+    parts = [
+        m.train.documents + m.validation.documents for m in (skipped.manifest, replaced.manifest)
+    ]
+    assert parts == [40, 41]
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        prepare(section(tmp_path / "no", tokenizer=str(tmp_path / "no.json")), tmp_path)
+    assert [p.key for p in caught.value.problems] == ["data.path", "data.tokenizer"]
+
+
+def test_given_tokenizer_and_store_as_path(text: Path, tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine.json", tmp_path / "other.json"
+    train_tokenizer(["my own words, some of them here"], 280).save(str(mine))
+    train_tokenizer(["other"], 270).save(str(other))
+    store = prepare(section(text, tokenizer=str(mine)), tmp_path / "cache")
+    assert (store.path / "tokenizer.json").read_bytes() == mine.read_bytes()
+
+    before = contents(store.path)
+    for tokenizer in ("train", str(mine)):
+        assert prepare(section(store.path, tokenizer=tokenizer), tmp_path / "unused") == store
+    assert not (tmp_path / "unused").exists()
+    assert contents(store.path) == before
+    with pytest.raises(InvalidJob, match="does not match the store") as caught:
+        prepare(section(store.path, tokenizer=str(other)), tmp_path / "unused")
+    assert caught.value.problems[0].key == "data.tokenizer"
+
+
+def test_large_vocabularies_take_four_bytes(text: Path, tmp_path: Path) -> None:
+    tokenizer = json.loads(train_tokenizer(["words"], 280).to_str())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 70000, "content": "<x>"})
+    tokenizer["model"]["vocab"]["<x>"] = 70000
+    (tmp_path / "t.json").write_text(json.dumps(tokenizer))
+    store = prepare(section(text, tokenizer=str(tmp_path / "t.json")), tmp_path / "cache")
+    assert (store.manifest.dtype, store.manifest.vocab_size) == ("uint32", 70001)
+    assert store.manifest.train.shards[0].size_bytes == 4 * store.manifest.train.shards[0].tokens
+    row = ids(store, "validation")
+    assert store.tokenizer().decode(row[: row.index(store.manifest.separator)]).startswith("file ")
+
+
+def test_torch_is_not_imported() -> None:
+    code = "print('torch' in sys.modules)"
+    assert in_subprocess(code, "x", "y").communicate(timeout=60)[0].strip() == "False"

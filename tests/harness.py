@@ -1,0 +1,503 @@
+"""Run a test's function on several gloo ranks, quickly and without leaving anything behind.
+
+    def total(start):                       # at the top level of the test's module
+        x = torch.tensor(start + dist.get_rank())
+        dist.all_reduce(x)
+        return x.item()
+
+    def test_total():
+        assert run_ranks(total, 2, 10) == [21, 21]
+
+Starting interpreters that import torch costs seconds a test.  So one *server*, a fresh
+interpreter, imports torch once per session and forks the ranks of every world, which takes
+some hundredths of a second.  Forking is sound only while the server has a single thread: it
+runs no tensor operation, makes no process group, and refuses to fork if a thread appears.
+
+    test process --(socket: request, reply)--> server --(fork; a pipe each)--> rank 0, 1, ...
+
+What a rank's function returns comes back pickled; so do the arguments get there.  The
+server never unpickles either, because that would import test modules, and whatever they
+import, into it.
+
+Failures.  A rank that raises reports its traceback and then stands still, with its
+connections open, until the server kills the whole world: its peers see no reset connection,
+and what is shown is the cause.  A rank that dies without a word (signal, ``os._exit``) does
+reset them, so a silent death is looked for before a peer's exception is believed.  At the
+timeout every rank's Python stack is taken, then all are killed.
+
+Nothing survives.  The ranks have the kernel's parent-death signal; each leads a session,
+which is killed as a group; the server adopts whatever escaped that and kills it after every
+world.  The server itself ends when its socket closes, however the test process ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT_CHARS = 8000  # of each rank, the last of what it printed
+STACK_SECONDS = 1.0  # for the ranks to write their stacks after a timeout
+SILENT_SECONDS = 0.1  # for a death to become visible after a peer noticed it
+SETTLE_SECONDS = 5.0  # for the ranks to destroy their group and exit
+START_SECONDS = 120.0  # for the server to import torch on a busy machine
+
+
+class RankError(Exception):
+    """A world failed.
+
+    Attributes:
+        rank: the rank that failed first; None if the world as a whole ran out of time.
+    """
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+# --------------------------------------------------------------------------- test process
+
+
+def run_ranks(
+    function: Callable[..., T], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any
+) -> list[T]:
+    """Call ``function(*args, **kwargs)`` on every rank of a new gloo process group.
+
+    Each rank is a process of its own with one thread, equal seeds, the caller's working
+    directory, environment and ``sys.path``, and an initialised default group.  The group is
+    destroyed afterwards.
+
+    Args:
+        function: defined at the top level of an importable module.
+        world_size: number of ranks.
+        args, kwargs: must pickle.
+        timeout: seconds until the world is killed.
+
+    Returns:
+        What each rank returned, by rank.  It must pickle.
+
+    Raises:
+        RankError: with the traceback and output of the first rank that failed, or every
+            rank's stack after the timeout.
+        ValueError: if ``function`` cannot be found by name in a rank.
+    """
+    module, name = function.__module__, function.__qualname__
+    if "<" in name or module == "__main__":
+        raise ValueError(f"{module}.{name}: a rank's function must be at a module's top level")
+    request = {
+        "world_size": world_size,
+        "timeout": timeout,
+        "call": pickle.dumps((module, name, args, kwargs)),
+        "path": list(sys.path),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+    }
+    reply = _server().ask(request, timeout)
+    if reply["error"]:
+        raise RankError(reply["error"], reply["rank"])
+    for rank, text in enumerate(reply["outputs"]):
+        if text:  # pytest shows it if the test fails later on
+            print(f"--- rank {rank} printed ---\n{text}")
+    return [pickle.loads(result) for result in reply["results"]]
+
+
+class _Server:
+    """The test process's end of the server."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.folder = tempfile.mkdtemp(prefix="weft-ranks-")
+        with theirs:
+            arguments = [str(theirs.fileno()), self.folder]
+            command = [sys.executable, "-m", "tests.harness", *arguments]
+            # No thread pools: they must not exist before a fork.
+            single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | single,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # A signal from the terminal is the test process's to handle.
+                start_new_session=True,
+            )
+        self.connection = Connection(ours.detach())
+        self.started = False
+
+    def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        limit = timeout + STACK_SECONDS + SETTLE_SECONDS + 10
+        try:
+            self.connection.send_bytes(pickle.dumps(request))
+            if not self.connection.poll(limit if self.started else limit + START_SECONDS):
+                raise RuntimeError("the rank server does not answer")
+            reply: dict[str, Any] = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            status = self.close()
+            raise RuntimeError(f"the rank server died (exit status {status})") from error
+        except BaseException:
+            self.close()  # also on Ctrl-C: closing is what makes it kill the world
+            raise
+        self.started = True
+        return reply
+
+    def close(self) -> int:
+        """End the server and what it started; its exit status."""
+        global _current
+        _current = None
+        self.connection.close()
+        try:
+            return self.process.wait(SETTLE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_current: _Server | None = None
+
+
+def _server() -> _Server:
+    global _current
+    if _current is None:
+        _current = _Server()
+        atexit.register(_current.close)
+    return _current
+
+
+# --------------------------------------------------------------------------- server
+
+
+@dataclass
+class _Rank:
+    """A rank as the server sees it."""
+
+    pid: int
+    pipe: Connection
+    log: Path
+    stacks: Path
+    result: bytes | None = None
+    error: tuple[float, str, str] | None = None  # when, one line, traceback
+    death: int | None = None  # its exit code as of subprocess: negative for a signal
+    reaped: bool = False
+
+    def receive(self) -> None:
+        """Take the rank's message, if it sent one."""
+        try:
+            # Results can be large, so the rank may still be writing: it then blocks us, not
+            # longer than it takes to write, since a dead writer ends the pipe.
+            if self.result is None and self.error is None and self.pipe.poll():
+                kind, *rest = pickle.loads(self.pipe.recv_bytes())
+                if kind == "result":
+                    (self.result,) = rest
+                else:
+                    self.error = (rest[0], rest[1], rest[2])
+        except (EOFError, OSError):
+            pass  # it died, which reap() sees
+
+    def reap(self) -> bool:
+        """Whether the rank has ended."""
+        if not self.reaped:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.reaped = True
+                self.death = os.waitstatus_to_exitcode(status)
+        return self.reaped
+
+    def died_silently(self) -> bool:
+        if not self.reap():
+            return False
+        self.receive()  # it may have spoken first
+        return self.result is None and self.error is None
+
+    def kill(self) -> None:
+        """The rank and its session."""
+        if not self.reaped:
+            for send in (os.killpg, os.kill):  # it may not lead a group yet
+                with contextlib.suppress(ProcessLookupError):
+                    send(self.pid, signal.SIGKILL)
+
+    def stack(self) -> str:
+        return self.stacks.read_text(errors="replace").strip()
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")[-OUTPUT_CHARS:].strip()
+
+
+def _serve(client: Connection, folder: Path) -> None:
+    """Answer requests until the test process closes its end."""
+    _import_torch()
+    while True:
+        try:
+            request = pickle.loads(client.recv_bytes())
+        except EOFError:
+            return
+        with tempfile.TemporaryDirectory(dir=folder) as world:
+            reply = _run_world(client, Path(world), request)
+        client.send_bytes(pickle.dumps(reply))
+
+
+def _import_torch() -> None:
+    """What the ranks will need, so that it is imported once."""
+    for name in (
+        "numpy",
+        "pytest",
+        "torch",
+        "torch._dynamo",  # imported by the first optimizer otherwise
+        "torch.distributed",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "torch.distributed.checkpoint",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.device_mesh",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor",
+        "torch.distributed.tensor.parallel",
+    ):
+        importlib.import_module(name)
+    gc.freeze()  # a collection in a rank would copy every page of these
+
+
+def _run_world(client: Connection, folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Fork a world, wait for it, and leave no process of it."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        return {"error": f"the rank server has {threads} threads: a fork may hang", "rank": None}
+    deadline = time.monotonic() + request["timeout"]
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(request["world_size"]):
+            ranks.append(_fork(rank, client, folder, request))
+        error, rank_at_fault = _await(ranks, client, deadline, request["timeout"])
+        if not error:
+            _settle(ranks)
+    finally:
+        for each in ranks:
+            each.kill()
+        _kill_children()
+        for each in ranks:
+            each.pipe.close()
+    return {
+        "error": error,
+        "rank": rank_at_fault,
+        "results": [each.result for each in ranks],
+        "outputs": [each.output() for each in ranks],
+    }
+
+
+def _fork(rank: int, client: Connection, folder: Path, request: dict[str, Any]) -> _Rank:
+    ours, theirs = Pipe()
+    log, stacks = folder / f"rank-{rank}.log", folder / f"rank-{rank}.stacks"
+    log.touch()
+    stacks.touch()
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            client.close()
+            ours.close()
+            _die_with_parent(signal.SIGKILL)
+            if os.getppid() == server:  # else it died before it could be said
+                _be_rank(rank, theirs, folder, log, stacks, request)
+        finally:
+            os._exit(1)
+    theirs.close()
+    return _Rank(pid, ours, log, stacks)
+
+
+def _await(
+    ranks: list[_Rank], client: Connection, deadline: float, timeout: float
+) -> tuple[str, int | None]:
+    """Wait for every result.  The error to show, empty if there is none, and its rank."""
+    while any(rank.result is None for rank in ranks):
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return _timed_out(ranks, timeout), None
+        open_pipes = [rank.pipe for rank in ranks if rank.result is None and not rank.reaped]
+        # Deaths are polled for: a rank's own children can hold its pipe open after it.
+        ready = wait([*open_pipes, client], min(remaining, 0.05))
+        if client in ready:
+            raise SystemExit("the test process is gone")
+        for rank in ranks:
+            rank.receive()
+        if any(rank.error for rank in ranks):
+            time.sleep(SILENT_SECONDS)
+        silent = [number for number, rank in enumerate(ranks) if rank.died_silently()]
+        if silent:
+            return _died(ranks, silent[0]), silent[0]
+        failed = [(rank.error, number) for number, rank in enumerate(ranks) if rank.error]
+        if failed:
+            (_, line, trace), number = min(failed)
+            head = f"rank {number} of {len(ranks)} failed: {line}\n\n{trace}"
+            return head + _outputs(ranks, [number]), number
+    return "", None
+
+
+def _died(ranks: list[_Rank], number: int) -> str:
+    code = ranks[number].death or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    head = f"rank {number} of {len(ranks)} {how} before its function returned\n"
+    return head + _outputs(ranks, [number])
+
+
+def _timed_out(ranks: list[_Rank], timeout: float) -> str:
+    """Every rank's stack."""
+    late = [number for number, rank in enumerate(ranks) if rank.result is None]
+    for number in late:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[number].pid, signal.SIGUSR1)
+    end = time.monotonic() + STACK_SECONDS
+    # faulthandler writes line by line; the interpreter's own frame is a stack's last.
+    while time.monotonic() < end and not all(
+        "_run_module_as_main" in ranks[number].stack() for number in late
+    ):
+        time.sleep(0.02)
+    parts = [f"{len(ranks)} ranks did not finish within {timeout:g} s\n"]
+    for number, rank in enumerate(ranks):
+        frames = rank.stack().splitlines()
+        shown = [line for line in frames if __file__ not in line and "<frozen" not in line]
+        stack = "\n".join(shown) if frames else "gave no stack"
+        parts.append(f"--- rank {number}: {stack if number in late else 'had finished'}\n")
+    return "\n".join(parts) + _outputs(ranks, range(len(ranks)))
+
+
+def _outputs(ranks: list[_Rank], numbers: Any) -> str:
+    shown = [(number, ranks[number].output()) for number in numbers]
+    return "".join(f"\n--- rank {number} printed ---\n{text}\n" for number, text in shown if text)
+
+
+def _settle(ranks: list[_Rank]) -> None:
+    """Let the ranks go, together, and wait until they have."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            rank.pipe.send_bytes(b"go")
+    end = time.monotonic() + SETTLE_SECONDS
+    while not all(rank.reap() for rank in ranks) and time.monotonic() < end:
+        time.sleep(0.002)
+
+
+def _kill_children() -> None:
+    """Kill everything below this process, until nothing is left."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while True:
+        try:
+            reaped, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not reaped:
+            for pid in children.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.002)
+
+
+# --------------------------------------------------------------------------- rank
+
+
+def _be_rank(
+    rank: int, pipe: Connection, folder: Path, log: Path, stacks: Path, request: dict[str, Any]
+) -> NoReturn:
+    """Everything that a rank does; never returns."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with open(log, "wb") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    stack_file = open(stacks, "w")  # noqa: SIM115 - for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+    message: tuple[Any, ...]
+    try:
+        message = ("result", _call(rank, folder, request))
+    except BaseException as error:  # SystemExit too is the test's failure
+        line = traceback.format_exception_only(error)[-1].strip()
+        # From the second frame on: the first is this one.
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        message = ("error", time.monotonic(), line, "".join(traceback.format_exception(error)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(pickle.dumps(message))
+    pipe.recv_bytes()  # all have finished; after an error, never
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def _call(rank: int, folder: Path, request: dict[str, Any]) -> bytes:
+    """The function's result, pickled."""
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    os.environ.clear()
+    os.environ |= request["environment"] | {"GLOO_SOCKET_IFNAME": "lo"}
+    os.chdir(request["folder"])
+    sys.path[:] = request["path"]
+    torch.set_num_threads(1)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=request["world_size"],
+        # Not less than the world's: what should be seen after a hang is every rank's stack.
+        timeout=timedelta(seconds=request["timeout"] + 1),
+    )
+    module, name, args, kwargs = pickle.loads(request["call"])
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    return pickle.dumps(function(*args, **kwargs))
+
+
+# --------------------------------------------------------------------------- processes
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+def _die_with_parent(signum: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+def _adopt_orphans() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    _adopt_orphans()
+    try:
+        _serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))
+    finally:
+        # Whichever of the two processes is killed, the other one tidies up.
+        shutil.rmtree(sys.argv[2], ignore_errors=True)

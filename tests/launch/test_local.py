@@ -1,0 +1,224 @@
+"""The real thing: `weft train` as a user starts it, its processes, faults and restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.small import SMALL, losses, newest_state, records
+from weft.checkpoint.store import checkpoints
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+
+
+@pytest.fixture
+def arguments(store_path: Path, tmp_path: Path) -> list[str]:
+    """`weft train` on the small model in two ranks, in the run folder `run`."""
+    pairs = [
+        *SMALL,
+        ("run.dir", "run"),
+        ("run.workers", "2"),
+        ("data.path", str(store_path)),
+        ("checkpoint.interval", "10"),
+    ]
+    return [*WEFT, "train", "demo", *(word for key, value in pairs for word in (f"--{key}", value))]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 10
+    while left := processes_in(tmp_path):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Command lines of the processes whose working directory is ``folder``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (entry / "cwd").resolve() == folder:
+                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue  # it has ended meanwhile, or is another user's
+    return [line for line in found if line]
+
+
+def run(command: list[str], folder: Path, timeout: float = 100, **environment: str):
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
+    done = run(arguments, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    out = done.stdout
+    assert "on 2 CPU ranks" in out
+    assert out.count("tokens/s") == 20  # rank 0 alone, a line a step where there is no terminal
+    assert "held-out loss" in out
+    assert "unigram entropy" in out
+    assert "weft generate run --prompt" in out
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoints",
+        "environment.json",
+        "job.toml",
+        "logs",
+        "metrics.jsonl",
+        "plan.json",
+        "tokenizer.json",
+    }
+    assert {path.name for path in (folder / "logs").iterdir()} == {
+        "launcher.log",
+        "rank-0.log",
+        "rank-1.log",
+    }
+    assert os.listdir(tmp_path) == ["run"]  # nothing beside it
+
+    again = run(arguments, tmp_path)
+    assert again.returncode == 0
+    assert "is complete at step 20" in again.stdout
+
+    # The complete job starts the same run again, elsewhere.
+    copy = run([*WEFT, "train", "run/job.toml", "--run.dir", "copy"], tmp_path)
+    assert copy.returncode == 0, copy.stderr
+    assert losses(tmp_path / "copy") == losses(folder)
+
+    text = run([*WEFT, "generate", "run", "--prompt", "import ", "--max-tokens", "20"], tmp_path)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("import ")
+    assert len(text.stdout) > len("import \n")
+    newest = str(checkpoints(folder / "checkpoints")[-1])
+    same = run([*WEFT, "generate", newest, "--prompt", "import ", "--max-tokens", "20"], tmp_path)
+    assert same.stdout == text.stdout
+
+
+def wait_for(folder: Path, step: int) -> None:
+    """Until the run in ``folder`` has recorded ``step``."""
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() or len(losses(folder)) < step:
+        assert time.monotonic() < deadline, f"step {step} did not come"
+        time.sleep(0.05)
+
+
+LONG = ["--train.steps", "300", "--checkpoint.interval", "30", "--optim.warmup_steps", "20"]
+
+
+def start_and_wait(command: list[str], folder: Path, step: int) -> subprocess.Popen[str]:
+    """Start a run in ``folder`` and return once it has recorded ``step``."""
+    log = (folder / "log").open("w")
+    process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, text=True)
+    wait_for(folder / "run", step)
+    return process
+
+
+def test_killed_and_started_again(arguments: list[str], tmp_path: Path) -> None:
+    """kill -9 in the middle, the same command again: an undisturbed run's losses and weights."""
+    process = start_and_wait([*arguments, *LONG], tmp_path, 45)
+    (pid,) = [
+        int(line.split()[-1])
+        for line in (tmp_path / "run/logs/rank-1.log").read_text().splitlines()
+        if line.startswith("---")
+    ]
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait(timeout=60) == 1
+    text = (tmp_path / "log").read_text()
+    assert "rank 1 failed: SIGKILL" in text
+    assert "Traceback" not in text
+    assert len(losses(tmp_path / "run")) < 300
+
+    # Again, and this time the launcher itself is killed: its ranks must go with it.
+    process = start_and_wait([*arguments, *LONG], tmp_path, 100)
+    process.kill()
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 10
+    while processes_in(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(losses(tmp_path / "run")) < 300
+
+    again = run([*arguments, *LONG], tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "going on from" in again.stdout
+    straight = run([*arguments, *LONG, "--run.dir", "straight"], tmp_path)
+    assert straight.returncode == 0, straight.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+    ours, theirs = newest_state(tmp_path / "run"), newest_state(tmp_path / "straight")
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+BROKEN = """
+import os, torch
+from weft.optim.optimizer import adamw
+
+def build(groups, optim):
+    optimizer = adamw(groups, optim)
+    if os.environ["RANK"] == "1":
+        steps = []
+        def step(*args, **kwargs):
+            steps.append(1)
+            if len(steps) == 7:
+                raise ZeroDivisionError("a planted fault")
+        optimizer.register_step_pre_hook(step)
+    return optimizer
+"""
+
+
+def test_a_crash_shows_its_own_error(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    command = [*arguments, "--optim.kind", "broken:build", "--checkpoint.interval", "5"]
+    done = run(command, tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "weft: rank 1 failed: ZeroDivisionError: a planted fault (in step 7)"
+    assert sum("Traceback" in line for line in lines) <= 1
+    assert len(lines) < 20
+    assert f"log: {tmp_path}/run/logs/rank-1.log" in done.stderr
+    assert f"goes on from {tmp_path}/run/checkpoints/step-00000005" in done.stderr
+    assert "ZeroDivisionError" in (tmp_path / "run/logs/rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(number: signal.Signals, arguments: list[str], tmp_path: Path) -> None:
+    command = [*arguments, "--train.steps", "100000"]
+    process = start_and_wait(command, tmp_path, 12)
+    process.send_signal(number)
+    process.wait(timeout=60)
+    errors = (tmp_path / "log").read_text()
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on" in errors
+    assert "Traceback" not in errors
+    assert checkpoints(tmp_path / "run/checkpoints")
+
+
+def test_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
+    """The same command joins the ranks that a launcher has started."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "weft.cli", *arguments[len(WEFT) :]]
+    done = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tokens/s") == 20
+    assert (tmp_path / "run/job.toml").exists()
+    ours = run([*arguments, "--run.dir", "ours"], tmp_path)
+    assert ours.returncode == 0, ours.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "ours")
+    a, b = newest_state(tmp_path / "run"), newest_state(tmp_path / "ours")
+    assert all(a[name].equal(b[name]) for name in a)
+    assert records(tmp_path / "run")[-1]["step"] == 20

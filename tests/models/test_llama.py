@@ -1,0 +1,512 @@
+"""Llama: equal to transformers', right under packing, and described truly by its tables."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.harness import run_ranks
+from weft.job import InvalidJob, Problem
+from weft.models import FAMILIES, Family, load_family, resolve_model
+from weft.models.layers import rope_frequencies
+from weft.models.llama import (
+    INIT,
+    NO_DECAY,
+    PRESETS,
+    Block,
+    Llama,
+    LlamaConfig,
+    blocks,
+    check,
+    decays,
+    flops_per_token,
+    init_of,
+    num_matmul_params,
+    num_params,
+)
+
+SMALL = LlamaConfig(
+    num_layers=2,
+    dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_dim=96,
+    vocab_size=128,
+    max_seq_len=64,
+    rope_theta=10000.0,
+    rope_scaling=False,
+)
+TIED = SMALL.model_copy(update={"tied_embeddings": True})
+# Some of the eight frequencies kept, some blended, some stretched, within 64 tokens.
+SCALED = SMALL.model_copy(update={"rope_scaling": True, "rope_original_context": 32})
+TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def filled(config: LlamaConfig) -> Llama:
+    """A model with large random weights, so that attention is far from uniform."""
+    torch.manual_seed(0)
+    model = Llama(config)
+    for name, parameter in model.named_parameters():
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        nn.init.normal_(parameter, mean, 0.2)
+    return model
+
+
+def random_tokens(*shape: int) -> Tensor:
+    return torch.randint(SMALL.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# --------------------------------------------------------------------------- transformers
+
+
+def transformers_twin(model: Llama) -> nn.Module:
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    config = model.config
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": config.rope_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_context,
+        }
+    twin = LlamaForCausalLM(
+        TheirConfig(
+            num_hidden_layers=config.num_layers,
+            hidden_size=config.dim,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            intermediate_size=config.ffn_dim,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters=rope,
+            tie_word_embeddings=config.tied_embeddings,
+        )
+    )
+    theirs = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        theirs.pop(their_name(name)).data.copy_(parameter.data)
+    assert not theirs, "parameters that only transformers has"
+    return twin
+
+
+def their_name(name: str) -> str:
+    """The mapping that weft.models.llama documents."""
+    return name if name == "lm_head.weight" else f"model.{name}"
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED, SCALED], ids=["plain", "tied", "scaled"])
+def test_logits_and_gradients_equal_transformers(config: LlamaConfig) -> None:
+    model = filled(config)
+    twin = transformers_twin(model)
+    tokens = random_tokens(2, 65)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].flatten()
+
+    ours = model(inputs)
+    theirs = twin(inputs).logits
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+    F.cross_entropy(ours.flatten(0, 1), labels).backward()
+    F.cross_entropy(theirs.flatten(0, 1), labels).backward()
+    their_gradients = gradients(twin)
+    our_gradients = gradients(model)
+    assert {their_name(name) for name in our_gradients} == set(their_gradients)
+    for name, gradient in our_gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[their_name(name)], **TOLERANCE)
+
+
+def test_scaling_matters_in_that_comparison() -> None:
+    tokens = random_tokens(1, 64)
+    with torch.no_grad():
+        difference = (filled(SCALED)(tokens) - filled(SMALL)(tokens)).abs().max()
+    assert difference > 0.1
+
+
+# --------------------------------------------------------------------------- documents
+
+
+@pytest.mark.parametrize("restart", [True, False], ids=["restarting", "running"])
+def test_a_packed_row_equals_its_documents_alone(restart: bool) -> None:
+    lengths = [5, 1, 17, 9]
+    row = random_tokens(1, sum(lengths))
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).unsqueeze(0)
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0) if restart else None
+
+    packed = filled(SMALL)
+    logits = packed(row, documents, positions)
+    logits.square().sum().backward()
+
+    alone = filled(SMALL)
+    parts = [alone(part) for part in row.split(lengths, dim=1)]
+    torch.testing.assert_close(logits, torch.cat(parts, dim=1), **TOLERANCE)
+    sum(part.square().sum() for part in parts).backward()
+    expected = gradients(alone)
+    for name, gradient in gradients(packed).items():
+        scale = expected[name].abs().max()
+        torch.testing.assert_close(gradient / scale, expected[name] / scale, **TOLERANCE)
+
+
+def test_rows_of_a_batch_have_their_own_documents_and_positions() -> None:
+    tokens = random_tokens(2, 12)
+    documents = torch.tensor([[0] * 12, [0] * 4 + [1] * 8])
+    positions = torch.stack([torch.arange(12), torch.cat([torch.arange(4), torch.arange(8)])])
+    model = filled(SMALL)
+    with torch.no_grad():
+        logits = model(tokens, documents, positions)
+        torch.testing.assert_close(logits[:1], model(tokens[:1]), **TOLERANCE)
+        torch.testing.assert_close(logits[1:, 4:], model(tokens[1:, 4:]), **TOLERANCE)
+
+
+def test_positions_choose_the_angles() -> None:
+    model = filled(SCALED)
+    positions = torch.tensor([[0, 5, 9], [3, 4, 60]])
+    frequencies = rope_frequencies(SCALED.head_dim, SCALED.rope_theta, SCALED.scaling)
+    angles = positions[..., None] * frequencies
+    cos, sin = model.rope(3, positions, torch.float32)
+    assert torch.equal(cos, torch.cat((angles.cos(), angles.cos()), -1))
+    assert torch.equal(sin, torch.cat((angles.sin(), angles.sin()), -1))
+    with torch.no_grad():
+        tokens = random_tokens(2, 3)
+        far = (model(tokens, positions_BT=positions) - model(tokens)).abs().max()
+    assert far > 0.01
+
+
+def test_later_tokens_do_not_change_earlier_logits() -> None:
+    tokens = random_tokens(1, 16)
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % SMALL.vocab_size
+    model = filled(SMALL)
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10], **TOLERANCE)
+    assert not torch.allclose(before[:, 10], after[:, 10], atol=1e-2)
+
+
+def test_a_row_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows of 65 tokens, but model\.max_seq_len = 64"):
+        filled(SMALL)(random_tokens(1, 65))
+
+
+# --------------------------------------------------------------------------- devices, dtypes
+
+
+def test_meta_then_to_empty_leaves_the_tables_right() -> None:
+    expected = Llama(SCALED)
+    with torch.device("meta"):
+        model = Llama(SCALED)
+    assert model.rope_cos_SJ.is_meta
+    model.to_empty(device="cpu")
+    assert torch.equal(model.rope_cos_SJ, expected.rope_cos_SJ)
+    assert torch.equal(model.rope_sin_SJ, expected.rope_sin_SJ)
+    model.rope_cos_SJ.zero_()
+    model.init_buffers("cpu")
+    assert torch.equal(model.rope_cos_SJ, expected.rope_cos_SJ)
+
+
+def test_tables_are_not_saved() -> None:
+    model = Llama(SMALL)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+def test_bfloat16_keeps_float32_tables_and_is_near_float32() -> None:
+    tokens = random_tokens(2, 64)
+    expected = filled(SCALED)
+    model = filled(SCALED).to(torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.rope_cos_SJ.dtype == torch.float32
+    assert torch.equal(model.rope_cos_SJ, expected.rope_cos_SJ)
+    logits = model(tokens, torch.zeros_like(tokens))
+    assert logits.dtype == torch.bfloat16
+    logits.float().square().mean().backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+    with torch.no_grad():
+        reference = expected(tokens)
+    assert (logits - reference).norm() / reference.norm() < 0.05
+
+
+# --------------------------------------------------------------------------- sharding
+
+
+def sharded_step(config: LlamaConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    with torch.device("meta"):
+        model = Llama(config)
+    for block in blocks(model):
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    values = dict(filled(config).named_parameters())
+    for name, parameter in model.named_parameters():
+        shards = values[name].detach().chunk(dist.get_world_size())
+        parameter.data.to_local().copy_(shards[dist.get_rank()])  # type: ignore[attr-defined]
+    tokens = random_tokens(2, 33)[dist.get_rank()].unsqueeze(0)
+    logits = model(tokens[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    full = {name: grad.full_tensor() for name, grad in gradients(model).items()}  # type: ignore[attr-defined]
+    return logits.detach(), full
+
+
+@pytest.mark.parametrize("config", [SCALED, TIED], ids=["untied", "tied"])
+def test_fully_sharded_equals_one_process(config: LlamaConfig) -> None:
+    results = run_ranks(sharded_step, 2, config)
+    model = filled(config)
+    tokens = random_tokens(2, 33)
+    logits = model(tokens[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    torch.testing.assert_close(torch.cat([r[0] for r in results]), logits.detach(), **TOLERANCE)
+    for _, sharded in results:
+        assert set(sharded) == {name for name, _ in model.named_parameters()}
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(sharded[name], gradient, **TOLERANCE)
+
+
+# --------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [("toy", None), ("8b", 8_030_261_248), ("70b", 70_553_706_496), ("405b", 405_853_388_800)],
+)
+def test_parameter_counts(preset: str, count: int | None) -> None:
+    config = PRESETS[preset]
+    with torch.device("meta"):
+        model = Llama(config)
+    built = sum(p.numel() for p in model.parameters())
+    assert num_params(config) == built
+    assert count in (None, built)
+    assert check(config) == []
+
+
+def test_tied_embeddings_are_one_parameter_and_count_once() -> None:
+    names = [name for name, _ in Llama(TIED).named_parameters(remove_duplicate=False)]
+    assert "lm_head.weight" not in names
+    assert num_params(SMALL) - num_params(TIED) == SMALL.vocab_size * SMALL.dim
+    assert num_matmul_params(SMALL) == num_matmul_params(TIED)
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
+def test_flops_equal_the_counted_ones(config: LlamaConfig) -> None:
+    model = filled(config)
+    tokens = random_tokens(3, 32)
+    # The counter does not know CPU's flash attention; the plain kernel is made of products.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens).sum().backward()
+    assert counter.get_total_flops() == flops_per_token(config, 32) * tokens.numel()
+
+
+def test_flops_of_8b_at_8192() -> None:
+    # 6 * (8.03e9 - 0.53e9 embedding - norms) + 12 * 32 * 4096 * 8192
+    assert flops_per_token(PRESETS["8b"], 8192) == 6 * 7_504_658_432 + 12_884_901_888
+
+
+# --------------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
+def test_init_covers_every_parameter_exactly_once(config: LlamaConfig) -> None:
+    names = [name for name, _ in Llama(config).named_parameters()]
+    for name in names:
+        matching = [pattern for pattern in INIT if fnmatchcase(name, pattern)]
+        assert len(matching) == 1, f"{name}: {matching}"
+    unused = {p for p in INIT if not any(fnmatchcase(name, p) for name in names)}
+    assert unused == ({"lm_head.weight"} if config.tied_embeddings else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "std"),
+    [
+        ("norm.weight", "ones", 0.0),
+        ("layers.1.input_layernorm.weight", "ones", 0.0),
+        ("layers.1.post_attention_layernorm.weight", "ones", 0.0),
+        ("embed_tokens.weight", "truncated_normal", 0.02),
+        ("lm_head.weight", "truncated_normal", 0.02),
+        ("layers.0.self_attn.k_proj.weight", "truncated_normal", 0.02),
+        ("layers.1.self_attn.o_proj.weight", "truncated_normal", 0.01),
+        ("layers.1.mlp.down_proj.weight", "truncated_normal", 0.01),
+        ("layers.1.mlp.up_proj.weight", "truncated_normal", 0.02),
+    ],
+)
+def test_init_of(name: str, kind: str, std: float) -> None:
+    init = init_of(name, SMALL)  # two layers: residual outputs are divided by 2
+    assert (init.kind, init.std) == (kind, std)
+
+
+def test_init_of_an_unknown_parameter_is_an_error() -> None:
+    with pytest.raises(KeyError, match=r"layers\.0\.router"):
+        init_of("layers.0.router.weight", SMALL)
+
+
+def test_only_gains_and_embeddings_do_not_decay() -> None:
+    parameters = dict(Llama(SMALL).named_parameters())
+    for pattern in NO_DECAY:
+        assert any(fnmatchcase(name, pattern) for name in parameters)
+    kept = {name for name in parameters if not decays(name)}
+    gains = {name for name, parameter in parameters.items() if parameter.ndim == 1}
+    assert kept == gains | {"embed_tokens.weight"}
+
+
+def test_blocks_are_the_layers_in_order() -> None:
+    config = SMALL.model_copy(update={"num_layers": 12})  # "10" sorts before "2"
+    model = Llama(config)
+    found = blocks(model)
+    assert all(isinstance(block, Block) for block in found)
+    assert found == [model.get_submodule(f"layers.{i}") for i in range(12)]
+
+
+# --------------------------------------------------------------------------- choosing
+
+
+def shown(problems: list[Problem]) -> dict[str, str]:
+    assert len({problem.key for problem in problems}) == len(problems)
+    return {problem.key: str(problem) for problem in problems}
+
+
+def test_a_preset_with_overrides() -> None:
+    config, problems = resolve_model("llama", "toy", {"num_layers": 6, "rope_theta": 500000})
+    assert problems == []
+    expected = PRESETS["toy"].model_copy(update={"num_layers": 6, "rope_theta": 500000.0})
+    assert config == expected
+
+
+def test_every_bad_override_is_reported_at_once() -> None:
+    overrides = {
+        "num_layer": 6,
+        "dim": "256",
+        "ffn_dim": 0,
+        "norm_eps": float("inf"),
+        "tied_embeddings": 1,
+        "num_kv_heads": 3,
+        "rope_scaling": True,
+        "rope_high_freq_factor": 0.5,
+        "vocab_size": 100.5,
+    }
+    config, problems = resolve_model("llama", "toy", overrides)
+    assert config is None
+    text = shown(problems)
+    assert set(text) == {f"model.{name}" for name in overrides} - {"model.rope_scaling"}
+    assert text["model.num_layer"].endswith("unknown key; did you mean 'num_layers'?")
+    assert text["model.dim"].startswith('model.dim = "256": must be a whole number; ')
+    assert "must be at least 1" in text["model.ffn_dim"]
+    assert "must be a finite number" in text["model.norm_eps"]
+    assert "must be true or false" in text["model.tied_embeddings"]
+    assert text["model.num_kv_heads"] == (
+        "model.num_kv_heads = 3: does not divide model.num_heads = 8; use 1, 2, 4 or 8"
+    )
+    assert "greater than model.rope_low_freq_factor = 1" in text["model.rope_high_freq_factor"]
+    assert "whole number" in text["model.vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            {"num_heads": 24},
+            "model.num_heads = 24: does not divide model.dim = 256; "
+            "use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 48",
+        ),
+        (
+            {"num_heads": 256},
+            "model.num_heads = 256: makes heads of odd width 1, and rotary positions rotate "
+            "pairs; use 4, 8, 16, 32, 64 or 128, or make model.dim a multiple of 512",
+        ),
+        (
+            {"dim": 257},
+            "model.num_heads = 8: does not divide model.dim = 257; make model.dim a multiple of 16",
+        ),
+    ],
+)
+def test_impossible_heads_name_the_possible_ones(overrides: dict[str, Any], expected: str) -> None:
+    _, problems = resolve_model("llama", "toy", overrides)
+    assert [str(problem) for problem in problems] == [expected]
+
+
+def test_the_echo_of_a_problem_is_not_shown() -> None:
+    _, problems = resolve_model("llama", "8b", {"num_heads": 7})
+    assert set(shown(problems)) == {"model.num_heads"}  # 8 key heads do not divide 7 either
+    _, problems = resolve_model("llama", "8b", {"num_heads": "7", "num_kv_heads": 5})
+    assert set(shown(problems)) == {"model.num_heads"}
+
+
+def test_an_unknown_preset_does_not_hide_bad_fields() -> None:
+    config, problems = resolve_model("llama", "toys", {"dimm": 1, "ffn_dim": 128})
+    assert config is None
+    assert "did you mean 'toy'?" in shown(problems)["model.preset"]
+    assert set(shown(problems)) == {"model.preset", "model.dimm"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("lama", "no such model family; did you mean 'llama'?"),
+        ("no_such_module.x:FAMILY", "there is no module 'no_such_module'"),
+        ("json:FAMILY", "json has no 'FAMILY'"),
+        ("json:loads", "is not a weft.models.Family"),
+        ("models/mine.py:FAMILY", "not a module's name before the colon"),
+        (":FAMILY", "not a module's name before the colon"),
+    ],
+)
+def test_an_unknown_family(kind: str, rule: str) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        load_family(kind)
+    (problem,) = caught.value.problems
+    assert problem.key == "model.kind"
+    assert rule in str(problem)
+    assert resolve_model(kind, "toy", {}) == (None, [problem])
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_users_own_family(own_folder: Path) -> None:
+    (own_folder / "my_llama.py").write_text(
+        "from dataclasses import replace\n"
+        "from weft.models import FAMILIES\n"
+        "from weft.models.llama import PRESETS\n"
+        "small = PRESETS['toy'].model_copy(update={'num_layers': 1})\n"
+        "FAMILY = replace(FAMILIES['llama'], presets={'small': small})\n"
+    )
+    family = load_family("my_llama:FAMILY")
+    assert isinstance(family, Family)
+    config, problems = resolve_model("my_llama:FAMILY", "small", {"dim": 64})
+    assert problems == []
+    assert isinstance(family.build(config), Llama)
+    with pytest.raises(InvalidJob, match="did you mean 'FAMILY'"):
+        load_family("my_llama:FAMLY")
+
+
+def test_a_users_own_failing_import_is_not_hidden(own_folder: Path) -> None:
+    (own_folder / "my_broken.py").write_text("import surely_not_installed\n")
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        load_family("my_broken:FAMILY")
+
+
+def test_an_impossible_configuration_is_not_built() -> None:
+    with pytest.raises(ValueError, match=r"model\.num_kv_heads = 3"):
+        Llama(SMALL.model_copy(update={"num_kv_heads": 3}))
+
+
+def test_weft_s_own_families_are_complete() -> None:
+    for family in FAMILIES.values():
+        for preset in family.presets.values():
+            assert isinstance(preset, family.config)
+            assert family.check(preset) == []

@@ -1,0 +1,104 @@
+"""Every data-parallel layout computes one process's losses and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.harness import run_ranks
+from tests.small import gradients, loader_of, plan_here, small_job, this_rank
+from weft.train.setup import build
+from weft.train.step import forward_backward
+
+LAYOUTS = [
+    # ranks, replicas, microbatch, packing
+    (1, 1, "2", "windows"),
+    (2, 1, "auto", "windows"),
+    (2, 1, "2", "documents"),
+    (2, 2, "1", "documents"),
+    (4, 1, "1", "documents"),
+    (4, 2, "auto", "documents"),
+    (4, 4, "1", "windows"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "microbatch", "packing"), LAYOUTS)
+def test_gradients_equal_one_process(
+    ranks: int, replicas: int, microbatch: str, packing: str, store_path: Path
+) -> None:
+    data = [("data.packing", packing)]
+    (one,) = run_ranks(gradients, 1, data, str(store_path))
+    layout = [("parallel.dp_replicate", str(replicas)), ("train.microbatch", microbatch)]
+    for many in run_ranks(gradients, ranks, data + layout, str(store_path)):
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert many["norm"] == pytest.approx(one["norm"], rel=1e-5)
+        for kind in ("grads", "clipped"):
+            assert many[kind].keys() == one[kind].keys()
+            for name, grad in one[kind].items():
+                scale = grad.abs().max()
+                torch.testing.assert_close(
+                    many[kind][name] / scale, grad / scale, rtol=0, atol=1e-5, msg=name
+                )
+
+
+def test_the_clipped_norm_is_the_limit(store_path: Path) -> None:
+    (one,) = run_ranks(gradients, 1, [], str(store_path))
+    norm = torch.stack([grad.norm() for grad in one["grads"].values()]).norm()
+    assert one["norm"] == pytest.approx(norm.item(), rel=1e-5)
+    clipped = torch.stack([grad.norm() for grad in one["clipped"].values()]).norm()
+    assert clipped.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def count_reductions(overrides: list[tuple[str, str]], store: str) -> list[str]:
+    """The gradient collectives of one global batch."""
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    model, _, _ = build(job, plan, this_rank())
+    batches = loader_of(job, plan, store).batch(0)
+    with torch.profiler.profile() as profile:
+        forward_backward(model, batches)
+    return [
+        event.name
+        for event in profile.events()
+        if event.name in ("gloo:reduce_scatter", "gloo:all_reduce")
+        or event.name.startswith(("c10d::_reduce_scatter", "c10d::allreduce_"))
+    ]
+
+
+def test_accumulation_reduces_once(store_path: Path) -> None:
+    """Four microbatches communicate as many gradients as one does."""
+    (few, _), (many, _) = (
+        run_ranks(count_reductions, 2, [("train.microbatch", size)], str(store_path))
+        for size in ("4", "1")
+    )
+    scatters = [name for name in few if "reduce_scatter" in name]
+    assert len(scatters) == 3  # two blocks and the root
+    assert sorted(few) == sorted(many)
+
+
+def bfloat16(overrides: list[tuple[str, str]], store: str) -> tuple[float, str, str]:
+    job = small_job(("precision.compute", "bfloat16"), *overrides)
+    plan = plan_here(job)
+    model, _, _ = build(job, plan, this_rank())
+    seen: list[torch.dtype] = []
+    model.layers["0"].register_forward_hook(lambda *a: seen.append(a[2].dtype))
+    loss = forward_backward(model, loader_of(job, plan, store).batch(0))
+    dist.all_reduce(loss)
+    param = model.norm.weight
+    assert isinstance(param, DTensor)
+    assert param.grad is not None
+    return loss.item(), str(seen[0]), str((param.dtype, param.grad.dtype))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bfloat16_computes_low_and_keeps_high(ranks: int, store_path: Path) -> None:
+    (exact,) = run_ranks(gradients, 1, [], str(store_path))
+    for loss, computed, kept in run_ranks(bfloat16, ranks, [], str(store_path)):
+        assert computed == "torch.bfloat16"
+        assert kept == "(torch.float32, torch.float32)"
+        assert loss == pytest.approx(exact["loss"], rel=5e-3)
+        assert loss != exact["loss"]

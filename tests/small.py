@@ -1,0 +1,124 @@
+"""A model that trains in milliseconds, and functions that run it inside a rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from weft.checkpoint.store import checkpoints
+from weft.data.store import open_store
+from weft.job import Job, read_job
+from weft.optim.optimizer import clip_grad_norm
+from weft.plan.resolve import Machine, Plan, resolve
+from weft.train.loop import train
+from weft.train.setup import Rank, build
+from weft.train.step import forward_backward
+
+Overrides = list[tuple[str, str]]
+
+SMALL: Overrides = [
+    ("model.num_layers", "2"),
+    ("model.dim", "32"),
+    ("model.num_heads", "4"),
+    ("model.num_kv_heads", "2"),
+    ("model.ffn_dim", "64"),
+    ("model.vocab_size", "512"),
+    ("model.max_seq_len", "64"),
+    ("data.vocab_size", "512"),
+    ("train.seq_len", "32"),
+    ("train.global_batch", "8"),
+    ("train.steps", "20"),
+    ("train.eval_interval", "0"),
+    ("train.eval_sequences", "6"),
+    ("optim.warmup_steps", "5"),
+    ("checkpoint.interval", "0"),
+    ("observe.tensorboard", "false"),
+]
+
+
+def small_job(*overrides: tuple[str, str]) -> Job:
+    job, _, problems = read_job("demo", SMALL + list(overrides))
+    assert not problems, problems
+    return job
+
+
+def plan_here(job: Job) -> Plan:
+    """The plan of a job in the ranks that there are."""
+    return resolve(job, Machine("cpu", devices=2, world_size=dist.get_world_size()))
+
+
+def this_rank() -> Rank:
+    return Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+def train_rank(overrides: Overrides, store: str) -> None:
+    """Train as weft's own ranks do, but in a process group that is already up."""
+    job = small_job(*overrides)
+    train(job, plan_here(job), open_store(Path(store)), this_rank(), Console(quiet=True))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]:
+    """Loss, gradient norm and every whole gradient of one global batch with initial weights."""
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    model, _, _ = build(job, plan, this_rank())
+    loader = loader_of(job, plan, store)
+    loss = forward_backward(model, loader.batch(step * job.train.global_batch))
+    dist.all_reduce(loss)
+    grads = {name: whole(param.grad).clone() for name, param in model.named_parameters()}
+    norm = clip_grad_norm(model.parameters(), 1e-3)
+    clipped = {name: whole(param.grad) for name, param in model.named_parameters()}
+    return {"loss": loss.item(), "norm": norm.item(), "grads": grads, "clipped": clipped}
+
+
+def loader_of(job: Job, plan: Plan, store: str) -> Any:
+    from weft.data.loader import Loader
+
+    opened = open_store(Path(store))
+    return Loader(
+        opened.tokens("train"),
+        seq_len=job.train.seq_len,
+        seed=job.train.seed,
+        packing=job.data.packing,
+        separator=opened.manifest.separator,
+        global_batch=job.train.global_batch,
+        dp_rank=dist.get_rank(),
+        dp_size=plan.dp_size,
+        microbatch=plan.microbatch,
+    )
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder)]
+
+
+def newest_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint of a run, whole."""
+    return read_state(checkpoints(folder / "checkpoints")[-1])
+
+
+def read_state(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    reader = FileSystemReader(path)
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    return state

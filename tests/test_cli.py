@@ -1,0 +1,249 @@
+"""What users see of their mistakes: every one at once, no traceback, exit status 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.cli import main
+
+
+def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The problems that a command reports, one a line."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return [line.strip() for line in captured.err.splitlines()[1:]]
+
+
+def test_unknown_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (line,) = rejected(capsys, "train", "demo", "--train.step", "5")
+    assert line == "train.step = 5: unknown key; did you mean 'train.steps'?"
+
+
+def test_a_flag_of_another_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = rejected(capsys, "train", "demo", "--learning-rate", "5", "--dry-run")
+    assert line.startswith("learning_rate = 5: unknown key")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("train.steps", "many", "must be a whole number"),
+        ("train.steps", "2.5", "must be a whole number"),
+        ("train.steps", "0", "must be at least 1"),
+        ("optim.lr", "fast", "must be a number"),
+        ("optim.lr", "nan", "must be a finite number"),
+        ("optim.beta1", "1", "must be less than 1"),
+        ("observe.tensorboard", "perhaps", "must be true or false"),
+        ("data.packing", "boxes", "must be 'windows' or 'documents'"),
+        ("run.workers", "-1", "must be at least 1"),
+        ("model.num_layers", "two", "must be a whole number"),
+        ("model.preset", "9b", "no such preset"),
+        ("model.kind", "lama", "did you mean 'llama'?"),
+        ("optim.kind", "adm", "did you mean 'adamw'?"),
+        ("optim.schedule", "nowhere:decay", "No module named 'nowhere'"),
+        ("data.path", "/no/such/file", "does not exist"),
+        ("data.tokenizer", "/no/tokenizer.json", "does not exist"),
+    ],
+)
+def test_bad_values(capsys: pytest.CaptureFixture[str], key: str, value: str, rule: str) -> None:
+    (line,) = rejected(capsys, "train", "demo", f"--{key}", value)
+    assert line.startswith(f"{key} = ")
+    assert rule in line
+
+
+def test_types_in_toml_are_strict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "demo"\n[train]\nsteps = "100"\n[run]\nworkers = 2.5\n')
+    first, second = rejected(capsys, "train", str(recipe))
+    assert first.startswith('train.steps = "100": must be a whole number')
+    assert second.startswith("run.workers = 2.5: must be a whole number or must be 'auto'")
+
+
+def test_all_mistakes_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Recipe, command line, plan and files; an echo of a mistake is not shown."""
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "demo"\nstray = 1\n[trian]\nsteps = 1\n[optim]\nlr = "x"\n')
+    lines = rejected(
+        capsys,
+        "train",
+        str(recipe),
+        "--train.seq_len=long",
+        "--model.num_heads=7",
+        "--run.workers=3",
+        "--data.path=/no/such/file",
+        "--optim.kind=adm",
+    )
+    keys = [line.split(" = ")[0].split(":")[0] for line in lines]
+    assert keys == [
+        "stray",
+        "[trian]",
+        "optim.lr",
+        "train.seq_len",
+        "model.num_heads",
+        "train.global_batch",
+        "data.path",
+        "optim.kind",
+    ]
+    assert all(";" in line for line in lines)  # each with a remedy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "remedy"),
+    [
+        (
+            ["--run.workers", "3"],
+            "train.global_batch = 16",
+            "use 15 or 18, or run.workers = 1 or 2",
+        ),
+        (["--run.workers", "32"], "train.global_batch = 16", "use 32, or run.workers"),
+        (["--run.workers", "4", "--parallel.dp_shard", "3"], "parallel.dp_shard = 3", "use 4, or"),
+        (
+            ["--run.workers", "4", "--parallel.dp_replicate", "3"],
+            "parallel.dp_replicate",
+            "1, 2 or 4",
+        ),
+        (["--train.microbatch", "3", "--run.workers", "2"], "train.microbatch = 3", "1, 2, 4 or 8"),
+        (["--train.seq_len", "4096"], "train.seq_len = 4096", "--model.max_seq_len 4096"),
+        (["--data.vocab_size", "9999"], "data.vocab_size = 9999", "--model.vocab_size 9999"),
+        (["--model.num_kv_heads", "3"], "model.num_kv_heads = 3", "1, 2, 4 or 8"),
+        (["--run.device", "cuda"], "run.device", "use cpu, or auto"),
+    ],
+)
+def test_impossible_plans(
+    capsys: pytest.CaptureFixture[str], overrides: list[str], key: str, remedy: str
+) -> None:
+    (line,) = rejected(capsys, "train", "demo", "--run.device", "cpu", *overrides)
+    assert line.startswith(key)
+    assert remedy in line
+
+
+def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (line,) = rejected(capsys, "train", "dmeo")
+    assert "did you mean 'demo'?" in line
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[train\n")
+    (line,) = rejected(capsys, "train", str(broken))
+    assert "cannot be read as TOML" in line
+    assert "line 1" in line
+    a, b = tmp_path / "a.toml", tmp_path / "b.toml"
+    a.write_text('extends = "b.toml"\n')
+    b.write_text('extends = "a.toml"\n')
+    (line,) = rejected(capsys, "train", str(a))
+    assert "a.toml -> b.toml -> a.toml" in line
+    a.write_text('extends = "c.toml"\n')
+    (line,) = rejected(capsys, "train", str(a))
+    assert line.startswith('extends = "c.toml": no such recipe')
+
+
+def test_missing_values(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = rejected(capsys, "train", "demo", "--train.steps", "--optim.lr")
+    assert first.startswith("--train.steps: needs a value")
+    assert second.startswith("--optim.lr: needs a value")
+
+
+def test_unwritable_places(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Root may write anywhere but below a file, or where the kernel itself says no."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (str(file / "run"), "/proc/weft/run"):
+        (line,) = rejected(capsys, "train", "demo", "--run.dir", folder)
+        assert line.startswith(f'run.dir = "{folder}": cannot be written')
+    for folder in (str(file / "cache"), "/proc/weft"):
+        (line,) = rejected(
+            capsys, "train", "demo", "--run.dir", str(tmp_path / "run"), "--data.cache", folder
+        )
+        assert line.startswith("data.cache")
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    empty, latin, short = tmp_path / "empty.txt", tmp_path / "latin.txt", tmp_path / "short.txt"
+    empty.write_bytes(b"")
+    latin.write_bytes("ab\ncdé\n".encode("latin-1") * 999)
+    short.write_text("too little\n")
+    common = ["--run.dir", str(tmp_path / "run"), "--data.cache", str(tmp_path / "cache")]
+    few = tmp_path / "few.txt"
+    few.write_text("a few lines\n" * 30)
+    for file, key, rule in (
+        (empty, "data.path", "empty"),
+        (latin, "data.path", "line 2"),
+        (short, "data.path", "too little text"),
+        (few, "train.seq_len", "one sequence takes 257"),
+    ):
+        lines = rejected(capsys, "train", "demo", "--data.path", str(file), *common)
+        assert lines[0].startswith(f"{key} = ")
+        assert rule in "\n".join(lines)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_that_does_not_match_the_store(
+    capsys: pytest.CaptureFixture[str], store_path: Path, text_folder: Path, tmp_path: Path
+) -> None:
+    from weft.data.tokenizer import train_tokenizer
+
+    other = tmp_path / "tokenizer.json"
+    train_tokenizer([(text_folder / "ast.py").read_text()], 300).save(str(other))
+    arguments = ["--data.path", str(store_path), "--run.dir", str(tmp_path / "run")]
+    (line,) = rejected(capsys, "train", "demo", *arguments, "--data.tokenizer", str(other))
+    assert line.startswith(f'data.tokenizer = "{other}": does not match the store')
+
+
+def test_a_tokenizer_larger_than_the_model(
+    capsys: pytest.CaptureFixture[str], store_path: Path, tmp_path: Path
+) -> None:
+    arguments = ["--data.path", str(store_path), "--run.dir", str(tmp_path / "run")]
+    arguments += ["--model.vocab_size", "400", "--data.vocab_size", "300"]
+    (line,) = rejected(capsys, "train", "demo", *arguments)
+    assert "has 512 entries, more than vocab_size = 400" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from weft.job import read_job, to_toml
+
+    job, base, _ = read_job("demo", [("train.seed", "7")])
+    (tmp_path / "job.toml").write_text(to_toml(job, "demo", base))
+    (tmp_path / "checkpoints").mkdir()
+    lines = rejected(capsys, "train", "demo", "--run.dir", str(tmp_path), "--model.num_layers", "3")
+    assert [line.split(" = ")[0] for line in lines] == ["model.num_layers", "train.seed"]
+    assert "was started with 7" in lines[1]
+
+
+def test_dry_run_shows_the_plan_and_makes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    assert main(["train", "demo", "--dry-run", "--run.dir", str(folder), "--run.workers", "2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["world_size"], plan["dp_shard"], plan["local_batch"]) == (2, 2, 8)
+    assert not folder.exists()
+
+
+def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weft.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_is_complete_and_light() -> None:
+    from weft.job import keys
+
+    done = weft("train", "--help")
+    assert done.returncode == 0
+    assert all(key in done.stdout for key in keys())
+    probe = "import sys, weft.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+    assert weft().returncode == 2
+    assert weft("trian").returncode == 2
+
+
+def test_generate_without_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (line,) = rejected(capsys, "generate", str(tmp_path))
+    assert "is neither the folder of a run" in line
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,254 @@
+"""The harness itself: results, and what a failing world shows and leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import harness
+from tests.harness import ROOT, RankError, run_ranks
+
+# --------------------------------------------------------------------------- run by ranks
+
+
+def total(start: int, *, factor: int = 1) -> tuple[int, int, torch.Tensor]:
+    x = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(x)
+    return dist.get_rank(), dist.get_world_size(), x * factor
+
+
+def seeds_and_threads() -> tuple[float, int]:
+    return torch.rand(()).item(), torch.get_num_threads()
+
+
+def surroundings() -> tuple[str, str | None]:
+    return os.getcwd(), os.environ.get("HARNESS_TEST")
+
+
+def broken_arithmetic() -> None:
+    raise ValueError("seven is not eight")
+
+
+def fail_on_one() -> None:
+    print(f"hello from {dist.get_rank()}")
+    if dist.get_rank() == 1:
+        broken_arithmetic()
+    dist.all_reduce(torch.zeros(1))  # peers wait here
+
+
+def wait_forever_on_one() -> None:
+    if dist.get_rank() == 1:
+        while True:
+            time.sleep(0.01)
+    dist.all_reduce(torch.zeros(1))
+
+
+def die_on_two(how: str) -> None:
+    if dist.get_rank() == 2:
+        print("last words")
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), getattr(signal, how))
+    for _ in range(1000):
+        dist.all_reduce(torch.zeros(1))
+
+
+def leave_processes_behind(folder: str) -> None:
+    # One in the rank's session and one that left it.
+    for new_session in (False, True):
+        child = subprocess.Popen(["sleep", "600"], start_new_session=new_session)
+        Path(folder, f"{os.getpid()}-{new_session}").write_text(str(child.pid))
+    if dist.get_rank() == 0:
+        raise RuntimeError("and then this")
+    time.sleep(600)
+
+
+def return_unpicklable() -> object:
+    return lambda: None
+
+
+def return_large() -> bytes:
+    return bytes(5_000_000)
+
+
+def leave_with_sys_exit() -> None:
+    sys.exit("enough")
+
+
+# --------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_reduce(world_size: int) -> None:
+    results = run_ranks(total, world_size, 10, factor=2)
+    expected = 2 * sum(10 + rank for rank in range(world_size))
+    assert [(rank, size, x.item()) for rank, size, x in results] == [
+        (rank, world_size, expected) for rank in range(world_size)
+    ]
+
+
+def test_ranks_have_equal_seeds_and_one_thread() -> None:
+    first, second = run_ranks(seeds_and_threads, 2)
+    assert first == second
+    assert first[1] == 1
+
+
+def test_ranks_see_the_callers_folder_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HARNESS_TEST", "here")
+    assert run_ranks(surroundings, 1) == [(str(tmp_path), "here")]
+
+
+def test_large_result() -> None:
+    assert [len(result) for result in run_ranks(return_large, 2)] == [5_000_000] * 2
+
+
+def test_worlds_start_quickly() -> None:
+    run_ranks(total, 2, 0)  # the server may have to start
+    start = time.monotonic()
+    for _ in range(20):
+        run_ranks(total, 2, 0)
+    assert (time.monotonic() - start) / 20 < 0.3 * 3  # three times, for a busy machine
+
+
+# --------------------------------------------------------------------------- failures
+
+
+def test_a_failing_rank_shows_its_own_error_and_output() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_on_one, 3)
+    text = str(caught.value)
+    assert caught.value.rank == 1
+    assert text.startswith("rank 1 of 3 failed: ValueError: seven is not eight")
+    assert "in broken_arithmetic" in text  # its traceback, down to the line
+    assert "hello from 1" in text
+    assert "hello from 0" not in text
+    assert "peer" not in text  # what happened to the others is a consequence
+    assert time.monotonic() - start < 20  # the peers were not waited for
+
+
+def test_timeout_shows_every_ranks_stack() -> None:
+    run_ranks(total, 1, 0)  # the server's own start is not the world's time
+    start = time.monotonic()
+    with pytest.raises(RankError, match="2 ranks did not finish within 1 s") as caught:
+        run_ranks(wait_forever_on_one, 2, timeout=1)
+    assert time.monotonic() - start < 10
+    assert caught.value.rank is None
+    first, second = str(caught.value).split("--- rank 1")
+    assert "all_reduce" in first
+    assert "wait_forever_on_one" in first
+    assert "all_reduce" not in second
+    assert "wait_forever_on_one" in second
+
+
+@pytest.mark.parametrize(
+    ("how", "shown"),
+    [
+        ("exit", "exited with 7"),
+        ("SIGKILL", "was killed by SIGKILL"),
+        ("SIGSEGV", "was killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_dies_is_named(how: str, shown: str) -> None:
+    with pytest.raises(RankError, match=f"rank 2 of 4 {shown}") as caught:
+        run_ranks(die_on_two, 4, how)
+    assert caught.value.rank == 2
+    assert "last words" in str(caught.value)
+    if how == "SIGSEGV":
+        assert "in die_on_two" in str(caught.value)  # the stack that faulthandler printed
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [(return_unpicklable, "pickle"), (leave_with_sys_exit, "SystemExit: enough")],
+)
+def test_other_ways_to_fail(function: object, shown: str) -> None:
+    with pytest.raises(RankError, match=shown):
+        run_ranks(function, 2)  # type: ignore[arg-type]
+
+
+def test_a_local_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="top level"):
+        run_ranks(lambda: None, 1)
+
+
+def test_the_server_serves_on_after_failures() -> None:
+    with pytest.raises(RankError):
+        run_ranks(fail_on_one, 2)
+    server = harness._current
+    assert [rank for rank, _, _ in run_ranks(total, 2, 0)] == [0, 1]
+    assert harness._current is server
+
+
+# --------------------------------------------------------------------------- left behind
+
+
+def gone(pids: list[int], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        # The state follows the command's name, in parentheses; an orphan's zombie is dead.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_children(pid: int, number: int) -> list[int]:
+    end = time.monotonic() + 60
+    while len(children(pid)) != number and time.monotonic() < end:
+        time.sleep(0.01)
+    return children(pid)
+
+
+def test_a_failed_world_leaves_no_process(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="and then this"):
+        run_ranks(leave_processes_behind, 1, str(tmp_path))
+    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert gone(pids, seconds=0)
+    assert harness._current is not None
+    assert children(harness._current.process.pid) == []
+
+
+def test_ranks_die_with_those_above_them(tmp_path: Path) -> None:
+    program = "import time; from tests.harness import run_ranks; run_ranks(time.sleep, 2, 600)"
+    above = [  # both at once: each starts a server of its own
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    servers = [wait_for_children(process.pid, 1)[0] for process in above]
+    ranks = [wait_for_children(server, 2) for server in servers]
+    assert [len(pids) for pids in ranks] == [2, 2]
+    assert len(list(tmp_path.iterdir())) == 2
+
+    above[0].kill()
+    os.kill(servers[1], signal.SIGKILL)
+    stderr = [process.communicate(timeout=30)[1] for process in above]
+    assert gone([*servers, *ranks[0], *ranks[1]])
+    assert list(tmp_path.iterdir()) == []  # nor does a file of theirs stay
+    assert b"the rank server died (exit status -9)" in stderr[1]

@@ -1,0 +1,179 @@
+"""The loop: layouts agree over many steps, restarts do not show, records are complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import RankError, run_ranks
+from tests.small import Overrides, losses, newest_state, records, train_rank
+from weft.checkpoint.store import checkpoints, read_manifest
+
+KEYS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "step_seconds",
+    "data_seconds",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "tflops_per_device",
+    "mfu",
+    "memory_peak_gib",
+    "time",
+}
+
+
+def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> Path:
+    job: Overrides = [("run.dir", str(folder)), *overrides]
+    run_ranks(train_rank, ranks, job, str(store))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 steps on one rank, evaluated every 10."""
+    folder = tmp_path_factory.mktemp("one")
+    return run(folder, store_path, 1, ("train.eval_interval", "10"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatch", "replicas"), [(1, "2", 1), (2, "auto", 1), (4, "1", 1), (4, "2", 2)]
+)
+def test_every_layout_has_the_same_curve(
+    ranks: int, microbatch: str, replicas: int, one_rank: Path, store_path: Path, tmp_path: Path
+) -> None:
+    run(
+        tmp_path,
+        store_path,
+        ranks,
+        ("train.microbatch", microbatch),
+        ("parallel.dp_replicate", str(replicas)),
+        ("train.eval_interval", "10"),
+    )
+    ours, theirs = records(tmp_path), records(one_rank)
+    assert len(ours) == 20
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a.get("eval_loss", 0) == pytest.approx(b.get("eval_loss", 0), abs=1e-5)
+        assert (a["step"], a["lr"], a["tokens"]) == (b["step"], b["lr"], b["tokens"])
+
+
+def test_it_learns(one_rank: Path) -> None:
+    curve = losses(one_rank)
+    assert curve[-1] < curve[0] - 0.3
+
+
+def test_records_are_complete(one_rank: Path) -> None:
+    for step, record in enumerate(records(one_rank), start=1):
+        expected = KEYS | ({"eval_loss"} if step % 10 == 0 else set())
+        assert record.keys() == expected
+        assert record["step"] == step
+        assert record["tokens"] == step * 8 * 32
+        assert record["tokens_per_second"] == pytest.approx(8 * 32 / record["step_seconds"])
+        assert 0 <= record["data_seconds"] <= record["step_seconds"]
+        assert record["mfu"] is None  # nobody knows the peak of this CPU
+        assert 0.01 < record["memory_peak_gib"] < 24
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_restart_does_not_show(ranks: int, store_path: Path, tmp_path: Path) -> None:
+    """N + N steps: the losses, weights and optimizer state of 2N, bit for bit."""
+    same = [("data.packing", "documents"), ("train.eval_interval", "5")]
+    straight = run(tmp_path / "straight", store_path, ranks, *same)
+    # The schedule is that of 20 steps from the beginning: the first part is cut off by a fault.
+    halves = tmp_path / "halves"
+    interval = ("checkpoint.interval", "10")
+    with pytest.raises(RankError, match="planned"):
+        run_ranks(
+            train_and_fail,
+            ranks,
+            [("run.dir", str(halves)), *same, interval],
+            str(store_path),
+            13,
+        )
+    assert [path.name for path in checkpoints(halves / "checkpoints")] == ["step-00000010"]
+    run(halves, store_path, ranks, *same, interval)
+    assert [r["step"] for r in records(halves)] == list(range(1, 21))
+    assert losses(halves) == losses(straight)
+    ours, theirs = newest_state(halves), newest_state(straight)
+    assert ours.keys() == theirs.keys()
+    assert any(name.startswith("optim.") for name in ours)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
+    """Train, but raise in the middle of step ``after`` + 1."""
+    from weft.train import loop
+
+    steps = 0
+
+    def failing(*args: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps > after:
+            raise RuntimeError("planned")
+        return forward_backward(*args)
+
+    forward_backward, loop.forward_backward = loop.forward_backward, failing
+    train_rank(overrides, store)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), (4, 2)])
+def test_another_layout_goes_on(
+    before: int, after: int, one_rank: Path, store_path: Path, tmp_path: Path
+) -> None:
+    """The samples and, to rounding, the losses of the second half do not depend on the ranks."""
+    evaluating = ("train.eval_interval", "10")
+    with pytest.raises(RankError, match="planned"):
+        run_ranks(
+            train_and_fail,
+            before,
+            [("run.dir", str(tmp_path)), ("checkpoint.interval", "10"), evaluating],
+            str(store_path),
+            10,
+        )
+    run(tmp_path, store_path, after, evaluating)
+    assert losses(tmp_path) == pytest.approx(losses(one_rank), abs=1e-5)
+
+
+def test_a_finished_run_has_nothing_to_do(one_rank: Path, store_path: Path) -> None:
+    before = (one_rank / "metrics.jsonl").read_bytes()
+    run(one_rank, store_path, 1, ("train.eval_interval", "10"))
+    assert (one_rank / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_steps_go_on(one_rank: Path, store_path: Path, tmp_path: Path) -> None:
+    run(tmp_path, store_path, 1, ("train.steps", "4"))
+    run(tmp_path, store_path, 1, ("train.steps", "6"))
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    manifest = read_manifest(checkpoints(tmp_path / "checkpoints")[-1])
+    assert (manifest["step"], manifest["samples"]) == (6, 48)
+
+
+def test_other_text_is_refused(store_path: Path, text_folder: Path, tmp_path: Path) -> None:
+    from weft.data.prepare import prepare
+    from weft.job import DataSection
+
+    run(tmp_path / "run", store_path, 1, ("train.steps", "2"))
+    section = DataSection(path=str(text_folder / "ast.py"), vocab_size=512)
+    other = prepare(section, tmp_path / "cache").path
+    with pytest.raises(RankError, match="is not the text that"):
+        run(tmp_path / "run", other, 1, ("train.steps", "4"))
+
+
+def test_a_loss_that_is_no_number_stops_the_run(store_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"the (loss|gradient norm) is nan") as caught:
+        run(tmp_path, store_path, 2, ("optim.lr", "1e30"), ("checkpoint.interval", "1"))
+    assert "in step" in str(caught.value)
+    # Nothing of the bad step was recorded or saved.
+    steps = [record["step"] for record in records(tmp_path)]
+    saved = [read_manifest(path)["step"] for path in checkpoints(tmp_path / "checkpoints")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert max(saved) == steps[-1] < 20

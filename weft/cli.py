@@ -1,0 +1,213 @@
+"""The commands.  Heavy imports stay inside them: ``weft --help`` must be quick."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import weft
+from weft.job import MISSING, SECTIONS, InvalidJob, Problem, recipe_names
+
+# Exit statuses: 0 done; 1 the run failed; 2 the user's mistake; 130 interrupted.
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        overrides: list[tuple[str, str]] = []
+        if arguments[:1] == ["train"]:
+            arguments, overrides = split_overrides(arguments)
+        options = parser().parse_args(arguments, argparse.Namespace(overrides=overrides))
+        return int(options.command(options))
+    except InvalidJob as error:
+        return reject(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left: 'weft ... | head'
+        return FAILED
+
+
+def reject(error: InvalidJob) -> int:
+    """Show every problem, one a line."""
+    count = len(error.problems)
+    print(f"weft: {count} problem{'s' * (count != 1)}, nothing was started:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  {problem}", file=sys.stderr)
+    return MISTAKE
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Take the ``--section.key value`` and ``--section.key=value`` out of weft train's arguments.
+
+    Any other option that weft train does not have is taken, too: it is reported with the rest.
+
+    Raises:
+        InvalidJob: for keys without a value.
+    """
+    rest: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    problems: list[Problem] = []
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("--") or word in ("--help", "--dry-run"):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not equals:
+            if not remaining or remaining[0].startswith("--"):
+                problems.append(Problem(f"--{name}", MISSING, "needs a value"))
+                continue
+            value = remaining.pop(0)
+        overrides.append((name, value))
+    if problems:
+        raise InvalidJob(problems)
+    return rest, overrides
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes in one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"weft: {message}; see '{self.prog} --help'", file=sys.stderr)
+        sys.exit(MISTAKE)
+
+
+def parser() -> Parser:
+    """The command line, without the ``--section.key`` overrides."""
+    top = Parser(prog="weft", description=weft.__doc__, allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"weft {weft.__version__}")
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> Parser:
+        sub: Parser = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(command=command)
+        return sub
+
+    sub = add("train", train, "Train a model: start its processes here, or join a launcher's.")
+    recipes = ", ".join(recipe_names())
+    sub.add_argument(
+        "recipe", metavar="RECIPE", help=f"a shipped recipe ({recipes}) or a TOML file"
+    )
+    sub.add_argument(
+        "--dry-run", action="store_true", help="check and show the plan, start nothing"
+    )
+    sub.epilog = keys_help()
+
+    sub = add("generate", generate, "Continue a prompt with a trained model.")
+    sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
+    sub.add_argument("--prompt", default="", help="text to continue (default: a new document)")
+    sub.add_argument("--max-tokens", type=count, default=200, help="at most that many (200)")
+    sub.add_argument("--temperature", type=not_negative, default=0.8, help="0: likeliest (0.8)")
+    sub.add_argument("--top-k", type=count, default=50, help="among so many; 0: all (50)")
+    sub.add_argument("--seed", type=count, default=0, help="of the sampling (0)")
+
+    add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
+    return top
+
+
+def count(text: str) -> int:
+    """A whole number from 0."""
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A number from 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+def keys_help() -> str:
+    """Every key with its default and meaning."""
+    lines = ["keys, each of which the command line overrides as --section.key value:"]
+    for name, section in SECTIONS.items():
+        lines.append("")
+        for key, field in section.model_fields.items():
+            lines.append(
+                f"  {f'{name}.{key}':<30} {json.dumps(field.default):<16} {field.description}"
+            )
+        if section.model_config["extra"] == "allow":
+            lines.append(f"  {f'{name}.<field>':<30} {'':<16} any field of the configuration")
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------- the commands
+
+
+def train(options: argparse.Namespace) -> int:
+    """Check everything, prepare the text, then run the ranks."""
+    from rich.console import Console
+
+    from weft.launch.start import join, start
+    from weft.train.setup import joined, prepare_job
+
+    job, base, plan = prepare_job(options.recipe, options.overrides)
+    if options.dry_run:
+        print(plan.to_json())
+        return 0
+    if joined():
+        return join(job, base, plan, options.recipe)
+    return start(job, base, plan, options.recipe, Console(highlight=False))
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Print the prompt and its continuation as it grows."""
+    import torch
+
+    from weft.train.generate import generate, load_checkpoint
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer, seq_len = load_checkpoint(options.checkpoint.absolute(), device)
+    print(options.prompt, end="", flush=True)
+    for text in generate(
+        model,
+        tokenizer,
+        options.prompt,
+        max_tokens=options.max_tokens,
+        context=seq_len,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    ):
+        print(text, end="", flush=True)
+    print()
+    return 0
+
+
+def schema(options: argparse.Namespace) -> int:
+    """Print the recipe's schema with the fields of weft's own models."""
+    from weft.job import schema as job_schema
+    from weft.models import load_family
+
+    tree = job_schema()
+    fields = load_family("llama").config.model_json_schema()["properties"]
+    tree["$defs"]["ModelSection"]["properties"] |= {
+        name: {k: v for k, v in field.items() if k != "default"} for name, field in fields.items()
+    }
+    print(json.dumps(tree, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

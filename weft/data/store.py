@@ -1,0 +1,185 @@
+"""A store: text that was tokenised once, in files that every run maps into memory.
+
+A store is a folder, made by ``weft.data.prepare``::
+
+    tokenizer.json          the tokenizer that made it
+    train-00000.bin ...     token ids, uint16 or uint32, nothing else; every document (or its
+    validation-00000.bin    part of the split) ends with the separator
+    train-00000.json ...    receipts, which only an interrupted preparation reads
+    store.json              what is above: sizes, hashes, counts.  Without it, it is no store.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+from tokenizers import Tokenizer
+from xxhash import xxh3_128_hexdigest
+
+from weft.data.source import STORE_FILE
+from weft.data.tokenizer import load_tokenizer
+from weft.job import InvalidJob, Problem
+
+FORMAT = 1
+TOKENIZER_FILE = "tokenizer.json"
+
+Dtype = Literal["uint16", "uint32"]
+SplitName = Literal["train", "validation"]
+
+
+class TokenStream:
+    """The tokens of one split, end to end, over however many shards."""
+
+    def __init__(self, shards: Sequence[NDArray[Any]]) -> None:
+        # Plain array views of the maps: slicing an np.memmap costs microseconds.
+        self._shards = [np.asarray(shard) for shard in shards]
+        self._begins = np.cumsum([0, *(len(shard) for shard in shards)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def window(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Tokens ``start : start + length`` for each start: int64, (len(starts), length).
+
+        Raises:
+            IndexError: a window reaches outside the stream.
+        """
+        if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
+            raise IndexError(f"a window of {length} tokens reaches outside 0..{len(self)}")
+        out = np.empty((len(starts), length), np.int64)
+        # Copying row by row from a map is several times faster than indexing by every position.
+        for row, start in zip(out, starts.tolist(), strict=True):
+            shard, filled = bisect_right(self._begins, start) - 1, 0
+            while filled < length:
+                begin = start + filled - self._begins[shard]
+                part = self._shards[shard][begin : begin + length - filled]
+                row[filled : filled + len(part)] = part
+                filled, shard = filled + len(part), shard + 1
+        return out
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str
+    tokens: int
+    size_bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split: ``bytes`` counts its text, ``tokens`` the separators too."""
+
+    documents: int
+    bytes: int
+    tokens: int
+    shards: list[Shard]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``store.json`` holds."""
+
+    format: int
+    key: str
+    source: str
+    dtype: Dtype
+    vocab_size: int
+    separator: int
+    tokenizer_hash: str
+    unigram_entropy_nats: float  # of the train tokens: the loss of knowing only their frequencies
+    skipped_files: int
+    replaced_files: int
+    train: Split
+    validation: Split
+
+
+@dataclass(frozen=True)
+class Store:
+    """An opened store; see ``open_store``."""
+
+    path: Path
+    manifest: Manifest
+
+    def tokens(self, name: SplitName) -> TokenStream:
+        """The tokens of ``train`` or ``validation``, mapped into memory."""
+        part: Split = getattr(self.manifest, name)
+        return TokenStream([map_shard(self.path, self.manifest.dtype, s) for s in part.shards])
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path / TOKENIZER_FILE)[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the content (tokens of both splits, tokenizer), wherever the store lies."""
+        m = self.manifest
+        hashes = [[shard.xxh3 for shard in part.shards] for part in (m.train, m.validation)]
+        content = [m.format, m.dtype, m.separator, m.tokenizer_hash, hashes]
+        return xxh3_128_hexdigest(json.dumps(content).encode())
+
+
+def map_shard(folder: Path, dtype: Dtype, shard: Shard) -> NDArray[Any]:
+    """A shard's tokens, ``dtype`` (tokens,), mapped into memory."""
+    if not shard.tokens:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(folder / shard.file, dtype, "r")
+
+
+# --------------------------------------------------------------------------- opening
+
+
+def open_store(path: str | Path, *, check_content: bool = False) -> Store:
+    """Open a prepared store, after comparing its files with its ``store.json``.
+
+    Args:
+        path: the store's folder.
+        check_content: compare the hash of every shard too, not only its size (reads them all).
+
+    Raises:
+        InvalidJob: one problem for each file that is missing, damaged or replaced.
+    """
+    folder = Path(path).expanduser()
+    manifest = _read_manifest(folder)
+    wrong = []
+    for shard in [*manifest.train.shards, *manifest.validation.shards]:
+        file = folder / shard.file
+        if not file.is_file():
+            wrong.append(f"{shard.file} is missing")
+        elif (size := file.stat().st_size) != shard.size_bytes:
+            wrong.append(f"{shard.file} has {size} bytes, not {shard.size_bytes}")
+        elif check_content and xxh3_128_hexdigest(file.read_bytes()) != shard.xxh3:
+            wrong.append(f"{shard.file} has other content than it was prepared with")
+    try:
+        if load_tokenizer(folder / TOKENIZER_FILE)[1] != manifest.tokenizer_hash:
+            wrong.append("tokenizer.json is not the one that it was prepared with")
+    except InvalidJob as invalid:
+        wrong += [f"tokenizer.json {problem.rule}" for problem in invalid.problems]
+    if wrong:
+        raise InvalidJob([_damaged(folder, rule) for rule in wrong])
+    return Store(folder, manifest)
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    try:
+        data = (folder / STORE_FILE).read_bytes()
+        found = json.loads(data).get("format")
+        if found != FORMAT:
+            raise InvalidJob([_damaged(folder, f"is a store of format {found}, not {FORMAT}")])
+        return TypeAdapter(Manifest).validate_json(data)
+    except OSError as error:
+        rule = f"{STORE_FILE} cannot be read: {error.strerror}"
+    except (ValidationError, ValueError, AttributeError):
+        rule = f"{STORE_FILE} is not what weft wrote"
+    raise InvalidJob([_damaged(folder, rule)])
+
+
+def _damaged(folder: Path, rule: str) -> Problem:
+    return Problem("data.path", str(folder), rule, "delete the folder and prepare the text again")

@@ -1,0 +1,118 @@
+"""Text to token ids: byte-level BPE, trained here or loaded from a ``tokenizer.json``.
+
+Bytes are the smallest tokens, so every text can be encoded and comes back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from xxhash import xxh3_128_hexdigest
+
+from weft.job import InvalidJob, Problem
+
+END_OF_TEXT = "<|endoftext|>"
+
+# How merges are kept from crossing words, as in Llama 3: contractions, words with the space or
+# sign before them, numbers of up to three digits, signs, newlines, spaces.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+"
+    r"|\s+(?!\S)"
+    r"|\s+"
+)
+
+# What the tokenizers of well-known models call the token between documents.
+SEPARATORS = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|im_end|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[EOS]",
+    "[SEP]",
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer; the same texts give the same JSON, byte for byte.
+
+    Args:
+        texts: what to learn merges from, all of which is held as word counts.
+        vocab_size: entries, of which 257 are the bytes and the separator; fewer come out where
+            the texts offer no more merges.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _plain(tokenizer)
+
+
+def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
+    """The tokenizer of a ``tokenizer.json``, and the xxh3_128 of that file in hexadecimal.
+
+    Raises:
+        InvalidJob: the file is missing or is not a tokenizer.
+    """
+    file = Path(path).expanduser()
+    remedy = "give the path of a tokenizer.json, or train to make one from the text"
+    try:
+        data = file.read_bytes()
+        return _plain(Tokenizer.from_str(data.decode("utf-8"))), xxh3_128_hexdigest(data)
+    except FileNotFoundError:
+        rule = "does not exist"
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror}"
+    except Exception as error:  # tokenizers raises bare Exceptions for what it cannot parse
+        rule = f"is not a tokenizer.json: {error}"
+    raise InvalidJob([Problem("data.tokenizer", str(path), rule, remedy)])
+
+
+def _plain(tokenizer: Tokenizer) -> Tokenizer:
+    """Encode text as what it is.  None of these settings can be relied on to be in the JSON."""
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, not the token
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def separator_id(tokenizer: Tokenizer, path: str) -> int:
+    """Id of the special token that ends a document.
+
+    Only special tokens qualify: text can never encode to one.
+
+    Raises:
+        InvalidJob: the tokenizer has none of the usual ones; ``path`` names it in the message.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: id for id, token in added.items() if token.special}
+    for name in SEPARATORS:
+        if name in special:
+            return special[name]
+    rule = "has no special token that ends a document"
+    remedy = f"add one of {' '.join(SEPARATORS)} to it as a special token"
+    raise InvalidJob([Problem("data.tokenizer", path, rule, remedy)])
+
+
+def vocab_entries(tokenizer: Tokenizer) -> int:
+    """Rows that an embedding needs: the largest id plus one (ids may have gaps)."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

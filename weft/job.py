@@ -1,0 +1,477 @@
+"""Job: everything that the user chose for a run, and nothing else.
+
+A Job is a tree of frozen sections.  It is read from a TOML recipe (which may
+``extends`` another one), overridden from the command line as
+``--section.key value``, and written back whole as ``job.toml``.  Nothing that
+can be derived is stored here: degrees, batch arithmetic and sizes live in the
+Plan, which ``weft.plan.resolve`` makes from a Job.
+
+Two rules keep mistakes cheap for the user:
+
+* Reading never stops at the first mistake.  A bad value is set aside, with a
+  Problem that says so, and the rest is still read and planned, so that one
+  attempt shows every mistake.
+* Values in TOML have their own types and are taken strictly (``steps = "100"``
+  is a mistake); values on the command line are text and are read by the type of
+  the key they go to.  No key is ever null, since TOML cannot write that.
+
+This module imports neither torch nor anything else of weft.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+RECIPES = resources.files("weft") / "recipes"
+
+
+# --------------------------------------------------------------------------- problems
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "(missing)"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake of the user's: key, value, rule, remedy.
+
+    ``depends`` names the other keys that the rule read.  When one of those is
+    itself wrong, this problem may be only its echo and is not shown.
+    """
+
+    key: str
+    value: object
+    rule: str
+    remedy: str = ""
+    depends: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = json.dumps(self.value) if isinstance(self.value, bool | str) else str(self.value)
+        head = self.key if self.value is MISSING else f"{self.key} = {shown}"
+        return f"{head}: {self.rule}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class InvalidJob(Exception):
+    """The run cannot start; ``problems`` lists every reason that was found."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """'did you mean X?' for the nearest of ``known``, or the whole list if none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def nearest_key(name: str) -> str:
+    """The remedy for an unknown ``section.key`` (or bare key): the nearest valid one."""
+    every = list(keys())
+    near = difflib.get_close_matches(name, every, n=1, cutoff=0.7)
+    if not near:
+        last = name.rsplit(".", 1)[-1]
+        by_last = {key.rsplit(".", 1)[-1]: key for key in every}
+        near = [by_last[k] for k in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
+    return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
+
+
+# --------------------------------------------------------------------------- sections
+
+
+class Section(BaseModel):
+    """A frozen group of keys.  Unknown keys are refused; NaN and infinity are no values."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+def key(default: Any, description: str, **rules: Any) -> Any:
+    """A key with its default and the sentence that help text and schema show."""
+    return Field(default, description=description, **rules)
+
+
+class RunSection(Section):
+    dir: str = key(
+        "auto", "folder of the run; auto: runs/<recipe>, plus a short hash of what was overridden"
+    )
+    workers: Positive | Auto = key(
+        "auto", "local processes; auto: one per GPU, or up to 4 on CPU sharing its cores"
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "where to compute; auto: cuda if present")
+
+
+class ModelSection(Section):
+    """The model family and preset; further keys override fields of its configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    kind: str = key("llama", "model family: a name of weft's, or module:attribute of your own")
+    preset: str = key("toy", "named size of the family")
+
+    def overrides(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class DataSection(Section):
+    path: str = key(
+        "python-stdlib",
+        "text to train on: a file, a folder, a prepared store, or python-stdlib",
+    )
+    tokenizer: str = key("train", "path of a tokenizer.json; train: make one from the text")
+    vocab_size: Annotated[int, Field(ge=257)] = key(
+        4096, "entries of the tokenizer that is trained from the text"
+    )
+    holdout: Annotated[float, Field(gt=0, lt=0.5)] = key(
+        0.05, "share of the text held out for evaluation"
+    )
+    packing: Literal["windows", "documents"] = key(
+        "windows",
+        "rows cut from the token stream; documents: attention and loss stay inside a document",
+    )
+    invalid_utf8: Literal["error", "replace", "skip"] = key(
+        "error", "for a file that is not UTF-8: stop, replace the bad bytes, or leave it out"
+    )
+    cache: str = key("auto", "folder for prepared text; auto: the user's cache folder")
+
+
+class TrainSection(Section):
+    steps: Positive = key(1000, "optimizer steps of the whole run")
+    seed: NonNegative = key(0, "decides the initial weights and the order of the data")
+    seq_len: Positive = key(1024, "tokens per sequence")
+    global_batch: Positive = key(64, "sequences per optimizer step, over all ranks")
+    microbatch: Positive | Auto = key(
+        "auto", "sequences per rank and forward pass; auto: the rank's whole share"
+    )
+    eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
+    eval_sequences: Positive = key(64, "held-out sequences per evaluation")
+
+
+class OptimSection(Section):
+    kind: str = key("adamw", "optimizer: adamw, or module:function of your own")
+    lr: Annotated[float, Field(gt=0)] = key(3e-4, "peak learning rate")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "decay of the second moment")
+    eps: Annotated[float, Field(gt=0)] = key(1e-8, "added to the denominator")
+    weight_decay: Annotated[float, Field(ge=0)] = key(
+        0.1, "decoupled decay of matrices; gains and embeddings have none"
+    )
+    max_grad_norm: Annotated[float, Field(gt=0)] = key(
+        1.0, "global gradient norm above which gradients are scaled down"
+    )
+    schedule: str = key(
+        "wsd", "learning rate after warm-up: wsd, cosine, linear, or module:function of your own"
+    )
+    warmup_steps: NonNegative = key(100, "steps of linear warm-up")
+    decay_fraction: Annotated[float, Field(ge=0, le=1)] = key(
+        0.2, "wsd: share of the steps after warm-up spent decaying, at the end"
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
+        0.1, "learning rate at the end, as a share of the peak"
+    )
+
+
+class ParallelSection(Section):
+    dp_replicate: Positive = key(1, "replicas of the sharded model")
+    dp_shard: Positive | Auto = key(
+        "auto", "ranks that share one copy of the parameters; auto: all that remain"
+    )
+    reshard_after_forward: Literal["always", "never"] = key(
+        "always", "free gathered parameters after forward (ZeRO-3), or keep them (ZeRO-2)"
+    )
+
+
+class PrecisionSection(Section):
+    compute: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", "dtype of forward and backward; auto: bfloat16 on cuda, float32 on cpu"
+    )
+    reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
+
+
+class CheckpointSection(Section):
+    interval: NonNegative = key(100, "steps between checkpoints; 0: only at the end")
+    keep: Positive = key(2, "newest checkpoints that are kept")
+
+
+class ObserveSection(Section):
+    log_interval: Positive = key(10, "steps between records")
+    tensorboard: bool = key(True, "write TensorBoard event files beside metrics.jsonl")
+
+
+class Job(Section):
+    """What the user chose.  One field per section; see each section for its keys."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    optim: OptimSection = OptimSection()
+    parallel: ParallelSection = ParallelSection()
+    precision: PrecisionSection = PrecisionSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    observe: ObserveSection = ObserveSection()
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in Job.model_fields.items()
+}
+
+
+def keys() -> Iterator[str]:
+    """Every ``section.key``, in order."""
+    for name, section in SECTIONS.items():
+        yield from (f"{name}.{key}" for key in section.model_fields)
+
+
+# --------------------------------------------------------------------------- reading
+
+Tree = dict[str, dict[str, Any]]
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(
+        f.name.removesuffix(".toml") for f in RECIPES.iterdir() if f.name.endswith(".toml")
+    )
+
+
+def read_job(
+    recipe: str, overrides: Sequence[tuple[str, str]] = ()
+) -> tuple[Job, Job, list[Problem]]:
+    """Read a recipe and apply command-line overrides.
+
+    Args:
+        recipe: a shipped name, or the path of a TOML file.
+        overrides: ``("section.key", "text")`` pairs; a later one wins.
+
+    Returns:
+        The job, the recipe without the overrides (to tell the differences), and every
+        problem found.  Where a value was bad, the jobs hold the default instead.
+    """
+    problems: list[Problem] = []
+    tree = _load_recipe(recipe, problems)
+    base = _validate(tree, problems)
+    for name, text in overrides:
+        _override(tree, name, text, problems)
+    return _validate(tree, problems), base, problems
+
+
+def _load_recipe(recipe: str, problems: list[Problem], seen: tuple[str, ...] = ()) -> Tree:
+    """The recipe's tree with everything that it extends underneath."""
+    path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
+    if path is None:
+        remedy = suggest(recipe, recipe_names()) + " or the path of a .toml file"
+        problems.append(Problem("extends" if seen else "recipe", recipe, "no such recipe", remedy))
+        return {}
+    if str(path) in seen:
+        chain = " -> ".join(Path(p).name for p in (*seen, str(path)))
+        problems.append(Problem("extends", recipe, f"recipes extend each other: {chain}"))
+        return {}
+    try:
+        tree = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        problems.append(Problem("recipe", str(path), f"cannot be read as TOML: {error}"))
+        return {}
+    parent = tree.pop("extends", None)
+    for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
+        rule = "is not a section" if name in SECTIONS else "unknown key outside a section"
+        problems.append(
+            Problem(name, tree.pop(name), rule, f"write [section] first; {nearest_key(name)}")
+        )
+    if parent is None:
+        return tree
+    if not isinstance(parent, str):
+        problems.append(Problem("extends", parent, "must be the name or path of a recipe"))
+        return tree
+    below = _load_recipe(parent, problems, (*seen, str(path)))
+    return {
+        name: below.get(name, {}) | tree.get(name, {}) for name in dict.fromkeys([*below, *tree])
+    }
+
+
+def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
+    shipped = Path(str(RECIPES / f"{recipe}.toml"))
+    candidates = [Path(recipe)] if beside is None else [beside / recipe, Path(recipe)]
+    if recipe in recipe_names():
+        return shipped
+    return next((path.resolve() for path in candidates if path.is_file()), None)
+
+
+def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None:
+    section, _, last = name.partition(".")
+    model = SECTIONS.get(section)
+    if model is None or (
+        last not in model.model_fields and model.model_config["extra"] == "forbid"
+    ):
+        problems.append(Problem(name, _literal(text), "unknown key", nearest_key(name)))
+        return
+    if last not in model.model_fields:
+        tree.setdefault(section, {})[last] = _literal(text)
+        return
+    try:
+        value = getattr(model.model_validate_strings({last: text}), last)
+    except ValidationError as error:
+        problems += _translate(error, section, {last: _literal(text)})
+        value = None
+    if value is None:
+        tree.get(section, {}).pop(last, None)
+    else:
+        tree.setdefault(section, {})[last] = value
+
+
+def _literal(text: str) -> Any:
+    """Command-line text for a key whose type is not known here: a TOML value, or a string."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _validate(tree: Tree, problems: list[Problem]) -> Job:
+    """The Job of ``tree``; bad entries are reported once, removed from ``tree``, and defaulted."""
+    for name in [name for name in tree if name not in SECTIONS]:
+        shown = f"[{name}]"
+        problems.append(Problem(shown, MISSING, "unknown section", suggest(name, SECTIONS)))
+        del tree[name]
+    for name, section in tree.items():
+        try:
+            SECTIONS[name].model_validate_json(json.dumps(section, default=str), strict=True)
+        except ValidationError as error:
+            found = _translate(error, name, section)
+            problems += found
+            for problem in found:
+                section.pop(problem.key.partition(".")[2], None)
+    return Job.model_validate_json(json.dumps(tree, default=str), strict=True)
+
+
+def _translate(error: ValidationError, section: str, values: Mapping[str, Any]) -> list[Problem]:
+    """Pydantic's errors as Problems, one for each key however many alternatives it has."""
+    rules: dict[str, list[str]] = {}
+    for entry in error.errors(include_url=False):
+        last = str(entry["loc"][0])
+        rules.setdefault(last, []).append(
+            "unknown key" if entry["type"] == "extra_forbidden" else _rule(entry["type"], entry)
+        )
+    return [
+        Problem(
+            f"{section}.{last}",
+            values.get(last, MISSING),
+            " or ".join(dict.fromkeys(rule)),
+            nearest_key(f"{section}.{last}") if "unknown key" in rule else _remedy(section, last),
+        )
+        for last, rule in rules.items()
+    ]
+
+
+_RULES = {
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+}
+
+
+def _rule(kind: str, entry: Mapping[str, Any]) -> str:
+    template = _RULES.get(kind)
+    if template is None:
+        return str(entry["msg"][0].lower() + entry["msg"][1:])
+    return template.format(**entry.get("ctx", {}))
+
+
+def _remedy(section: str, last: str) -> str:
+    field = SECTIONS[section].model_fields.get(last) if section in SECTIONS else None
+    if field is None:
+        return ""
+    default = json.dumps(field.default)
+    return f"{field.description} (default {default})"
+
+
+# --------------------------------------------------------------------------- using
+
+
+def flatten(job: Job) -> dict[str, Any]:
+    """``{"section.key": value}`` of every key, in order."""
+    return {
+        f"{name}.{key}": value
+        for name, section in job.model_dump(mode="json").items()
+        for key, value in section.items()
+    }
+
+
+def difference(job: Job, base: Job) -> dict[str, tuple[Any, Any]]:
+    """``{"section.key": (value in job, value in base)}`` where the two differ."""
+    ours, theirs = flatten(job), flatten(base)
+    every = dict.fromkeys([*ours, *theirs])
+    return {
+        name: (ours.get(name, MISSING), theirs.get(name, MISSING))
+        for name in every
+        if ours.get(name, MISSING) != theirs.get(name, MISSING)
+    }
+
+
+def replace(job: Job, **sections: Mapping[str, Any]) -> Job:
+    """A copy with some keys changed: ``replace(job, run={"dir": "x"})``, validated again."""
+    tree = job.model_dump()
+    for name, changes in sections.items():
+        tree[name] |= changes
+    return Job.model_validate(tree)
+
+
+def to_toml(job: Job, recipe: str, base: Job) -> str:
+    """The complete job as TOML, headed by its differences from the recipe."""
+    import tomli_w
+
+    lines = [
+        f"# {name}: {theirs!r} -> {ours!r}"
+        for name, (ours, theirs) in difference(job, base).items()
+    ]
+    head = [f"# Complete job of a weft run, started from the recipe {recipe!r}."]
+    head += (
+        ["# What differs from the recipe:", *lines]
+        if lines
+        else ["# Nothing differs from the recipe."]
+    )
+    return "\n".join(head) + "\n\n" + tomli_w.dumps(job.model_dump(mode="json"))
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of a recipe file (``extends`` included), for editors."""
+    tree = Job.model_json_schema()
+    tree["title"] = "weft recipe"
+    tree["properties"] = {
+        "extends": {
+            "type": "string",
+            "description": "a shipped recipe's name, or a path beside this file",
+        }
+    } | tree["properties"]
+    return tree

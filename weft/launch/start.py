@@ -1,0 +1,196 @@
+"""What ``weft train`` does around the ranks: prepare, run, and tell how it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+import weft
+from weft.checkpoint.store import checkpoints, read_manifest
+from weft.data.prepare import Progress as Preparation
+from weft.data.prepare import prepare
+from weft.data.store import Store, open_store
+from weft.job import Job, to_toml
+from weft.launch.local import Failure, launch
+from weft.launch.worker import redirect, write_error
+from weft.observe.sinks import duration
+from weft.plan.resolve import Plan
+from weft.train.loop import train
+from weft.train.setup import check_store, connect
+
+
+def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int:
+    """Prepare the text, start this host's ranks, and report; returns the exit status."""
+    folder = Path(plan.run_dir)
+    store = prepare_text(job, plan, console)
+    describe(plan, recipe, console)
+    open_run(folder, job, base, recipe, store)
+    done = checkpoints(folder / "checkpoints")[-1:]
+    step = read_manifest(done[0])["step"] if done else 0
+    if step >= job.train.steps:
+        console.print(
+            f"{folder} is complete at step {step}: nothing to do; for more, raise --train.steps"
+        )
+    else:
+        if step:
+            console.print(f"going on from {done[0]}")
+        try:
+            failure = launch(plan, store.path)
+        finally:
+            console.show_cursor(True)  # a killed progress line leaves it hidden
+        if failure is not None:
+            return show_failure(failure, folder)
+    show_end(folder, recipe, store, console)
+    return 0
+
+
+def join(job: Job, base: Job, plan: Plan, recipe: str) -> int:
+    """Be one rank under a launcher that is already there; returns the exit status."""
+    folder = Path(plan.run_dir)
+    rank = int(os.environ["RANK"])
+    terminal = redirect(folder, rank)
+    console = Console(file=terminal, highlight=False, quiet=rank != 0)
+    try:
+        with connect(plan) as ranks:
+            # One rank of each host prepares; the others wait, without the limit of a collective.
+            key = f"weft/prepared/{os.environ.get('GROUP_RANK', '0')}"
+            board = dist.distributed_c10d._get_default_store()
+            if ranks.local_rank == 0:
+                board.set(key, str(prepare_text(job, plan, console).path))
+            board.wait([key], timedelta(days=7))
+            store = open_store(Path(board.get(key).decode()))
+            if rank == 0:
+                describe(plan, recipe, console)
+                open_run(folder, job, base, recipe, store)
+            dist.barrier()
+            train(job, plan, store, ranks, console)
+            if rank == 0:
+                show_end(folder, recipe, store, console)
+    except BaseException as error:
+        write_error(folder, rank, error)
+        raise
+    return 0
+
+
+def prepare_text(job: Job, plan: Plan, console: Console) -> Store:
+    """The tokenised text of the job, prepared now if it is not there yet."""
+    cache = Path(job.data.cache)
+    if job.data.cache == "auto":
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache = Path(home) / "weft"
+    with showing(console) as show:
+        store = prepare(job.data, cache, show)
+    check_store(job, plan, store)
+    return store
+
+
+@contextmanager
+def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
+    """How preparation goes: a bar that vanishes on a terminal, elsewhere a line for each stage."""
+    if not console.is_terminal:
+        said = ""
+
+        def say(progress: Preparation) -> None:
+            nonlocal said
+            if progress.message != said:
+                said = progress.message
+                console.print(said, soft_wrap=True)
+
+        yield say
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(progress: Preparation) -> None:
+            total = progress.total_bytes or None
+            bar.update(
+                task, description=progress.message, completed=progress.done_bytes, total=total
+            )
+
+        yield show
+
+
+def open_run(folder: Path, job: Job, base: Job, recipe: str, store: Store) -> None:
+    """Write into the run's folder what makes it stand alone: the job and the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "job.toml", to_toml(job, recipe, base))
+    shutil.copyfile(store.path / "tokenizer.json", folder / "tokenizer.json")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)
+
+
+# --------------------------------------------------------------------------- what is said
+
+
+def describe(plan: Plan, recipe: str, console: Console) -> None:
+    """Two lines on what is about to run."""
+    name = Path(recipe).stem
+    device = "GPU" if plan.device == "cuda" else "CPU"
+    ranks = f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
+    if plan.device == "cpu":
+        ranks += f" x {plan.threads} thread{'s' * (plan.threads > 1)}"
+    console.print(
+        f"weft {weft.__version__}  {name}: {plan.num_params / 1e6:,.1f} M parameters on {ranks} "
+        f"(dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard}), "
+        f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}"
+    )
+
+
+def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
+    """How the run ended, where it lies, and what to try next."""
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    last = json.loads(lines[-1])
+    seconds = last["time"] - json.loads(lines[0])["time"]
+    console.print(
+        f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}\n"
+        f"  loss              {last['loss']:.3f} nats/token\n"
+        f"  held-out loss     {last['eval_loss']:.3f}\n"
+        f"  unigram entropy   {store.manifest.unigram_entropy_nats:.3f}   of the text: "
+        "what knowing only how often each token occurs would give"
+    )
+    where = os.path.relpath(folder)
+    where = str(folder) if where.startswith("..") else where
+    name = recipe if not recipe.endswith(".toml") else "demo"
+    console.print(
+        f"the run lies in {where}\n"
+        f"next:  weft generate {where} --prompt 'class '\n"
+        f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"
+        f"       weft train --help                          every key"
+    )
+
+
+def show_failure(failure: Failure, folder: Path) -> int:
+    """One rank's own error, and how to go on; returns the exit status."""
+    print(f"weft: rank {failure.rank} failed: {failure.kind}: {failure.message}", file=sys.stderr)
+    if failure.kind == "InvalidJob":
+        return 2
+    expected = ("TrainingError", "CheckpointError")
+    if failure.traceback and failure.kind not in expected:
+        for line in failure.traceback.rstrip().splitlines()[-12:]:
+            print(f"  | {line}", file=sys.stderr)
+    print(f"  log: {failure.log}", file=sys.stderr)
+    newest = checkpoints(folder / "checkpoints")[-1:]
+    if newest:
+        print(f"  the same command goes on from {newest[0]}", file=sys.stderr)
+    return 1

@@ -1,0 +1,103 @@
+"""One rank of a run: ``python -m weft.launch.worker RUN_DIR STORE_DIR``, as weft starts it.
+
+Everything that the process prints, from C++ too, goes to ``logs/rank-N.log``; only rank 0's
+progress reaches the terminal.  A crash leaves ``logs/rank-N.error.json``, by which the launcher
+tells the first cause from what followed.  All of that is set up before any heavy import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """Where rank ``rank`` of the run in ``folder`` writes what it prints."""
+    return folder / "logs" / f"rank-{rank}.log"
+
+
+def error_path(folder: Path, rank: int) -> Path:
+    """Where a rank that fails says why, as JSON."""
+    return folder / "logs" / f"rank-{rank}.error.json"
+
+
+def redirect(folder: Path, rank: int) -> TextIO:
+    """Send file descriptors 1 and 2 to the rank's log; the old stdout, to show progress on."""
+    path = log_path(folder, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    error_path(folder, rank).unlink(missing_ok=True)
+    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    print(
+        f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {os.getpid()}", flush=True
+    )
+    return terminal
+
+
+def write_error(folder: Path, rank: int, error: BaseException) -> None:
+    """Leave the error for the launcher, and its traceback in the log."""
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    notes = getattr(error, "__notes__", [])
+    report = {
+        "rank": rank,
+        "time": time.time(),
+        "kind": type(error).__name__,
+        "message": f"{error}" + (f" ({', '.join(notes)})" if notes else ""),
+        "traceback": text,
+    }
+    path = error_path(folder, rank)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(report), "utf-8")
+    os.replace(temporary, path)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when its launcher ends, however that happens.
+
+    Otherwise the ranks of a killed launcher train on, and write into a run that a new one owns.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def main() -> None:
+    """Be one rank, from its arguments and the launcher's environment."""
+    folder, store_folder = Path(sys.argv[1]), Path(sys.argv[2])
+    rank = int(os.environ["RANK"])
+    die_with_parent()
+    terminal = redirect(folder, rank)
+    try:
+        from rich.console import Console
+
+        from weft.data.store import open_store
+        from weft.job import read_job
+        from weft.plan.resolve import resolve
+        from weft.train.loop import train
+        from weft.train.setup import connect, detect_machine
+
+        job, _, _ = read_job(str(folder / "job.toml"))
+        plan = resolve(job, detect_machine(job.run.device))
+        with connect(plan) as ranks:
+            train(job, plan, open_store(store_folder), ranks, Console(file=terminal))
+    except BaseException as error:
+        write_error(folder, rank, error)
+        # At once: an orderly exit would wait for peers that are waiting for this rank.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Model families: finding one by name, and a preset with the user's overrides.
+
+A family is one file with a `Family` in it.  weft's own are listed in `FAMILIES`; a recipe
+names a user's as ``model.kind = "package.module:attribute"``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from weft.job import InvalidJob, Problem, Section, suggest
+from weft.models import llama
+
+__all__ = ["FAMILIES", "Family", "load_family", "resolve_model"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What weft needs to know of a kind of model.  `weft.models.llama` documents each entry.
+
+    Every function takes the family's own configuration, an instance of ``config``.  Rules
+    about several of its fields belong in ``check``, not in validators of ``config``.
+    """
+
+    config: type[Section]
+    presets: Mapping[str, Section]
+    build: Callable[[Any], nn.Module]
+    check: Callable[[Any], list[Problem]]
+    blocks: Callable[[Any], list[nn.Module]]
+    init_of: Callable[[str, Any], llama.Init]
+    decays: Callable[[str], bool]
+    num_params: Callable[[Any], int]
+    flops_per_token: Callable[[Any, int], float]
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        config=llama.LlamaConfig,
+        presets=llama.PRESETS,
+        build=llama.Llama,
+        check=llama.check,
+        blocks=llama.blocks,
+        init_of=llama.init_of,
+        decays=llama.decays,
+        num_params=llama.num_params,
+        flops_per_token=llama.flops_per_token,
+    ),
+}
+
+
+def load_family(kind: str) -> Family:
+    """The family of that name, or the user's own at ``package.module:attribute``.
+
+    Raises:
+        InvalidJob: with a problem of ``model.kind`` if there is none.  What a user's module
+            raises while it is imported, other than that it does not exist, passes through.
+    """
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    module_name, colon, attribute = kind.partition(":")
+    if not colon:
+        remedy = f"{suggest(kind, FAMILIES)} or name your own as package.module:attribute"
+        raise _invalid_kind(kind, "no such model family", remedy)
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise _invalid_kind(
+            kind, "not a module's name before the colon", "package.module:attribute"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A missing import inside the user's module is not a wrong name in the recipe.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        rule = f"there is no module {error.name!r}"
+        raise _invalid_kind(kind, rule, "its folder must be on PYTHONPATH") from None
+    family = getattr(module, attribute, None)
+    if not isinstance(family, Family):
+        found = [name for name, value in vars(module).items() if isinstance(value, Family)]
+        missing = attribute not in vars(module)
+        rule = f"{module_name} has no {attribute!r}" if missing else "is not a weft.models.Family"
+        remedy = suggest(attribute, found) if found else "make one: weft.models.Family(...)"
+        raise _invalid_kind(kind, rule, remedy)
+    return family
+
+
+def _invalid_kind(kind: str, rule: str, remedy: str) -> InvalidJob:
+    return InvalidJob([Problem("model.kind", kind, rule, remedy)])
+
+
+def resolve_model(
+    kind: str, preset: str, overrides: Mapping[str, Any]
+) -> tuple[Section | None, list[Problem]]:
+    """A preset of a family with some fields changed.
+
+    Args:
+        kind: see `load_family`.
+        preset: a name in the family's presets.
+        overrides: field name to value, with TOML's types, taken strictly.
+
+    Returns:
+        The configuration, or None if there are problems, and every problem found: unknown
+        names, wrong types and impossible values together, each keyed ``model.<field>``.
+    """
+    try:
+        family = load_family(kind)
+    except InvalidJob as error:
+        return None, error.problems
+    problems = []
+    base = family.presets.get(preset)
+    if base is None:
+        problems.append(
+            Problem("model.preset", preset, "no such preset", suggest(preset, family.presets))
+        )
+    # A field is checked alone first, so that one bad value does not hide the others.
+    invalid = _field_problems(family.config, base.model_dump() if base else {}, overrides)
+    problems += invalid
+    if base is None:
+        return None, problems
+    bad = {problem.key for problem in invalid}
+    good = {name: value for name, value in overrides.items() if f"model.{name}" not in bad}
+    config = _validate(family.config, base.model_dump() | good)
+    found = [problem for problem in family.check(config) if problem.key not in bad]
+    bad |= {problem.key for problem in found}
+    problems += [problem for problem in found if bad.isdisjoint(problem.depends)]
+    return (None if problems else config), problems
+
+
+def _validate(config: type[Section], values: Mapping[str, Any]) -> Section:
+    """Strict, as JSON: TOML's arrays may become tuples, but "8" is not 8."""
+    return config.model_validate_json(json.dumps(values, default=str), strict=True)
+
+
+def _field_problems(
+    config: type[Section], base: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> list[Problem]:
+    """One problem for each bad override, however many alternatives its type has."""
+    try:
+        _validate(config, {**base, **overrides})
+    except ValidationError as error:
+        rules: dict[str, list[str]] = {}
+        for entry in error.errors(include_url=False):
+            rules.setdefault(str(entry["loc"][0]), []).append(_rule(entry["msg"]))
+        # Without a base, fields that have no default are missing: not the user's mistake.
+        return [_field_problem(config, n, overrides[n], rules[n]) for n in rules if n in overrides]
+    return []
+
+
+def _field_problem(
+    config: type[Section], name: str, value: object, rules: Sequence[str]
+) -> Problem:
+    if name not in config.model_fields:
+        remedy = suggest(name, config.model_fields)
+        return Problem(f"model.{name}", value, "unknown key", remedy)
+    remedy = config.model_fields[name].description or ""
+    return Problem(f"model.{name}", value, " or ".join(dict.fromkeys(rules)), remedy)
+
+
+_WORDS = {
+    "Input should be": "must be",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+
+
+def _rule(message: str) -> str:
+    """Pydantic's sentence in this project's words."""
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    return message

@@ -1,0 +1,119 @@
+"""What a step reports: pure formulas, and the record that the sinks write."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+
+def tokens_per_second(tokens: int, seconds: float) -> float:
+    """Tokens of the whole job per second."""
+    return tokens / seconds
+
+
+def tflops_per_device(tokens: int, seconds: float, devices: int, flops_per_token: float) -> float:
+    """Model TFLOP/s of one device: the arithmetic that the model needs, without recomputation.
+
+    As in the PaLM paper's appendix B (Chowdhery et al., 2022): attention is counted without the
+    causal discount.
+    """
+    return tokens * flops_per_token / seconds / devices / 1e12
+
+
+def mfu(tflops: float, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation in [0, 1]: None where the device's peak is unknown."""
+    return None if peak_flops is None else tflops * 1e12 / peak_flops
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One logged step.  Rates and times are means over the steps since the last record."""
+
+    step: int
+    loss: float  # nats per token, over the whole global batch
+    grad_norm: float  # before clipping
+    lr: float
+    tokens: int  # trained on since the run began
+    step_seconds: float
+    data_seconds: float  # of step_seconds, waiting for data
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    mfu: float | None
+    memory_peak_gib: float  # rank 0: device memory on cuda, resident memory of the process on cpu
+    time: float  # seconds since the epoch
+    eval_loss: float | None = None  # nats per token of the held-out text, where it was evaluated
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        tokens_per_step: int,
+        times: tuple[float, float],
+        devices: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        **values: Any,
+    ) -> Self:
+        """The record of a step that took ``times`` = (seconds, of which waiting for data)."""
+        seconds, data_seconds = times
+        rate = tokens_per_second(tokens_per_step, seconds)
+        tflops = tflops_per_device(tokens_per_step, seconds, devices, flops_per_token)
+        return cls(
+            step_seconds=seconds,
+            data_seconds=data_seconds,
+            tokens_per_second=rate,
+            tokens_per_second_per_device=rate / devices,
+            tflops_per_device=tflops,
+            mfu=mfu(tflops, peak_flops),
+            time=time.time(),
+            **values,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All keys; ``eval_loss`` only where there is one."""
+        record = asdict(self)
+        if record["eval_loss"] is None:
+            del record["eval_loss"]
+        return record
+
+
+class Clock:
+    """Wall-clock seconds per step, since it was last restarted."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self._began = time.perf_counter()
+        self._data = 0.0
+        self._steps = 0
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._data += time.perf_counter() - began
+
+    def count_step(self) -> None:
+        self._steps += 1
+
+    def read(self) -> tuple[float, float]:
+        """Mean seconds of a step, and of those the seconds spent waiting for data."""
+        total = time.perf_counter() - self._began
+        return total / self._steps, self._data / self._steps
+
+
+def memory_peak_gib(device: torch.device) -> float:
+    """Most memory so far: allocated on a GPU; resident in this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux

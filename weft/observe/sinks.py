@@ -1,0 +1,161 @@
+"""Where records go: a sink is anything with ``write(record)`` and ``close()``.
+
+A run's sinks live on rank 0 only; every other rank has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from weft.job import Job
+from weft.observe.record import StepRecord
+
+
+class Sink(Protocol):
+    """A destination of records, in the order of the steps."""
+
+    def write(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_sinks(
+    folder: Path, job: Job, steps: int, resumed_step: int, console: Console
+) -> list[Sink]:
+    """The sinks that the job asks for, in the run's ``folder``."""
+    sinks: list[Sink] = [
+        Jsonl(folder / "metrics.jsonl", resumed_step),
+        Terminal(console, steps, resumed_step),
+    ]
+    if job.observe.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard", resumed_step))
+    return sinks
+
+
+class Jsonl:
+    """One JSON object per line in ``path``, whole after every write.
+
+    A run that resumes goes back to its last checkpoint: records of later steps, and a last line
+    that a crash cut short, are dropped, so that the file holds each logged step once.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        kept = [line for line in _lines(path) if _step(line) <= resumed_step]
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text("".join(kept), "utf-8")
+        os.replace(temporary, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        self._file.write(json.dumps(record.to_dict()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(path: Path) -> list[str]:
+    """Complete lines; none if there is no file."""
+    if not path.exists():
+        return []
+    text = path.read_text("utf-8", errors="replace")
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _step(line: str) -> float:
+    """The step of a record; infinite (so that it is dropped) for a line that is none."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+class TensorBoard:
+    """Event files in ``folder``, under names that TensorBoard users expect."""
+
+    NAMES: ClassVar = {
+        "loss": "train/loss",
+        "grad_norm": "train/grad_norm",
+        "lr": "train/lr",
+        "eval_loss": "eval/loss",
+        "step_seconds": "time/step_seconds",
+        "data_seconds": "time/data_seconds",
+        "tokens_per_second": "speed/tokens_per_second",
+        "tokens_per_second_per_device": "speed/tokens_per_second_per_device",
+        "tflops_per_device": "speed/tflops_per_device",
+        "mfu": "speed/mfu",
+        "memory_peak_gib": "memory/peak_gib",
+    }
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        # Writes event files without TensorBoard itself (a web server) being installed.
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1, flush_secs=10)
+
+    def write(self, record: StepRecord) -> None:
+        values = record.to_dict()
+        for key, name in self.NAMES.items():
+            if values.get(key) is not None:
+                self._writer.add_scalar(name, values[key], record.step, walltime=record.time)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Terminal:
+    """A live progress line on a terminal; elsewhere a plain line for each record."""
+
+    def __init__(self, console: Console, steps: int, resumed_step: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._began = time.monotonic()
+        self._resumed = resumed_step
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=console,
+            )
+            self._task: TaskID = self._progress.add_task(
+                "train", total=steps, completed=resumed_step, text="first step ..."
+            )
+            self._progress.start()
+
+    def write(self, record: StepRecord) -> None:
+        text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
+        if record.mfu is not None:
+            text += f"  MFU {record.mfu:.1%}"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record.step, text=text)
+        else:
+            rate = (record.step - self._resumed) / max(1e-9, time.monotonic() - self._began)
+            left = (self._steps - record.step) / rate
+            line = f"step {record.step}/{self._steps}  {text}  grad norm {record.grad_norm:.3f}"
+            self._console.print(
+                f"{line}  lr {record.lr:.2e}  {duration(left)} left", highlight=False
+            )
+        if record.eval_loss is not None:
+            line = f"step {record.step}: held-out loss {record.eval_loss:.4f} nats/token"
+            self._console.print(line, highlight=False)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def duration(seconds: float) -> str:
+    """``3725`` -> ``'1:02:05'``."""
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

@@ -1,0 +1,97 @@
+"""The optimizer, and the one gradient norm of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from weft.job import OptimSection
+
+# (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay.
+BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
+
+
+def adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019): the fused kernel, on CPU and CUDA."""
+    return torch.optim.AdamW(
+        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
+    )
+
+
+OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": adamw}
+
+
+def build_optimizer(
+    model: nn.Module, optim: OptimSection, build: BuildOptimizer, decays: Callable[[str], bool]
+) -> Optimizer:
+    """The optimizer over ``model``'s parameters in two groups: with weight decay, and without.
+
+    Args:
+        decays: whether weight decay applies to the parameter of that name.
+    """
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, param in model.named_parameters():
+        (decayed if decays(name) else plain).append(param)
+    groups: list[dict[str, object]] = [
+        {"params": decayed, "weight_decay": optim.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return build([group for group in groups if group["params"]], optim)
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale all gradients in place so that their global L2 norm is at most ``max_norm``.
+
+    Each rank adds up the squares of what it holds; the sums are added over the axes that a
+    gradient is sharded on, and over no other, so that nothing is counted twice.  torch's own
+    function does the same through DTensor dispatch, one operator and parameter at a time,
+    and refuses gradients that live on different meshes.
+
+    Returns:
+        The norm before clipping: a float32 scalar on the gradients' device, equal on all ranks.
+    """
+    # Gradients by the process groups that together hold them whole.
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(grad, DTensor):
+            mesh = grad.device_mesh
+            groups = tuple(
+                mesh.get_group(axis)
+                for axis, placement in enumerate(grad.placements)
+                if placement.is_shard() and mesh.size(axis) > 1
+            )
+            grad = grad.to_local()
+        by_groups.setdefault(groups, []).append(grad)
+    if not by_groups:
+        return torch.zeros(())
+
+    squares = []
+    for groups, grads in by_groups.items():
+        norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
+        square = norms.square().sum()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    norm = torch.stack(squares).sum().sqrt()
+    # As torch's: a norm below the limit multiplies by exactly one; no look at its value here,
+    # which would stall the device.
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grads in by_groups.values():
+        torch._foreach_mul_(grads, scale)
+    return norm

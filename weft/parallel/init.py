@@ -1,0 +1,121 @@
+"""Initial weights that do not depend on the layout.
+
+A model of 405 billion parameters cannot be initialised whole and then cut up, and a
+random generator that each rank runs on its own shard would give every layout another
+model.  So there is no generator here: the value of an element is a pure function of
+(seed, name of its parameter, index in the whole parameter).  Each rank computes just
+the elements that it holds, in any order, on any device, and one process or a thousand
+end with the same weights.
+
+The function is a 64-bit integer hash (the finaliser of SplitMix64: Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators", 2014) of a counter, turned
+into a truncated normal by inverting the cumulative distribution.  Its arithmetic is
+exact up to the last step, which is in float64, so that devices agree after rounding
+to float32.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.models.llama import Init
+
+# Elements that are computed at a time: bounds the temporaries to a few hundred MiB.
+CHUNK = 1 << 22
+TRUNCATE_AT = 3.0  # standard deviations
+
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+
+
+@torch.no_grad()
+def init_params(model: nn.Module, seed: int, init_of: Callable[[str], Init]) -> None:
+    """Fill every parameter in place, each rank only its own shard.
+
+    Args:
+        model: materialised; parameters are Tensors or DTensors sharded evenly or not.
+        seed: of the run.
+        init_of: how the parameter of that name starts.
+    """
+    for name, param in model.named_parameters():
+        init = init_of(name)
+        local = param.to_local() if isinstance(param, DTensor) else param
+        if init.kind == "ones":
+            local.fill_(1.0)
+        else:
+            stream = _mix_int((seed << 32) ^ zlib.crc32(name.encode()))
+            _fill_normal(local, shard_offsets(param), param.shape, stream, init.std)
+
+
+def shard_offsets(param: torch.Tensor) -> list[int]:
+    """Where this rank's shard begins in the whole parameter, one number per dim."""
+    offsets = [0] * param.dim()
+    if not isinstance(param, DTensor):
+        return offsets
+    sizes = list(param.shape)
+    coordinate = param.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is outside of the parameter's mesh"
+    for axis, placement in enumerate(param.placements):
+        if placement.is_replicate():
+            continue
+        # Strided and other layouts need their own arithmetic: refuse rather than guess.
+        assert type(placement) is Shard, f"no rule for {placement}"
+        dim = placement.dim
+        chunk = -(-sizes[dim] // param.device_mesh.size(axis))  # as torch.chunk cuts
+        begin = min(coordinate[axis] * chunk, sizes[dim])
+        offsets[dim] += begin
+        sizes[dim] = min(chunk, sizes[dim] - begin)
+    return offsets
+
+
+def _fill_normal(
+    local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int, std: float
+) -> None:
+    """Fill ``local``, the box of ``shape`` at ``offsets``, with std * N(0, 1) cut at 3 sigma."""
+    if local.numel() == 0:
+        return
+    inner = math.prod(local.shape[1:])
+    rows = max(1, CHUNK // max(1, inner))
+    edge = math.erf(TRUNCATE_AT / math.sqrt(2.0))
+    for begin in range(0, local.shape[0], rows):
+        part = local[begin : begin + rows]
+        index = torch.zeros((), dtype=torch.int64, device=local.device)
+        stride = 1
+        for dim in reversed(range(part.dim())):
+            first = offsets[dim] + (begin if dim == 0 else 0)
+            along = torch.arange(first, first + part.shape[dim], device=local.device) * stride
+            index = index + along.view([-1 if d == dim else 1 for d in range(part.dim())])
+            stride *= shape[dim]
+        bits = _mix(index * _GOLDEN + stream)
+        # The 53 highest bits, centred in their interval: strictly inside (0, 1).
+        uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+        normal = torch.erfinv((2.0 * uniform - 1.0) * edge) * math.sqrt(2.0)
+        part.copy_(normal * std)
+
+
+def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Logical shift of int64, whose own shift copies the sign."""
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser on int64, whose multiplication wraps as unsigned would."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _mix_int(x: int) -> int:
+    return int(_mix(torch.tensor(_signed(x))).item())
+
+
+def _signed(x: int) -> int:
+    x &= (1 << 64) - 1
+    return x - (1 << 64) if x >> 63 else x

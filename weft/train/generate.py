@@ -1,0 +1,93 @@
+"""Text from a trained model, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from weft.checkpoint.store import checkpoints, load
+from weft.data.tokenizer import load_tokenizer, separator_id
+from weft.job import InvalidJob, Problem, read_job
+from weft.models import load_family, resolve_model
+
+
+def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer, int]:
+    """A model, its tokenizer and the longest row it was trained on, in tokens.
+
+    Args:
+        path: a run's folder, of which the newest checkpoint is taken, or one checkpoint.
+
+    Raises:
+        InvalidJob: if there is none.
+    """
+    is_run = (path / "job.toml").is_file()
+    folder = path if is_run else path.parent.parent
+    found = checkpoints(path / "checkpoints")[-1:] if is_run else [path]
+    if (
+        not found
+        or not (found[0] / "manifest.json").is_file()
+        or not (folder / "job.toml").is_file()
+    ):
+        rule = "is neither the folder of a run with a checkpoint nor a checkpoint in one"
+        raise InvalidJob([Problem("checkpoint", str(path), rule, "train first: weft train demo")])
+    job, _, problems = read_job(str(folder / "job.toml"))
+    config, more = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    if problems or more:
+        raise InvalidJob(problems + more)
+    family = load_family(job.model.kind)
+    with torch.device("meta"):
+        model = family.build(config)
+    model.to_empty(device=device)
+    load(found[0], model, optimizer=None)
+    tokenizer, _ = load_tokenizer(folder / "tokenizer.json")
+    return model.eval(), tokenizer, job.train.seq_len
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int,
+    context: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> Iterator[str]:
+    """Pieces of text that continue ``prompt``, until the separator or ``max_tokens``.
+
+    Args:
+        context: tokens that the model sees at most: the newest ones.
+        temperature: 0 takes the likeliest token each time.
+        top_k: sample among that many likeliest tokens; 0: among all.
+    """
+    device = next(model.parameters()).device
+    random = torch.Generator(device).manual_seed(seed)
+    separator = separator_id(tokenizer, "tokenizer.json")
+    # A document begins after a separator: that is how the model has seen it in training.
+    ids = [separator, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    shown = tokenizer.decode(ids[1:])
+    for _ in range(max_tokens):
+        tokens_BT = torch.tensor([ids[-context:]], device=device)
+        logits_V = model(tokens_BT)[0, -1].float()
+        # The model's vocabulary may be larger than the tokenizer's.
+        logits_V = logits_V[: tokenizer.get_vocab_size()]
+        if temperature == 0:
+            chosen = int(logits_V.argmax())
+        else:
+            values, indices = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+            probabilities = torch.softmax(values / temperature, dim=-1)
+            chosen = int(indices[torch.multinomial(probabilities, 1, generator=random)])
+        if chosen == separator:
+            return
+        ids.append(chosen)
+        # A character may span tokens: show text once it is whole.
+        text = tokenizer.decode(ids[1:])
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text

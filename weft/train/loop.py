@@ -1,0 +1,144 @@
+"""Training, from the first batch to the last checkpoint.  Read this file first.
+
+``train`` is what every rank runs, and it reads like a list of what happens in a step.
+There is nothing else to know: no trainer object, no callbacks, no hidden state.  What
+can be computed again is not stored: the learning rate follows from the step, the batch
+from the number of samples consumed, and so a run that was killed goes on from its last
+checkpoint as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from weft.checkpoint.store import save
+from weft.data.loader import Loader
+from weft.data.store import Store
+from weft.job import Job
+from weft.observe.record import Clock, StepRecord, memory_peak_gib
+from weft.observe.sinks import Sink, open_sinks
+from weft.optim.optimizer import clip_grad_norm, set_learning_rate
+from weft.optim.schedule import learning_rate
+from weft.plan.resolve import Plan
+from weft.train.setup import Position, Rank, build, resume, write_plan
+from weft.train.step import batch_to, evaluate, forward_backward, held_out
+
+
+class TrainingError(Exception):
+    """The run cannot go on; the message says why, for people."""
+
+
+def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> None:
+    """Train until ``train.steps``, from the newest checkpoint of the run if there is one.
+
+    Args:
+        store: the tokenised text.
+        rank: this process, in a process group that is already up.
+        console: where rank 0 shows progress; the other ranks show nothing.
+    """
+    folder, steps = Path(plan.run_dir), job.train.steps
+    model, optimizer, decay = build(job, plan, rank)
+    at = resume(folder / "checkpoints", model, optimizer, store)
+    loader = Loader(
+        store.tokens("train"),
+        seq_len=job.train.seq_len,
+        seed=job.train.seed,
+        packing=job.data.packing,
+        separator=store.manifest.separator,
+        global_batch=job.train.global_batch,
+        dp_rank=rank.rank,
+        dp_size=plan.dp_size,
+        microbatch=plan.microbatch,
+    )
+    with ExitStack() as stack:
+        sinks: list[Sink] = []
+        if rank.rank == 0:
+            write_plan(folder, plan)
+            sinks = open_sinks(folder, job, steps, at.step, console)
+        for sink in sinks:
+            stack.enter_context(closing(sink))
+
+        clock = Clock()
+        for step in range(at.step + 1, steps + 1):
+            with naming(step):
+                with clock.waiting_for_data():
+                    batches = [batch_to(batch, rank.device) for batch in loader.batch(at.samples)]
+
+                share_of_loss = forward_backward(model, batches)
+                grad_norm = clip_grad_norm(model.parameters(), job.optim.max_grad_norm)
+                lr = learning_rate(step, steps, job.optim, decay)
+                set_learning_rate(optimizer, lr)
+                optimizer.step()
+                optimizer.zero_grad()
+                at = Position(step, at.samples + job.train.global_batch)
+                clock.count_step()
+
+                evaluating = due(step, job.train.eval_interval, steps)
+                saving = due(step, job.checkpoint.interval, steps)
+                logging = step == 1 or due(step, job.observe.log_interval, steps)
+                if not (logging or evaluating or saving):
+                    continue
+
+                # The only place where the host waits for the device.
+                loss = finite(global_sum(share_of_loss).item(), "loss")
+                record = StepRecord.of(
+                    step=step,
+                    loss=loss,
+                    grad_norm=finite(grad_norm.item(), "gradient norm"),
+                    lr=lr,
+                    tokens=at.samples * job.train.seq_len,
+                    tokens_per_step=plan.tokens_per_step,
+                    times=clock.read(),
+                    devices=plan.world_size,
+                    flops_per_token=plan.flops_per_token,
+                    peak_flops=plan.peak_flops,
+                    memory_peak_gib=memory_peak_gib(rank.device),
+                    eval_loss=evaluate(model, held_out(job, plan, store, rank), rank.device)
+                    if evaluating
+                    else None,
+                )
+                for sink in sinks:
+                    sink.write(record)
+                if saving:
+                    manifest = at.manifest(plan, store)
+                    save(folder / "checkpoints", model, optimizer, manifest, job.checkpoint.keep)
+                clock.restart()  # neither evaluating nor saving is part of a step
+
+
+def due(step: int, interval: int, last: int) -> bool:
+    """Whether something that happens every ``interval`` steps (0: never) and at the end is due."""
+    return step == last or (interval > 0 and step % interval == 0)
+
+
+def global_sum(value: torch.Tensor) -> torch.Tensor:
+    """The sum of a scalar over all ranks."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def finite(value: float, what: str) -> float:
+    """``value``; nothing is recorded or saved once it is not a number any more."""
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"the {what} is {value}; the last checkpoint is from before: "
+            "try a lower --optim.lr, or --precision.compute float32"
+        )
+    return value
+
+
+@contextmanager
+def naming(step: int) -> Iterator[None]:
+    """Errors inside tell the step."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in step {step}")
+        raise

@@ -1,0 +1,330 @@
+"""From a Plan to live objects: ranks, devices, model and optimizer.
+
+Apart from the launchers this is the only place that looks at the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import weft
+from weft.checkpoint.store import checkpoints, load, read_manifest
+from weft.data.loader import check_length
+from weft.data.source import check_path
+from weft.data.store import Store
+from weft.data.tokenizer import load_tokenizer
+from weft.job import InvalidJob, Job, Problem, difference, read_job, replace, suggest
+from weft.models import load_family
+from weft.optim.optimizer import OPTIMIZERS, build_optimizer
+from weft.optim.schedule import SCHEDULES, Decay
+from weft.parallel.apply import apply
+from weft.parallel.init import init_params
+from weft.parallel.mesh import build_mesh
+from weft.plan.resolve import Machine, Plan, resolve
+
+T = TypeVar("T")
+
+# Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
+FIXED = ("model.", "train.seed", "train.seq_len", "data.packing", "optim.kind")
+
+
+# --------------------------------------------------------------------------- before anything starts
+
+
+def joined() -> bool:
+    """Whether a launcher (torchrun and its like) has already made this process a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def detect_machine(device: str) -> Machine:
+    """What there is to run on; ``device`` is the value of ``run.device``.
+
+    Raises:
+        InvalidJob: if cuda is asked for and there is none.
+    """
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus == 0:
+        rule = "no CUDA device is visible"
+        raise InvalidJob([Problem("run.device", device, rule, "use cpu, or auto")])
+    use_cuda = gpus > 0 and device != "cpu"
+    return Machine(
+        device="cuda" if use_cuda else "cpu",
+        devices=gpus if use_cuda else len(os.sched_getaffinity(0)),
+        device_name=torch.cuda.get_device_name(0) if use_cuda else platform.processor(),
+        world_size=int(os.environ["WORLD_SIZE"]) if joined() else None,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if joined() else None,
+    )
+
+
+def prepare_job(recipe: str, overrides: list[tuple[str, str]]) -> tuple[Job, Job, Plan]:
+    """Read, check and plan a job.
+
+    Returns:
+        The job with absolute paths and its final ``run.dir``; the recipe without the overrides;
+        the plan.
+
+    Raises:
+        InvalidJob: with every mistake in the recipe, the overrides, the plan and the files.
+    """
+    job, base, problems = read_job(recipe, overrides)
+    if any(problem.key in ("recipe", "extends") for problem in problems):
+        raise InvalidJob(problems)  # the rest would judge defaults that nobody chose
+    job, base = _absolute(job), _absolute(base)
+    bad = {problem.key for problem in problems}
+    machine, plan = None, None
+    later: list[Problem] = []
+    try:
+        machine = detect_machine(job.run.device)
+        plan = resolve(job, machine, recipe, base)
+    except InvalidJob as error:
+        later += error.problems
+    later += _check_files(job)
+    if plan is not None:
+        job = replace(job, run={"dir": plan.run_dir})
+        later += _check_run_dir(job)
+    # What only echoes a mistake that is already listed is left out.
+    problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
+    if problems or plan is None:
+        raise InvalidJob(problems)
+    return job, base, plan
+
+
+def _absolute(job: Job) -> Job:
+    """Paths made absolute, so that job.toml means the same from any folder."""
+
+    def full(value: str, word: str) -> str:
+        return value if value == word else str(Path(value).expanduser().absolute())
+
+    return replace(
+        job,
+        run={"dir": full(job.run.dir, "auto")},
+        data={
+            "path": full(job.data.path, "python-stdlib"),
+            "tokenizer": full(job.data.tokenizer, "train"),
+            "cache": full(job.data.cache, "auto"),
+        },
+    )
+
+
+def _check_files(job: Job) -> Iterator[Problem]:
+    yield from check_path(job.data.path)
+    if job.data.tokenizer != "train":
+        try:
+            load_tokenizer(job.data.tokenizer)
+        except InvalidJob as error:
+            yield from error.problems
+    for name, value, table in (
+        ("optim.kind", job.optim.kind, OPTIMIZERS),
+        ("optim.schedule", job.optim.schedule, SCHEDULES),
+    ):
+        try:
+            lookup(value, table)
+        except LookupError as error:
+            yield Problem(name, value, str(error), suggest(value, table))
+
+
+def _check_run_dir(job: Job) -> Iterator[Problem]:
+    """Is the run's folder writable, and is the run in it the same one?"""
+    folder = Path(job.run.dir)
+    # Nothing is made yet: the probe, which is never visible, goes into the folder above.
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=above).close()
+    except OSError as error:
+        rule = f"cannot be written: {above}: {error.strerror}"
+        yield Problem("run.dir", job.run.dir, rule, "use another folder")
+        return
+    before = folder / "job.toml"
+    if not before.is_file() or not (folder / "checkpoints").is_dir():
+        return
+    old, _, problems = read_job(str(before))
+    if problems:
+        rule = f"holds a run whose job.toml is damaged ({problems[0]})"
+        yield Problem("run.dir", job.run.dir, rule, "use another --run.dir, or mend the file")
+        return
+    for name, (ours, theirs) in difference(job, old).items():
+        if name.startswith(FIXED):
+            rule = f"the run in {folder} was started with {theirs}"
+            remedy = "use another --run.dir, or the value that it was started with"
+            yield Problem(name, ours, rule, remedy)
+
+
+def lookup(name: str, table: Mapping[str, T]) -> T:
+    """``table[name]``, or the attribute that ``module:attribute`` names.
+
+    Raises:
+        LookupError: saying what is not there.
+    """
+    if name in table:
+        return table[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise LookupError("unknown name, and not of the form module:attribute")
+    try:
+        found: T = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(f"cannot be imported: {error}") from error
+    return found
+
+
+def check_store(job: Job, plan: Plan, store: Store) -> None:
+    """The text must fit the model.
+
+    Raises:
+        InvalidJob: if the text has no whole sequence, or the model too few entries.
+    """
+    problems = check_length(store.manifest.train.tokens, job.train.seq_len)
+    entries = store.manifest.vocab_size
+    if entries > plan.model.vocab_size:
+        rule = f"has {entries} entries, more than vocab_size = {plan.model.vocab_size} of the model"
+        remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
+        problems.append(Problem("data.tokenizer", job.data.tokenizer, rule, remedy))
+    if problems:
+        raise InvalidJob(problems)
+
+
+# --------------------------------------------------------------------------- the ranks
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+
+@contextmanager
+def connect(plan: Plan) -> Iterator[Rank]:
+    """Join the process group (of one, if need be) and leave it at the end."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if plan.device == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # gloo beside NCCL: what ranks tell each other about checkpoints needs no GPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(plan.threads)
+        dist.init_process_group("gloo")
+    try:
+        yield Rank(dist.get_rank(), local_rank, dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------- what is trained
+
+
+def build(job: Job, plan: Plan, rank: Rank) -> tuple[Any, Optimizer, Decay]:
+    """Model, optimizer and learning-rate decay of this rank.
+
+    The initial weights are the same in every layout.
+    """
+    random.seed(job.train.seed)
+    torch.manual_seed(job.train.seed)
+    family = load_family(job.model.kind)
+    with torch.device("meta"):
+        model = family.build(plan.model)
+    mesh = build_mesh(plan)
+    apply(model, plan, mesh, family.blocks, job.parallel.reshard_after_forward == "always")
+    model.to_empty(device=rank.device)
+    init_params(model, job.train.seed, lambda name: family.init_of(name, plan.model))
+    build_optim = lookup(job.optim.kind, OPTIMIZERS)
+    optimizer = build_optimizer(model, job.optim, build_optim, family.decays)
+    return model, optimizer, lookup(job.optim.schedule, SCHEDULES)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: optimizer steps done, and sequences consumed.
+
+    ``samples`` alone decides which data comes next, whatever the batch and the layout become.
+    """
+
+    step: int
+    samples: int
+
+    def manifest(self, plan: Plan, store: Store) -> dict[str, Any]:
+        """What a checkpoint says of itself, as JSON values."""
+        return {
+            "format": 1,
+            "step": self.step,
+            "samples": self.samples,
+            "data": store.fingerprint,
+            "mesh": {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard},
+            "weft": weft.__version__,
+            "torch": torch.__version__,
+        }
+
+
+def resume(folder: Path, model: nn.Module, optimizer: Optimizer, store: Store) -> Position:
+    """Load the newest checkpoint in ``folder``; the start of the run if there is none.
+
+    Raises:
+        InvalidJob: if the checkpoint was trained on other data.
+    """
+    # One decision for all ranks, each of which might see the folder at another moment.
+    newest = [checkpoints(folder)[-1:] if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(newest, src=0)
+    if not newest[0]:
+        return Position(0, 0)
+    path = newest[0][0]
+    manifest = read_manifest(path)
+    if manifest["data"] != store.fingerprint:
+        rule = f"is not the text that {path} was trained on"
+        raise InvalidJob(
+            [Problem("data.path", store.manifest.source, rule, "use another --run.dir")]
+        )
+    load(path, model, optimizer)
+    return Position(manifest["step"], manifest["samples"])
+
+
+# --------------------------------------------------------------------------- the run's folder
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """``plan.json`` and ``environment.json``: what was derived, and what it ran on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(plan.to_json() + "\n", "utf-8")
+    environment: dict[str, Any] = {
+        "weft": weft.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "command": sys.argv,
+        "git": _git_commit(),
+    }
+    (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", "utf-8")
+
+
+def _git_commit() -> str | None:
+    """The commit of weft's own checkout ('-dirty' with changes), None where it is installed."""
+    folder = Path(weft.__file__).parent.parent
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
