@@ -25,9 +25,10 @@ and what is shown is the cause.  A rank that dies without a word (signal, ``os._
 reset them, so a silent death is looked for before a peer's exception is believed.  At the
 timeout every rank's Python stack is taken, then all are killed.
 
-Nothing survives.  The ranks have the kernel's parent-death signal; each leads a session,
-which is killed as a group; the server adopts whatever escaped that and kills it after every
-world.  The server itself ends when its socket closes, however the test process ended.
+Nothing survives.  After every world the server kills the ranks and all that they started: as
+a subreaper it adopts whatever they leave, in whatever session.  The server ends when its
+socket closes, however the test process ended, and should it be killed itself, the ranks have
+the kernel's parent-death signal.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_CHARS = 8000  # of each rank, the last of what it printed
 STACK_SECONDS = 1.0  # for the ranks to write their stacks after a timeout
-SILENT_SECONDS = 0.1  # for a death to become visible after a peer noticed it
+SILENT_SECONDS = 0.2  # for a death to become visible after a peer noticed it
 SETTLE_SECONDS = 5.0  # for the ranks to destroy their group and exit
 START_SECONDS = 120.0  # for the server to import torch on a busy machine
 
@@ -234,13 +235,6 @@ class _Rank:
         self.receive()  # it may have spoken first
         return self.result is None and self.error is None
 
-    def kill(self) -> None:
-        """The rank and its session."""
-        if not self.reaped:
-            for send in (os.killpg, os.kill):  # it may not lead a group yet
-                with contextlib.suppress(ProcessLookupError):
-                    send(self.pid, signal.SIGKILL)
-
     def stack(self) -> str:
         return self.stacks.read_text(errors="replace").strip()
 
@@ -296,8 +290,6 @@ def _run_world(client: Connection, folder: Path, request: dict[str, Any]) -> dic
         if not error:
             _settle(ranks)
     finally:
-        for each in ranks:
-            each.kill()
         _kill_children()
         for each in ranks:
             each.pipe.close()
@@ -422,7 +414,7 @@ def _be_rank(
     rank: int, pipe: Connection, folder: Path, log: Path, stacks: Path, request: dict[str, Any]
 ) -> NoReturn:
     """Everything that a rank does; never returns."""
-    os.setsid()
+    os.setsid()  # so that a signal to its group is its own affair
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(log, "wb") as sink:

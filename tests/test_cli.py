@@ -112,14 +112,15 @@ def test_all_mistakes_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (["--train.microbatch", "3", "--run.workers", "2"], "train.microbatch = 3", "1, 2, 4 or 8"),
         (["--train.seq_len", "4096"], "train.seq_len = 4096", "--model.max_seq_len 4096"),
         (["--data.vocab_size", "9999"], "data.vocab_size = 9999", "--model.vocab_size 9999"),
-        (["--model.num_kv_heads", "3"], "model.num_kv_heads = 3", "1, 2, 4 or 8"),
+        (["--model.num_kv_heads", "4"], "model.num_kv_heads = 4", "1, 2, 3 or 6"),
         (["--run.device", "cuda"], "run.device", "use cpu, or auto"),
     ],
 )
 def test_impossible_plans(
     capsys: pytest.CaptureFixture[str], overrides: list[str], key: str, remedy: str
 ) -> None:
-    (line,) = rejected(capsys, "train", "demo", "--run.device", "cpu", *overrides)
+    common = ["--run.device", "cpu", "--train.global_batch", "16"]
+    (line,) = rejected(capsys, "train", "demo", *common, *overrides)
     assert line.startswith(key)
     assert remedy in line
 
@@ -222,7 +223,7 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     folder = tmp_path / "run"
     assert main(["train", "demo", "--dry-run", "--run.dir", str(folder), "--run.workers", "2"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["world_size"], plan["dp_shard"], plan["local_batch"]) == (2, 2, 8)
+    assert (plan["world_size"], plan["dp_shard"], plan["local_batch"]) == (2, 2, 4)
     assert not folder.exists()
 
 

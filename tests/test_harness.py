@@ -61,6 +61,22 @@ def die_on_two(how: str) -> None:
         dist.all_reduce(torch.zeros(1))
 
 
+def complain_of_a_dying_peer() -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        raise RuntimeError("connection reset by peer")
+    time.sleep(0.03)
+    os._exit(7)
+
+
+def first_outlives_its_function() -> bool:
+    pid = torch.tensor([os.getpid()])
+    dist.broadcast(pid, src=0)
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    return is_running(int(pid))
+
+
 def leave_processes_behind(folder: str) -> None:
     # One in the rank's session and one that left it.
     for new_session in (False, True):
@@ -169,6 +185,15 @@ def test_a_rank_that_dies_is_named(how: str, shown: str) -> None:
         assert "in die_on_two" in str(caught.value)  # the stack that faulthandler printed
 
 
+def test_a_silent_death_is_believed_before_a_peers_complaint() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 exited with 7"):
+        run_ranks(complain_of_a_dying_peer, 2)
+
+
+def test_no_rank_leaves_before_all_have_finished() -> None:
+    assert run_ranks(first_outlives_its_function, 2) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("function", "shown"),
     [(return_unpicklable, "pickle"), (leave_with_sys_exit, "SystemExit: enough")],
@@ -244,11 +269,11 @@ def test_ranks_die_with_those_above_them(tmp_path: Path) -> None:
     servers = [wait_for_children(process.pid, 1)[0] for process in above]
     ranks = [wait_for_children(server, 2) for server in servers]
     assert [len(pids) for pids in ranks] == [2, 2]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("weft-ranks-*"))) == 2
 
     above[0].kill()
     os.kill(servers[1], signal.SIGKILL)
     stderr = [process.communicate(timeout=30)[1] for process in above]
     assert gone([*servers, *ranks[0], *ranks[1]])
-    assert list(tmp_path.iterdir()) == []  # nor does a file of theirs stay
+    assert list(tmp_path.glob("weft-ranks-*")) == []  # nor does a file of theirs stay
     assert b"the rank server died (exit status -9)" in stderr[1]

@@ -392,6 +392,7 @@ def test_every_bad_override_is_reported_at_once() -> None:
         "ffn_dim": 0,
         "norm_eps": float("inf"),
         "tied_embeddings": 1,
+        "num_heads": 8,
         "num_kv_heads": 3,
         "rope_scaling": True,
         "rope_high_freq_factor": 0.5,
@@ -400,7 +401,8 @@ def test_every_bad_override_is_reported_at_once() -> None:
     config, problems = resolve_model("llama", "toy", overrides)
     assert config is None
     text = shown(problems)
-    assert set(text) == {f"model.{name}" for name in overrides} - {"model.rope_scaling"}
+    fine = {"model.num_heads", "model.rope_scaling"}
+    assert set(text) == {f"model.{name}" for name in overrides} - fine
     assert text["model.num_layer"].endswith("unknown key; did you mean 'num_layers'?")
     assert text["model.dim"].startswith('model.dim = "256": must be a whole number; ')
     assert "must be at least 1" in text["model.ffn_dim"]
@@ -433,7 +435,8 @@ def test_every_bad_override_is_reported_at_once() -> None:
     ],
 )
 def test_impossible_heads_name_the_possible_ones(overrides: dict[str, Any], expected: str) -> None:
-    _, problems = resolve_model("llama", "toy", overrides)
+    shape = {"dim": 256, "num_heads": 8, "num_kv_heads": 4}
+    _, problems = resolve_model("llama", "toy", shape | overrides)
     assert [str(problem) for problem in problems] == [expected]
 
 
@@ -487,11 +490,26 @@ def test_a_users_own_family(own_folder: Path) -> None:
     )
     family = load_family("my_llama:FAMILY")
     assert isinstance(family, Family)
-    config, problems = resolve_model("my_llama:FAMILY", "small", {"dim": 64})
+    config, problems = resolve_model("my_llama:FAMILY", "small", {"ffn_dim": 64})
     assert problems == []
     assert isinstance(family.build(config), Llama)
     with pytest.raises(InvalidJob, match="did you mean 'FAMILY'"):
         load_family("my_llama:FAMLY")
+
+
+def test_a_field_without_default_is_not_missed_where_the_preset_is_wrong(own_folder: Path) -> None:
+    (own_folder / "my_required.py").write_text(
+        "from dataclasses import replace\n"
+        "from weft.job import Section\n"
+        "from weft.models import FAMILIES\n"
+        "class Config(Section):\n"
+        "    width: int\n"
+        "    depth: int = 1\n"
+        "presets = {'small': Config(width=2)}\n"
+        "FAMILY = replace(FAMILIES['llama'], config=Config, presets=presets)\n"
+    )
+    _, problems = resolve_model("my_required:FAMILY", "smal", {"depth": "1"})
+    assert set(shown(problems)) == {"model.preset", "model.depth"}
 
 
 def test_a_users_own_failing_import_is_not_hidden(own_folder: Path) -> None:

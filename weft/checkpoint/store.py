@@ -86,7 +86,7 @@ def save(
         # One thread: with more, a failed write is reported as a success (pytorch#191391).
         writer = FileSystemWriter(temporary, thread_count=1, sync_files=True)
         save_sharded(model_state(model) | optimizer_state(model, optimizer), storage_writer=writer)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         if _rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: could not be written: {_cause(error)}") from error
@@ -136,12 +136,15 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
             state |= optimizer_state(model, optimizer)
         with torch.no_grad():
             load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{path}: could not be loaded: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:
-    """The text of what went wrong first: torch wraps the ranks' own exceptions."""
+    """The text of what went wrong first: torch wraps the ranks' own exceptions.
+
+    Its wrapper is a BaseException: ``except Exception`` would let it pass.
+    """
     if isinstance(error, CheckpointException) and error.failures:
         rank, (wrapped, _) = min(error.failures.items())
         return f"rank {rank}: {type(wrapped).__name__}: {wrapped}"

@@ -83,11 +83,11 @@ class LlamaConfig(Section):
 PRESETS: dict[str, LlamaConfig] = {
     # For two CPU cores.
     "toy": LlamaConfig(
-        num_layers=4,
-        dim=256,
-        num_heads=8,
-        num_kv_heads=4,
-        ffn_dim=704,
+        num_layers=3,
+        dim=192,
+        num_heads=6,
+        num_kv_heads=2,
+        ffn_dim=512,
         vocab_size=4096,
         max_seq_len=1024,
         rope_theta=10000.0,

@@ -98,7 +98,13 @@ class TensorBoard:
         # Writes event files without TensorBoard itself (a web server) being installed.
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1, flush_secs=10)
+        # A name of its own for each start: the default repeats within a second, and overwrites.
+        self._writer = SummaryWriter(
+            str(folder),
+            purge_step=resumed_step + 1,
+            flush_secs=10,
+            filename_suffix=f".from-step-{resumed_step + 1}",
+        )
 
     def write(self, record: StepRecord) -> None:
         values = record.to_dict()
@@ -142,12 +148,11 @@ class Terminal:
             rate = (record.step - self._resumed) / max(1e-9, time.monotonic() - self._began)
             left = (self._steps - record.step) / rate
             line = f"step {record.step}/{self._steps}  {text}  grad norm {record.grad_norm:.3f}"
-            self._console.print(
-                f"{line}  lr {record.lr:.2e}  {duration(left)} left", highlight=False
-            )
+            line += f"  lr {record.lr:.2e}  {duration(left)} left"
+            self._console.print(line, highlight=False, soft_wrap=True)
         if record.eval_loss is not None:
             line = f"step {record.step}: held-out loss {record.eval_loss:.4f} nats/token"
-            self._console.print(line, highlight=False)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._progress is not None:

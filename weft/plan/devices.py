@@ -7,7 +7,9 @@ not reported, rather than guessed.
 
 from __future__ import annotations
 
-# The longest name contained in what the driver calls the device wins.
+import re
+
+# The longest name that stands, as whole words, in what the driver calls the device wins.
 BF16_PEAK_FLOPS: dict[str, float] = {
     "A10G": 70e12,
     "A100": 312e12,
@@ -30,5 +32,5 @@ BF16_PEAK_FLOPS: dict[str, float] = {
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 FLOP/s of the device that the driver calls ``device_name``, or None."""
-    known = [name for name in BF16_PEAK_FLOPS if name in device_name]
+    known = [name for name in BF16_PEAK_FLOPS if re.search(rf"\b{name}\b", device_name)]
     return BF16_PEAK_FLOPS[max(known, key=len)] if known else None

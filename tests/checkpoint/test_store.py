@@ -1,0 +1,182 @@
+"""Checkpoints: whole or not there, into any layout, and errors that name their cause."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import RankError, run_ranks
+from tests.small import plan_here, read_state, small_job, this_rank, whole
+from weft.checkpoint import store
+from weft.checkpoint.store import CheckpointError, checkpoints, load, read_manifest, save
+from weft.train.setup import build
+
+JOB = [("run.dir", "/nonexistent")]
+
+
+def stepped(value: float) -> tuple[Any, Any]:
+    """A model and optimizer of this layout after one step with gradients of ``value``."""
+    job = small_job(*JOB)
+    model, optimizer, _ = build(job, plan_here(job), this_rank())
+    for param in model.parameters():
+        param.grad = torch.full_like(param.data, value)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    state = store.model_state(model) | store.optimizer_state(model, optimizer)
+    return {name: whole(tensor).clone() for name, tensor in state.items()}
+
+
+def save_once(folder: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
+    model, optimizer = stepped(value)
+    save(Path(folder), model, optimizer, {"step": step}, keep)
+    return everything(model, optimizer)
+
+
+def load_newest(folder: str) -> dict[str, torch.Tensor]:
+    job = small_job(*JOB)
+    model, optimizer, _ = build(job, plan_here(job), this_rank())
+    load(checkpoints(Path(folder))[-1], model, optimizer)
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2), (4, 4)])
+def test_any_layout_loads_any_other(before: int, after: int, tmp_path: Path) -> None:
+    saved = run_ranks(save_once, before, str(tmp_path), 3, 1e-3)[0]
+    for loaded in run_ranks(load_newest, after, str(tmp_path)):
+        assert loaded.keys() == saved.keys()
+        assert all(loaded[name].equal(saved[name]) for name in saved)
+    on_disk = read_state(checkpoints(tmp_path)[-1])
+    assert all(on_disk[name].equal(saved[name]) for name in saved)
+
+
+def save_many(folder: str) -> None:
+    model, optimizer = stepped(1e-3)
+    for step in (5, 10, 15, 100_000_000):
+        save(Path(folder), model, optimizer, {"step": step}, keep=2)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    run_ranks(save_many, 2, str(tmp_path))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000015", "step-100000000"]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000015", "step-100000000"]
+    assert read_manifest(checkpoints(tmp_path)[-1]) == {"step": 100_000_000}
+
+
+def test_a_committed_checkpoint_is_never_written_again(tmp_path: Path) -> None:
+    first = run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)[0]
+    run_ranks(save_once, 1, str(tmp_path), 5, -1e-3)
+    on_disk = read_state(checkpoints(tmp_path)[-1])
+    assert all(on_disk[name].equal(first[name]) for name in first)
+
+
+def save_and_die(folder: str, moment: str) -> None:
+    """Save step 1 well, then be killed inside the saving of step 2."""
+    model, optimizer = stepped(1e-3)
+    save(Path(folder), model, optimizer, {"step": 1}, keep=2)
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    if moment == "before the shards":
+        store.save_sharded = die
+    elif moment == "before the manifest":
+        store._commit = die
+    elif moment == "before the rename":
+        store._sync_folder = die
+    save(Path(folder), model, optimizer, {"step": 2}, keep=2)
+
+
+@pytest.mark.parametrize(
+    "moment", ["before the shards", "before the manifest", "before the rename"]
+)
+def test_a_killed_save_leaves_the_one_before(moment: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(save_and_die, 2, str(tmp_path), moment)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
+    run_ranks(load_newest, 1, str(tmp_path))
+    run_ranks(save_once, 2, str(tmp_path), 2, 2e-3)
+    # What the killed one left is gone.
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+def save_with_little_room(folder: str, limit: int) -> str:
+    model, optimizer = stepped(1e-3)
+    save(Path(folder), model, optimizer, {"step": 1}, keep=2)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as caught:
+        save(Path(folder), model, optimizer, {"step": 2}, keep=2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_write_is_told_and_cleaned_up(ranks: int, tmp_path: Path) -> None:
+    for message in run_ranks(save_with_little_room, ranks, str(tmp_path), 5000):
+        assert "step-00000002: could not be written" in message
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001"]
+    run_ranks(load_newest, 1, str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk to fill")
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The folder holds one checkpoint and not two."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        run_ranks(save_once, 2, str(tmp_path), 1, 1e-3, keep=5)
+        with pytest.raises(RankError, match="could not be written"):
+            run_ranks(save_several, 2, str(tmp_path))
+        assert "step-00000001" in os.listdir(tmp_path)
+        assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp")]
+        run_ranks(load_newest, 2, str(tmp_path))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def save_several(folder: str) -> None:
+    model, optimizer = stepped(1e-3)
+    for step in range(2, 9):
+        save(Path(folder), model, optimizer, {"step": step}, keep=20)
+
+
+def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path / "none") == []
+    for name in ("step-5", "step-00000005", ".tmp-step-00000006-ab", "best"):
+        (tmp_path / name).mkdir()
+    assert checkpoints(tmp_path) == []  # step-00000005 has no manifest
+    with pytest.raises(CheckpointError, match="manifest cannot be read"):
+        read_manifest(tmp_path / "step-00000005")
+
+
+def load_damaged(folder: str) -> str:
+    (path,) = checkpoints(Path(folder))
+    job = small_job(*JOB, ("model.dim", "64"))
+    model, optimizer, _ = build(job, plan_here(job), this_rank())
+    with pytest.raises(CheckpointError) as caught:
+        load(path, model, optimizer)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    run_ranks(save_once, 1, str(tmp_path), 1, 1e-3)
+    (message,) = run_ranks(load_damaged, 1, str(tmp_path))
+    assert "step-00000001: could not be loaded" in message
+    assert "size mismatch" in message.lower() or "shape" in message.lower()

@@ -1,0 +1,89 @@
+"""Parameter groups, the fused AdamW, and schedules."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from weft.job import OptimSection
+from weft.models import llama
+from weft.optim.optimizer import adamw, build_optimizer, clip_grad_norm, set_learning_rate
+from weft.optim.schedule import SCHEDULES, learning_rate
+
+OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.25)
+
+
+def test_gains_and_embeddings_are_not_decayed() -> None:
+    model = llama.Llama(llama.PRESETS["toy"])
+    optimizer = build_optimizer(model, OPTIM, adamw, llama.decays)
+    names = {param: name for name, param in model.named_parameters()}
+    groups = [
+        ({names[param] for param in group["params"]}, group["weight_decay"])
+        for group in optimizer.param_groups
+    ]
+    (decayed, decay), (plain, none) = groups
+    assert (decay, none) == (0.1, 0.0)
+    assert decayed | plain == set(names.values())
+    assert not decayed & plain
+    assert all(name.endswith("_proj.weight") for name in decayed)
+    assert "embed_tokens.weight" in plain
+
+
+def test_a_step_is_adamw() -> None:
+    """Against the formula, with decoupled weight decay and bias correction."""
+    model = nn.Linear(5, 7, bias=False)
+    optimizer = build_optimizer(model, OPTIM, adamw, lambda name: True)
+    w = model.weight.detach().double().clone()
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for step in range(1, 6):
+        lr = learning_rate(step, 20, OPTIM, SCHEDULES["wsd"])
+        grad = torch.randn(7, 5)
+        model.weight.grad = grad.clone()
+        set_learning_rate(optimizer, lr)
+        optimizer.step()
+        m = OPTIM.beta1 * m + (1 - OPTIM.beta1) * grad
+        v = OPTIM.beta2 * v + (1 - OPTIM.beta2) * grad.double() ** 2
+        update = (m / (1 - OPTIM.beta1**step)) / ((v / (1 - OPTIM.beta2**step)).sqrt() + OPTIM.eps)
+        w = w - lr * OPTIM.weight_decay * w - lr * update
+    torch.testing.assert_close(model.weight.detach().double(), w, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_leaves_small_gradients_alone() -> None:
+    param = nn.Parameter(torch.zeros(4))
+    param.grad = torch.tensor([3.0, 0.0, 4.0, 0.0])
+    assert clip_grad_norm([param, nn.Parameter(torch.zeros(2))], 10.0).item() == 5.0
+    assert param.grad.tolist() == [3.0, 0.0, 4.0, 0.0]
+    assert clip_grad_norm([param], 1.0).item() == 5.0
+    torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.0, 0.8, 0.0]))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 100), (10, 100), (10, 11), (50, 20), (0, 1)])
+def test_schedules_rise_then_fall(name: str, warmup: int, steps: int) -> None:
+    optim = OPTIM.model_copy(update={"warmup_steps": warmup})
+    rates = [learning_rate(step, steps, optim, SCHEDULES[name]) for step in range(1, steps + 1)]
+    assert all(0 < rate <= optim.lr * (1 + 1e-12) for rate in rates)
+    rising, falling = rates[:warmup], rates[max(0, warmup - 1) :]
+    assert all(a < b for a, b in itertools.pairwise(rising))
+    assert all(a >= b for a, b in itertools.pairwise(falling))
+    if steps > warmup:
+        assert rates[-1] == pytest.approx(optim.lr * optim.min_lr_ratio)
+    if 0 < warmup <= steps:
+        assert rates[warmup - 1] == pytest.approx(optim.lr)
+
+
+def test_schedules_have_their_shapes() -> None:
+    def middle(name: str) -> float:
+        optim = OPTIM.model_copy(update={"min_lr_ratio": 0.0})
+        return learning_rate(10 + 45, 100, optim, SCHEDULES[name]) / optim.lr
+
+    assert middle("wsd") == 1.0
+    assert middle("linear") == pytest.approx(0.5)
+    assert middle("cosine") == pytest.approx(0.5)
+    quarter = learning_rate(10 + 22, 98, OPTIM, SCHEDULES["cosine"]) / OPTIM.lr
+    assert quarter == pytest.approx(0.1 + 0.9 * 0.85355, rel=1e-4)
+    late = learning_rate(100 - 9, 100, OPTIM, SCHEDULES["wsd"]) / OPTIM.lr
+    assert late == pytest.approx(0.1 + 0.9 * 0.1 / 0.25)

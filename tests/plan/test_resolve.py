@@ -1,0 +1,136 @@
+"""The Plan: degrees, batch arithmetic, and every reason why there is none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from weft.job import InvalidJob, Job, read_job
+from weft.plan.devices import peak_flops
+from weft.plan.resolve import Machine, Plan, divisors, either, resolve
+
+CPU = Machine("cpu", devices=8)
+H100 = Machine("cuda", devices=8, device_name="NVIDIA H100 80GB HBM3")
+
+
+def job(*overrides: tuple[str, str]) -> Job:
+    made, _, problems = read_job("demo", [("train.global_batch", "16"), *overrides])
+    assert problems == []
+    return made
+
+
+def test_degrees_and_batches_multiply_up() -> None:
+    """Whatever is chosen, the product of the parts is the whole, or there is a reason."""
+    plans = 0
+    for world, replicate, batch, micro in itertools.product(
+        (1, 2, 3, 4, 6, 8), (1, 2, 3), (6, 8, 24), ("auto", "1", "2")
+    ):
+        chosen = job(
+            ("parallel.dp_replicate", str(replicate)),
+            ("train.global_batch", str(batch)),
+            ("train.microbatch", micro),
+        )
+        impossible = (
+            world % replicate
+            or batch % world
+            or (micro != "auto" and (batch // world) % int(micro))
+        )
+        if impossible:
+            with pytest.raises(InvalidJob) as caught:
+                resolve(chosen, Machine("cpu", 8, world_size=world))
+            assert all(problem.remedy for problem in caught.value.problems)
+            continue
+        plan = resolve(chosen, Machine("cpu", 8, world_size=world))
+        plans += 1
+        assert plan.dp_replicate * plan.dp_shard == plan.world_size == world
+        assert plan.dp_size * plan.microbatch * plan.accumulation == batch
+        assert plan.tokens_per_step == batch * 256
+    assert plans > 30
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "workers"),
+    [
+        (CPU, [], 4),  # at most four on a CPU: the cores are used by threads
+        (Machine("cpu", 1), [], 1),
+        (Machine("cpu", 2), [], 2),
+        (Machine("cpu", 3), [], 2),  # 16 sequences do not divide by 3
+        (H100, [], 8),
+        (Machine("cuda", 6), [], 4),
+        (H100, [("train.microbatch", "4")], 4),
+        (CPU, [("parallel.dp_shard", "2"), ("parallel.dp_replicate", "4")], 8),
+        (CPU, [("run.workers", "16")], 16),
+    ],
+)
+def test_local_workers(machine: Machine, overrides: list[tuple[str, str]], workers: int) -> None:
+    plan = resolve(job(*overrides), machine)
+    assert plan.world_size == workers
+    assert plan.threads == max(1, machine.devices // workers)
+
+
+def test_a_launcher_decides_the_world() -> None:
+    machine = Machine("cpu", devices=8, world_size=16, local_world_size=4)
+    plan = resolve(job(("run.workers", "2")), machine)
+    assert (plan.world_size, plan.dp_shard, plan.threads) == (16, 16, 2)
+
+
+def test_precision_and_peak_follow_the_device() -> None:
+    on_cpu, on_gpu = resolve(job(), CPU), resolve(job(), H100)
+    assert (on_cpu.compute_dtype, on_cpu.peak_flops) == ("float32", None)
+    assert (on_gpu.compute_dtype, on_gpu.peak_flops) == ("bfloat16", 989e12)
+    # The table is of bfloat16: nothing is claimed for another dtype.
+    assert resolve(job(("precision.compute", "float32")), H100).peak_flops is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("AMD EPYC", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA L40", None),
+    ],
+)
+def test_peaks_by_the_drivers_names(name: str, tera: float | None) -> None:
+    assert peak_flops(name) == (None if tera is None else tera * 1e12)
+
+
+def test_the_runs_folder_follows_what_is_trained() -> None:
+    """The same model goes on in the same folder; another one never lands there."""
+
+    def folder(*overrides: tuple[str, str]) -> str:
+        changed, base, _ = read_job("demo", overrides)
+        return resolve(changed, CPU, "demo", base).run_dir
+
+    assert folder().endswith("/runs/demo")
+    same = folder(("run.workers", "2"), ("train.steps", "5"), ("checkpoint.interval", "7"))
+    assert same == folder()
+    names = {folder(("optim.lr", "1e-4")), folder(("data.path", "x")), folder(("train.seed", "1"))}
+    assert len(names | {folder()}) == 4
+    assert folder(("optim.lr", "1e-4")) == folder(("optim.lr", "0.0001"))
+    assert folder(("run.dir", "/a/b"), ("optim.lr", "1")) == "/a/b"
+
+
+def test_a_plan_is_a_value() -> None:
+    first, second = resolve(job(), CPU), resolve(job(), CPU)
+    assert first == second
+    tree = json.loads(first.to_json())
+    assert tree["model"]["num_layers"] == first.model.num_layers
+    assert set(tree) == set(Plan.__dataclass_fields__)
+
+
+def test_lists_for_people() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(12, at_most=5) == [1, 2, 3, 4]
+    assert either([3]) == "3"
+    assert either([1, 2, 4]) == "1, 2 or 4"
+    assert either(divisors(5040)).count(",") < 9

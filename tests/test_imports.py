@@ -1,0 +1,61 @@
+"""Imports point one way: a module imports only from its left in the order below."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "weft"
+
+# Packages on one level do not import each other.
+ORDER = [
+    {"job"},
+    {"models"},
+    {"plan"},
+    {"parallel"},
+    {"data", "optim", "checkpoint", "observe", "resilience"},
+    {"train"},
+    {"compare", "launch"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of weft that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("weft.")}
+    return found
+
+
+def wrong_imports() -> list[str]:
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if part == "__init__":
+            assert imported(path) == set()
+            continue
+        for other in imported(path) - {part}:
+            if LEVEL[other] >= LEVEL[part]:
+                wrong.append(f"{path.relative_to(ROOT)} imports weft.{other}")
+    return wrong
+
+
+def test_imports_point_one_way() -> None:
+    assert wrong_imports() == []
+
+
+def test_data_preparation_does_not_import_torch() -> None:
+    """Tokenising needs none of its start-up time and memory."""
+    probe = "import sys, weft.data.prepare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

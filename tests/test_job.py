@@ -1,0 +1,118 @@
+"""Job: reading, overriding, writing back, and the tables about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.job import (
+    RECIPES,
+    SECTIONS,
+    Job,
+    difference,
+    flatten,
+    keys,
+    read_job,
+    recipe_names,
+    schema,
+    to_toml,
+)
+
+
+def read(recipe: str, *overrides: tuple[str, str]) -> Job:
+    job, _, problems = read_job(recipe, overrides)
+    assert problems == []
+    return job
+
+
+def test_extends_chains_and_overrides_win(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.toml").write_text(
+        'extends = "demo"\n[train]\nsteps = 7\nseed = 3\n[model]\ndim = 64\n'
+    )
+    (tmp_path / "sub/mine.toml").write_text(
+        'extends = "../base.toml"\n[train]\nseed = 4\n[data]\npath = "x"\n'
+    )
+    job = read(str(tmp_path / "sub/mine.toml"), ("train.seed", "5"), ("model.dim", "128"))
+    assert (job.train.steps, job.train.seed, job.data.path) == (7, 5, "x")
+    assert job.model.overrides() == {"dim": 128}
+    assert job.optim.lr == read("demo").optim.lr
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("observe.tensorboard", "false", False),
+        ("observe.tensorboard", "true", True),
+        ("optim.lr", "1e-4", 1e-4),
+        ("optim.lr", "1", 1.0),
+        ("run.workers", "3", 3),
+        ("run.workers", "auto", "auto"),
+        ("run.dir", "123", "123"),
+        ("data.path", "true", "true"),
+        ("train.microbatch", "auto", "auto"),
+    ],
+)
+def test_text_is_read_by_the_type_of_its_key(key: str, text: str, value: object) -> None:
+    found = flatten(read("demo", (key, text)))[key]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_last_override_wins_and_a_bad_one_leaves_the_default() -> None:
+    assert read("demo", ("train.steps", "1"), ("train.steps", "2")).train.steps == 2
+    job, _, problems = read_job("demo", [("train.steps", "x")])
+    assert job.train.steps == Job().train.steps
+    assert [problem.key for problem in problems] == ["train.steps"]
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_job_toml_is_complete(recipe: str, tmp_path: Path) -> None:
+    """What is written reads back equal, without the recipe, and names the differences."""
+    changes = [("train.steps", "9"), ("model.dim", "64"), ("data.path", 'a "quoted" \\ path')]
+    job, base, problems = read_job(recipe, changes)
+    assert problems == []
+    path = tmp_path / "job.toml"
+    path.write_text(to_toml(job, recipe, base))
+    assert read(str(path)) == job
+    assert set(difference(job, base)) == {name for name, _ in changes}
+    text = path.read_text()
+    assert all(f"# {name}: " in text for name, _ in changes)
+    assert all(f"\n{name.split('.')[1]} = " in text for name in keys())
+
+
+def test_sections_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Job().train.steps = 3  # type: ignore[misc]
+
+
+def test_every_key_says_what_it_is() -> None:
+    for section in SECTIONS.values():
+        for name, field in section.model_fields.items():
+            assert field.description, name
+
+
+def test_the_shipped_schema_is_current() -> None:
+    """`make schema` renews it.  It accepts the shipped recipes' keys and no others."""
+    command = [sys.executable, "-m", "weft.cli", "schema"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (RECIPES / "recipe.schema.json").read_text() == printed
+    tree = json.loads(printed)
+    assert set(tree["properties"]) == {"extends", *SECTIONS}
+    assert tree["additionalProperties"] is False
+    assert "num_layers" in tree["$defs"]["ModelSection"]["properties"]
+    assert schema()["$defs"]["TrainSection"]["additionalProperties"] is False
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """A key that no code reads would be a promise that nobody keeps."""
+    root = Path(__file__).parent.parent / "weft"
+    code = "\n".join(p.read_text() for p in root.rglob("*.py") if p.name != "job.py")
+    for name in keys():
+        section, key = name.split(".")
+        read_as = [f"{section}.{key}", f"section.{key}"]
+        assert any(text in code for text in read_as), name
