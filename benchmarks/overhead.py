@@ -1,11 +1,12 @@
 """The trainer's own cost: weft against a bare PyTorch loop of the same operations.
 
-    .venv/bin/python benchmarks/overhead.py [--steps 150] [--threads 1]
+    .venv/bin/python benchmarks/overhead.py [--steps 150] [--threads 1] [--section.key value ...]
 
 Both train the same small Llama on the same text, with the same batches, optimizer, clipping and
 schedule, in one process.  They take turns step by step, so that a machine whose speed drifts
 slows both alike: weft's loop runs in a thread of its own that hands over each time it asks for
-a batch.  Both compute exactly the same, which is checked: the losses of every step are equal.
+a batch.  Both compute the same, which is checked: the losses of the first steps must be equal to
+rounding.  (Later they drift apart by it, as any two runs do whose sums are ordered otherwise.)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 
+from weft.cli import split_overrides
 from weft.data.loader import Batch, Loader, sample_index
 from weft.data.prepare import prepare
 from weft.data.store import Store
@@ -93,7 +95,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    options, rest = parser.parse_known_args()
+    _, overrides = split_overrides(rest)
 
     turns = Turns()
     folder = tempfile.TemporaryDirectory()
@@ -104,6 +107,7 @@ def main() -> None:
             ("run.dir", f"{folder.name}/run"),
             ("checkpoint.interval", "0"),
             ("train.eval_interval", "0"),
+            *overrides,
         ],
     )
     assert not problems, problems
@@ -141,7 +145,8 @@ def main() -> None:
 
     lines = (Path(plan.run_dir) / "metrics.jsonl").read_text().splitlines()
     weft_losses = [json.loads(line)["loss"] for line in lines]
-    apart = max(abs(a - b) for a, b in zip(weft_losses, bare_losses, strict=True))
+    apart = [abs(a - b) for a, b in zip(weft_losses, bare_losses, strict=True)]
+    assert max(apart[:5]) < 1e-5, f"the two loops do not compute the same: {apart[:5]}"
     weft_seconds, bare_seconds = turns.weft_seconds[WARM_UP:], turns.bare_seconds[WARM_UP:-1]
     a, b = statistics.median(weft_seconds), statistics.median(bare_seconds)
     pairs = sorted(x / y for x, y in zip(weft_seconds, bare_seconds, strict=True))
@@ -156,7 +161,9 @@ def main() -> None:
         f"ratio of medians {a / b:.3f}; pair by pair {statistics.median(pairs):.3f} "
         f"(quartiles {low:.3f} to {high:.3f})"
     )
-    print(f"largest difference of a loss {apart:.1e}")
+    print(
+        f"largest difference of a loss: {max(apart[:20]):.1e} in 20 steps, {max(apart):.1e} in all"
+    )
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from typing import NoReturn
 
 import weft
 from weft.job import MISSING, SECTIONS, InvalidJob, Problem, recipe_names
-
-# Exit statuses: 0 done; 1 the run failed; 2 the user's mistake; 130 interrupted.
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+from weft.launch import FAILED, INTERRUPTED, MISTAKE
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     arguments = sys.argv[1:] if argv is None else argv
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where module:attribute of the user's own is looked for
     try:
         overrides: list[tuple[str, str]] = []
         if arguments[:1] == ["train"]:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     except InvalidJob as error:
         return reject(error)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left: 'weft ... | head'

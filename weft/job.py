@@ -80,9 +80,12 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def nearest_key(name: str) -> str:
-    """The remedy for an unknown ``section.key`` (or bare key): the nearest valid one."""
-    every = list(keys())
+def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
+    """The remedy for an unknown ``section.key`` (or bare key): the nearest valid one.
+
+    ``beside``: keys that are valid there and not among ``keys()``.
+    """
+    every = [*keys(), *beside]
     near = difflib.get_close_matches(name, every, n=1, cutoff=0.7)
     if not near:
         last = name.rsplit(".", 1)[-1]
@@ -331,7 +334,7 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
     try:
         value = getattr(model.model_validate_strings({last: text}), last)
     except ValidationError as error:
-        problems += _translate(error, section, {last: _literal(text)})
+        problems += _translate(error, model, section, {last: _literal(text)})
         value = None
     if value is None:
         tree.get(section, {}).pop(last, None)
@@ -354,36 +357,49 @@ def _validate(tree: Tree, problems: list[Problem]) -> Job:
         problems.append(Problem(shown, MISSING, "unknown section", suggest(name, SECTIONS)))
         del tree[name]
     for name, section in tree.items():
-        try:
-            SECTIONS[name].model_validate_json(json.dumps(section, default=str), strict=True)
-        except ValidationError as error:
-            found = _translate(error, name, section)
-            problems += found
-            for problem in found:
-                section.pop(problem.key.partition(".")[2], None)
+        found = check_section(SECTIONS[name], name, section)
+        problems += found
+        for problem in found:
+            section.pop(problem.key.partition(".")[2], None)
     return Job.model_validate_json(json.dumps(tree, default=str), strict=True)
 
 
-def _translate(error: ValidationError, section: str, values: Mapping[str, Any]) -> list[Problem]:
+def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the ``values`` of section ``name``, taken strictly.
+
+    They are read as JSON, in which an array may become a tuple, but "8" is not 8.
+    """
+    try:
+        kind.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        return _translate(error, kind, name, values)
+    return []
+
+
+def _translate(
+    error: ValidationError, kind: type[Section], name: str, values: Mapping[str, Any]
+) -> list[Problem]:
     """Pydantic's errors as Problems, one for each key however many alternatives it has."""
     rules: dict[str, list[str]] = {}
     for entry in error.errors(include_url=False):
-        last = str(entry["loc"][0])
-        rules.setdefault(last, []).append(
-            "unknown key" if entry["type"] == "extra_forbidden" else _rule(entry["type"], entry)
-        )
-    return [
-        Problem(
-            f"{section}.{last}",
-            values.get(last, MISSING),
-            " or ".join(dict.fromkeys(rule)),
-            nearest_key(f"{section}.{last}") if "unknown key" in rule else _remedy(section, last),
-        )
-        for last, rule in rules.items()
-    ]
+        rules.setdefault(str(entry["loc"][0]), []).append(_rule(entry["type"], entry))
+    problems = []
+    for last, rule in rules.items():
+        field = kind.model_fields.get(last)
+        if field is None:
+            remedy = nearest_key(
+                f"{name}.{last}", [f"{name}.{known}" for known in kind.model_fields]
+            )
+        else:
+            default = "" if field.is_required() else f" (default {json.dumps(field.default)})"
+            remedy = f"{field.description}{default}"
+        shown = " or ".join(dict.fromkeys(rule))
+        problems.append(Problem(f"{name}.{last}", values.get(last, MISSING), shown, remedy))
+    return problems
 
 
 _RULES = {
+    "extra_forbidden": "unknown key",
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -406,14 +422,6 @@ def _rule(kind: str, entry: Mapping[str, Any]) -> str:
     if template is None:
         return str(entry["msg"][0].lower() + entry["msg"][1:])
     return template.format(**entry.get("ctx", {}))
-
-
-def _remedy(section: str, last: str) -> str:
-    field = SECTIONS[section].model_fields.get(last) if section in SECTIONS else None
-    if field is None:
-        return ""
-    default = json.dumps(field.default)
-    return f"{field.description} (default {default})"
 
 
 # --------------------------------------------------------------------------- using

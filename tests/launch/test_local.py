@@ -72,8 +72,8 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
     out = done.stdout
     assert "on 2 CPU ranks" in out
     assert out.count("tokens/s") == 20  # rank 0 alone, a line a step where there is no terminal
-    assert "held-out loss" in out
-    assert "unigram entropy" in out
+    assert "held out" in out
+    assert "unigram" in out
     assert "weft generate run --prompt" in out
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} == {
@@ -203,7 +203,7 @@ def test_interrupted(number: signal.Signals, arguments: list[str], tmp_path: Pat
     process.wait(timeout=60)
     errors = (tmp_path / "log").read_text()
     assert process.returncode == 130
-    assert "interrupted; the same command goes on" in errors
+    assert f"interrupted; the same command goes on from {tmp_path}/run" in errors
     assert "Traceback" not in errors
     assert checkpoints(tmp_path / "run/checkpoints")
 

@@ -403,7 +403,7 @@ def test_every_bad_override_is_reported_at_once() -> None:
     text = shown(problems)
     fine = {"model.num_heads", "model.rope_scaling"}
     assert set(text) == {f"model.{name}" for name in overrides} - fine
-    assert text["model.num_layer"].endswith("unknown key; did you mean 'num_layers'?")
+    assert text["model.num_layer"].endswith("unknown key; did you mean 'model.num_layers'?")
     assert text["model.dim"].startswith('model.dim = "256": must be a whole number; ')
     assert "must be at least 1" in text["model.ffn_dim"]
     assert "must be a finite number" in text["model.norm_eps"]

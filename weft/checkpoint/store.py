@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,9 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
             }
             allocate_optimizer_state(model, optimizer, saved)
             state |= optimizer_state(model, optimizer)
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # That there is no process group is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{path}: could not be loaded: {_cause(error)}") from error

@@ -21,9 +21,11 @@ from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store
 from weft.job import Job, to_toml
+from weft.launch import FAILED, INTERRUPTED, MISTAKE
 from weft.launch.local import Failure, launch
 from weft.launch.worker import redirect, write_error
 from weft.observe.sinks import duration
+from weft.parallel.mesh import AXES
 from weft.plan.resolve import Plan
 from weft.train.loop import train
 from weft.train.setup import check_store, connect
@@ -39,13 +41,17 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
     step = read_manifest(done[0])["step"] if done else 0
     if step >= job.train.steps:
         console.print(
-            f"{folder} is complete at step {step}: nothing to do; for more, raise --train.steps"
+            f"{folder} is complete at step {step}: nothing to do; for more, raise --train.steps",
+            soft_wrap=True,
         )
     else:
         if step:
-            console.print(f"going on from {done[0]}")
+            console.print(f"going on from {done[0]}", soft_wrap=True)
         try:
             failure = launch(plan, store.path)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted; {how_to_go_on(folder)}", file=sys.stderr)
+            return INTERRUPTED
         finally:
             console.show_cursor(True)  # a killed progress line leaves it hidden
         if failure is not None:
@@ -144,39 +150,40 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def describe(plan: Plan, recipe: str, console: Console) -> None:
-    """Two lines on what is about to run."""
-    name = Path(recipe).stem
+    """A line on what is about to run."""
     device = "GPU" if plan.device == "cuda" else "CPU"
-    ranks = f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
-    if plan.device == "cpu":
-        ranks += f" x {plan.threads} thread{'s' * (plan.threads > 1)}"
+    layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
     console.print(
-        f"weft {weft.__version__}  {name}: {plan.num_params / 1e6:,.1f} M parameters on {ranks} "
-        f"(dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard}), "
-        f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}"
+        f"weft {weft.__version__}  {Path(recipe).stem}: {plan.num_params / 1e6:,.1f} M parameters, "
+        f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
+        f"{' (' + ', '.join(layout) + ')' if layout else ''}, "
+        f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}",
+        soft_wrap=True,
     )
 
 
 def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
     lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    last = json.loads(lines[-1])
-    seconds = last["time"] - json.loads(lines[0])["time"]
-    console.print(
-        f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}\n"
-        f"  loss              {last['loss']:.3f} nats/token\n"
-        f"  held-out loss     {last['eval_loss']:.3f}\n"
-        f"  unigram entropy   {store.manifest.unigram_entropy_nats:.3f}   of the text: "
-        "what knowing only how often each token occurs would give"
-    )
+    records = [json.loads(line) for line in lines]
+    last, newest = records[-1], [record["loss"] for record in records[-20:]]
+    held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
+    seconds = last["time"] - records[0]["time"]
     where = os.path.relpath(folder)
     where = str(folder) if where.startswith("..") else where
     name = recipe if not recipe.endswith(".toml") else "demo"
     console.print(
+        f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "
+        "losses in nats per token:\n"
+        f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records\n"
+        f"  held out {held_out[-1]:.3f}   on text that it was not trained on\n"
+        f"  unigram  {store.manifest.unigram_entropy_nats:.3f}   "
+        "what guessing by the tokens' frequencies alone would give\n"
         f"the run lies in {where}\n"
         f"next:  weft generate {where} --prompt 'class '\n"
         f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"
-        f"       weft train --help                          every key"
+        f"       weft train --help                          every key",
+        soft_wrap=True,
     )
 
 
@@ -184,13 +191,18 @@ def show_failure(failure: Failure, folder: Path) -> int:
     """One rank's own error, and how to go on; returns the exit status."""
     print(f"weft: rank {failure.rank} failed: {failure.kind}: {failure.message}", file=sys.stderr)
     if failure.kind == "InvalidJob":
-        return 2
+        return MISTAKE
     expected = ("TrainingError", "CheckpointError")
     if failure.traceback and failure.kind not in expected:
         for line in failure.traceback.rstrip().splitlines()[-12:]:
             print(f"  | {line}", file=sys.stderr)
     print(f"  log: {failure.log}", file=sys.stderr)
+    print(f"  {how_to_go_on(folder)}", file=sys.stderr)
+    return FAILED
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What the same command will do next."""
     newest = checkpoints(folder / "checkpoints")[-1:]
-    if newest:
-        print(f"  the same command goes on from {newest[0]}", file=sys.stderr)
-    return 1
+    where = f"goes on from {newest[0]}" if newest else "starts again: no checkpoint was saved yet"
+    return f"the same command {where}"

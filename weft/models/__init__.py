@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
 from torch import nn
 
-from weft.job import InvalidJob, Problem, Section, suggest
+from weft.job import InvalidJob, Problem, Section, check_section, suggest
 from weft.models import llama
 
 __all__ = ["FAMILIES", "Family", "load_family", "resolve_model"]
@@ -119,60 +118,20 @@ def resolve_model(
             Problem("model.preset", preset, "no such preset", suggest(preset, family.presets))
         )
     # A field is checked alone first, so that one bad value does not hide the others.
-    invalid = _field_problems(family.config, base.model_dump() if base else {}, overrides)
+    fields = base.model_dump() if base else {}
+    invalid = [
+        problem
+        for problem in check_section(family.config, "model", {**fields, **overrides})
+        # Without a base, fields that have no default are missing: not the user's mistake.
+        if problem.key.removeprefix("model.") in overrides
+    ]
     problems += invalid
     if base is None:
         return None, problems
     bad = {problem.key for problem in invalid}
     good = {name: value for name, value in overrides.items() if f"model.{name}" not in bad}
-    config = _validate(family.config, base.model_dump() | good)
+    config = family.config.model_validate_json(json.dumps(fields | good, default=str), strict=True)
     found = [problem for problem in family.check(config) if problem.key not in bad]
     bad |= {problem.key for problem in found}
     problems += [problem for problem in found if bad.isdisjoint(problem.depends)]
     return (None if problems else config), problems
-
-
-def _validate(config: type[Section], values: Mapping[str, Any]) -> Section:
-    """Strict, as JSON: TOML's arrays may become tuples, but "8" is not 8."""
-    return config.model_validate_json(json.dumps(values, default=str), strict=True)
-
-
-def _field_problems(
-    config: type[Section], base: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> list[Problem]:
-    """One problem for each bad override, however many alternatives its type has."""
-    try:
-        _validate(config, {**base, **overrides})
-    except ValidationError as error:
-        rules: dict[str, list[str]] = {}
-        for entry in error.errors(include_url=False):
-            rules.setdefault(str(entry["loc"][0]), []).append(_rule(entry["msg"]))
-        # Without a base, fields that have no default are missing: not the user's mistake.
-        return [_field_problem(config, n, overrides[n], rules[n]) for n in rules if n in overrides]
-    return []
-
-
-def _field_problem(
-    config: type[Section], name: str, value: object, rules: Sequence[str]
-) -> Problem:
-    if name not in config.model_fields:
-        remedy = suggest(name, config.model_fields)
-        return Problem(f"model.{name}", value, "unknown key", remedy)
-    remedy = config.model_fields[name].description or ""
-    return Problem(f"model.{name}", value, " or ".join(dict.fromkeys(rules)), remedy)
-
-
-_WORDS = {
-    "Input should be": "must be",
-    "a valid integer": "a whole number",
-    "a valid boolean": "true or false",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-}
-
-
-def _rule(message: str) -> str:
-    """Pydantic's sentence in this project's words."""
-    for theirs, ours in _WORDS.items():
-        message = message.replace(theirs, ours)
-    return message

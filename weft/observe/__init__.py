@@ -1,0 +1,1 @@
+"""What a run tells: records and where they go."""

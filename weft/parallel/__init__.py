@@ -1,0 +1,1 @@
+"""What a layout does to a model, from outside of it."""

@@ -1,0 +1,1 @@
+"""Everything that can be known before a run starts."""
