@@ -70,7 +70,7 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     out = done.stdout
-    assert "on 2 CPU ranks" in out
+    assert "34.1 K parameters, 2 CPU ranks (dp_shard 2), 256 tokens a step" in out
     assert out.count("tokens/s") == 20  # rank 0 alone, a line a step where there is no terminal
     assert "held out" in out
     assert "unigram" in out

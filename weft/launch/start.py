@@ -154,12 +154,20 @@ def describe(plan: Plan, recipe: str, console: Console) -> None:
     device = "GPU" if plan.device == "cuda" else "CPU"
     layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
     console.print(
-        f"weft {weft.__version__}  {Path(recipe).stem}: {plan.num_params / 1e6:,.1f} M parameters, "
+        f"weft {weft.__version__}  {Path(recipe).stem}: {scaled(plan.num_params)} parameters, "
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, "
         f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}",
         soft_wrap=True,
     )
+
+
+def scaled(count: int) -> str:
+    """``2_023_488`` -> ``'2.0 M'``."""
+    for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "K")):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {letter}"
+    return str(count)
 
 
 def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
