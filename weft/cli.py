@@ -167,7 +167,7 @@ def train(options: argparse.Namespace) -> int:
         print(plan.to_json())
         return 0
     if joined():
-        return join(job, base, plan, options.recipe)
+        join(job, base, plan, options.recipe)
     return start(job, base, plan, options.recipe, Console(highlight=False))
 
 

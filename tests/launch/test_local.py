@@ -70,7 +70,7 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     out = done.stdout
-    assert "34.1 K parameters, 2 CPU ranks (dp_shard 2), 256 tokens a step" in out
+    assert "35.0 K parameters, 2 CPU ranks (dp_shard 2), 256 tokens a step" in out
     assert out.count("tokens/s") == 20  # rank 0 alone, a line a step where there is no terminal
     assert "held out" in out
     assert "unigram" in out
@@ -222,3 +222,15 @@ def test_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
     a, b = newest_state(tmp_path / "run"), newest_state(tmp_path / "ours")
     assert all(a[name].equal(b[name]) for name in a)
     assert records(tmp_path / "run")[-1]["step"] == 20
+
+
+def test_a_mistake_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
+    """Text that turns out bad only when it is read: every rank ends, and the cause is shown."""
+    (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "weft.cli", *arguments[len(WEFT) :], "--data.path", "bad.txt"]
+    command += ["--data.cache", "cache"]
+    done = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 1
+    assert "line 101: not UTF-8" in done.stdout
+    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from rich.console import Console
@@ -20,15 +21,15 @@ from weft.checkpoint.store import checkpoints, read_manifest
 from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store
-from weft.job import Job, to_toml
+from weft.job import InvalidJob, Job, to_toml
 from weft.launch import FAILED, INTERRUPTED, MISTAKE
 from weft.launch.local import Failure, launch
-from weft.launch.worker import redirect, write_error
+from weft.launch.worker import leave, log_path, redirect, write_error
 from weft.observe.sinks import duration
 from weft.parallel.mesh import AXES
 from weft.plan.resolve import Plan
 from weft.train.loop import train
-from weft.train.setup import check_store, connect
+from weft.train.setup import Rank, check_store, connect
 
 
 def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int:
@@ -60,21 +61,15 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
     return 0
 
 
-def join(job: Job, base: Job, plan: Plan, recipe: str) -> int:
-    """Be one rank under a launcher that is already there; returns the exit status."""
+def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
+    """Be one rank under a launcher that is already there, and end the process."""
     folder = Path(plan.run_dir)
     rank = int(os.environ["RANK"])
     terminal = redirect(folder, rank)
     console = Console(file=terminal, highlight=False, quiet=rank != 0)
     try:
         with connect(plan) as ranks:
-            # One rank of each host prepares; the others wait, without the limit of a collective.
-            key = f"weft/prepared/{os.environ.get('GROUP_RANK', '0')}"
-            board = dist.distributed_c10d._get_default_store()
-            if ranks.local_rank == 0:
-                board.set(key, str(prepare_text(job, plan, console).path))
-            board.wait([key], timedelta(days=7))
-            store = open_store(Path(board.get(key).decode()))
+            store = prepared_on_this_host(job, plan, console, ranks)
             if rank == 0:
                 describe(plan, recipe, console)
                 open_run(folder, job, base, recipe, store)
@@ -84,8 +79,31 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> int:
                 show_end(folder, recipe, store, console)
     except BaseException as error:
         write_error(folder, rank, error)
-        raise
-    return 0
+        mistake = isinstance(error, InvalidJob)
+        if rank == 0 or not mistake:  # of a mistake every rank says the same
+            kind = type(error).__name__
+            print(f"weft: rank {rank} failed: {kind}: {error}", file=terminal)
+            print(f"  log: {log_path(folder, rank)}", file=terminal, flush=True)
+        leave(MISTAKE if mistake else FAILED)
+    leave(0)
+
+
+def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) -> Store:
+    """The store; one rank of each host prepares it while the others wait, however long it takes."""
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    path, problems = "", []
+    if rank.local_rank == 0:
+        try:
+            path = str(prepare_text(job, plan, console).path)
+        except InvalidJob as error:
+            problems = error.problems
+    answers: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(answers, (path, problems), group=patient)
+    found = [problem for _, problems in answers for problem in problems]
+    if found:
+        raise InvalidJob({str(problem): problem for problem in found}.values())
+    # A launcher numbers the ranks of one host consecutively.
+    return open_store(Path(answers[rank.rank - rank.local_rank][0]))
 
 
 def prepare_text(job: Job, plan: Plan, console: Console) -> Store:

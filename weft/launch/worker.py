@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -62,6 +62,22 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(report), "utf-8")
     os.replace(temporary, path)
+    if torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # What torchrun shows of its own accord, in the form that it reads.
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        message = {"message": f"{report['kind']}: {report['message']}", "extraInfo": extra}
+        Path(torchrun).write_text(json.dumps({"message": message}), "utf-8")
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once.
+
+    An orderly exit after a failure would wait for peers that wait for this rank; after a success
+    it tears down the threads of gloo, which now and then aborts the process (seen in torch 2.11).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def die_with_parent() -> None:
@@ -95,8 +111,8 @@ def main() -> None:
             train(job, plan, open_store(store_folder), ranks, Console(file=terminal))
     except BaseException as error:
         write_error(folder, rank, error)
-        # At once: an orderly exit would wait for peers that are waiting for this rank.
-        os._exit(1)
+        leave(1)
+    leave(0)
 
 
 if __name__ == "__main__":
