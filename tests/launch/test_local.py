@@ -110,6 +110,23 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
     assert same.stdout == text.stdout
 
 
+def test_other_text_is_refused(text_folder: Path, tmp_path: Path) -> None:
+    """A run goes on only with the text that it began with, and a refusal changes nothing."""
+    text = tmp_path / "text.py"
+    text.write_text((text_folder / "ast.py").read_text())
+    pairs = [*SMALL, ("data.path", "text.py"), ("data.cache", "cache"), ("run.dir", "run")]
+    pairs += [("run.workers", "1"), ("train.steps", "3")]
+    words = [word for key, value in pairs for word in (f"--{key}", value)]
+    command = [*WEFT, "train", "demo", *words]
+    assert run(command, tmp_path).returncode == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    text.write_text((text_folder / "bdb.py").read_text())
+    done = run([*command, "--train.steps", "6"], tmp_path)
+    assert done.returncode == 2
+    assert "is not, or no longer, the text that" in done.stderr
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
 def wait_for(folder: Path, step: int) -> None:
     """Until the run in ``folder`` has recorded ``step``."""
     deadline = time.monotonic() + 60

@@ -157,17 +157,6 @@ def test_more_steps_go_on(one_rank: Path, store_path: Path, tmp_path: Path) -> N
     assert (manifest["step"], manifest["samples"]) == (6, 48)
 
 
-def test_other_text_is_refused(store_path: Path, text_folder: Path, tmp_path: Path) -> None:
-    from weft.data.prepare import prepare
-    from weft.job import DataSection
-
-    run(tmp_path / "run", store_path, 1, ("train.steps", "2"))
-    section = DataSection(path=str(text_folder / "ast.py"), vocab_size=512)
-    other = prepare(section, tmp_path / "cache").path
-    with pytest.raises(RankError, match="is not the text that"):
-        run(tmp_path / "run", other, 1, ("train.steps", "4"))
-
-
 def test_a_loss_that_is_no_number_stops_the_run(store_path: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"the (loss|gradient norm) is nan") as caught:
         run(tmp_path, store_path, 2, ("optim.lr", "1e30"), ("checkpoint.interval", "1"))

@@ -45,7 +45,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
     """
     folder, steps = Path(plan.run_dir), job.train.steps
     model, optimizer, decay = build(job, plan, rank)
-    at = resume(folder / "checkpoints", model, optimizer, store)
+    at = resume(folder / "checkpoints", model, optimizer)
     loader = Loader(
         store.tokens("train"),
         seq_len=job.train.seq_len,

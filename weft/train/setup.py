@@ -98,6 +98,7 @@ def prepare_job(recipe: str, overrides: list[tuple[str, str]]) -> tuple[Job, Job
     later += _check_files(job)
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
+    if job.run.dir != "auto":
         later += _check_run_dir(job)
     # What only echoes a mistake that is already listed is left out.
     problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
@@ -185,10 +186,11 @@ def lookup(name: str, table: Mapping[str, T]) -> T:
 
 
 def check_store(job: Job, plan: Plan, store: Store) -> None:
-    """The text must fit the model.
+    """The text must fit the model, and be the one that the run has been trained on so far.
 
     Raises:
-        InvalidJob: if the text has no whole sequence, or the model too few entries.
+        InvalidJob: if the text has no whole sequence, the model too few entries, or the newest
+            checkpoint another text.
     """
     problems = check_length(store.manifest.train.tokens, job.train.seq_len)
     entries = store.manifest.vocab_size
@@ -196,6 +198,10 @@ def check_store(job: Job, plan: Plan, store: Store) -> None:
         rule = f"has {entries} entries, more than vocab_size = {plan.model.vocab_size} of the model"
         remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
         problems.append(Problem("data.tokenizer", job.data.tokenizer, rule, remedy))
+    for newest in checkpoints(Path(plan.run_dir) / "checkpoints")[-1:]:
+        if read_manifest(newest)["data"] != store.fingerprint:
+            rule = f"is not, or no longer, the text that {newest} was trained on"
+            problems.append(Problem("data.path", job.data.path, rule, "use another --run.dir"))
     if problems:
         raise InvalidJob(problems)
 
@@ -277,12 +283,8 @@ class Position:
         }
 
 
-def resume(folder: Path, model: nn.Module, optimizer: Optimizer, store: Store) -> Position:
-    """Load the newest checkpoint in ``folder``; the start of the run if there is none.
-
-    Raises:
-        InvalidJob: if the checkpoint was trained on other data.
-    """
+def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Position:
+    """Load the newest checkpoint in ``folder``; the start of the run if there is none."""
     # One decision for all ranks, each of which might see the folder at another moment.
     newest = [checkpoints(folder)[-1:] if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(newest, src=0)
@@ -290,11 +292,6 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer, store: Store) -
         return Position(0, 0)
     path = newest[0][0]
     manifest = read_manifest(path)
-    if manifest["data"] != store.fingerprint:
-        rule = f"is not the text that {path} was trained on"
-        raise InvalidJob(
-            [Problem("data.path", store.manifest.source, rule, "use another --run.dir")]
-        )
     load(path, model, optimizer)
     return Position(manifest["step"], manifest["samples"])
 

@@ -1,0 +1,96 @@
+"""A model, an optimizer and a schedule of the user's own: one file that a recipe names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.harness import run_ranks
+from tests.small import losses, plan_here, this_rank
+from weft.data.store import open_store
+from weft.job import read_job
+from weft.models import resolve_model
+from weft.train.loop import train
+
+MINE = """
+import torch
+from torch import nn
+from weft.job import Section, key
+from weft.models import Family
+from weft.models.llama import Init
+
+class Config(Section):
+    width: int = key(16, "width of a token's vector")
+    vocab_size: int = key(512, "token ids")
+    max_seq_len: int = key(64, "longest row")
+
+class Bigram(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.width)
+        self.out = nn.Linear(config.width, config.vocab_size, bias=False)
+
+    def forward(self, tokens_BT, documents_BT=None, positions_BT=None):
+        return self.out(self.table(tokens_BT))
+
+FAMILY = Family(
+    config=Config,
+    presets={"small": Config()},
+    build=Bigram,
+    check=lambda config: [],
+    blocks=lambda model: [],
+    init_of=lambda name, config: Init("truncated_normal", 0.1),
+    decays=lambda name: False,
+    num_params=lambda config: 2 * config.width * config.vocab_size,
+    flops_per_token=lambda config, seq_len: 6.0 * config.width * config.vocab_size,
+)
+
+def sgd(groups, optim):
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.beta1)
+
+def constant(done, optim):
+    return 1.0
+"""
+
+
+def train_mine(recipe: str, folder: str, store: str) -> None:
+    job, _, problems = read_job(recipe, [("run.dir", folder)])
+    assert problems == []
+    train(job, plan_here(job), open_store(Path(store)), this_rank(), Console(quiet=True))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'extends = "demo"\n'
+        '[model]\nkind = "mine:FAMILY"\npreset = "small"\nwidth = 24\n'
+        '[optim]\nkind = "mine:sgd"\nschedule = "mine:constant"\nlr = 5.0\nwarmup_steps = 0\n'
+        "[data]\nvocab_size = 512\n"
+        "[train]\nsteps = 12\nseq_len = 32\nglobal_batch = 8\n"
+        "[checkpoint]\ninterval = 4\n[observe]\ntensorboard = false\n"
+    )
+    return path
+
+
+def test_a_file_of_ones_own(recipe: Path, store_path: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_ranks(train_mine, 1, str(recipe), str(one), str(store_path))
+    run_ranks(train_mine, 2, str(recipe), str(two), str(store_path))
+    assert losses(one) == pytest.approx(losses(two), abs=1e-5)
+    assert losses(one)[-1] < losses(one)[0] - 0.05
+
+
+def test_its_mistakes_are_told_like_weft_own(recipe: Path) -> None:
+    config, problems = resolve_model("mine:FAMILY", "small", {"widht": 3, "vocab_size": "x"})
+    assert config is None
+    assert [str(problem) for problem in problems] == [
+        'model.vocab_size = "x": must be a whole number; token ids (default 512)',
+        "model.widht = 3: unknown key; did you mean 'model.width'?",
+    ]
