@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.small import SMALL, losses, newest_state, records
 from weft.checkpoint.store import checkpoints
+from weft.launch.local import first_cause
+from weft.launch.worker import write_error
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 
@@ -210,6 +213,31 @@ def test_a_crash_shows_its_own_error(arguments: list[str], tmp_path: Path) -> No
     assert f"log: {tmp_path}/run/logs/rank-1.log" in done.stderr
     assert f"goes on from {tmp_path}/run/checkpoints/step-00000005" in done.stderr
     assert "ZeroDivisionError" in (tmp_path / "run/logs/rank-1.log").read_text()
+
+
+def failed(statuses: dict[int, int]) -> ChildFailedError:
+    """What torch's agent raises when ranks ended with these statuses."""
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=status, error_file="")
+        for rank, status in statuses.items()
+    }
+    return ChildFailedError("worker", failures)
+
+
+def test_the_first_cause_is_told(tmp_path: Path) -> None:
+    """Whatever order the ranks end in, and whichever of them the agent noticed."""
+    (tmp_path / "logs").mkdir()
+    write_error(tmp_path, 1, ZeroDivisionError("planted"))
+    write_error(tmp_path, 0, RuntimeError("connection reset by peer"))
+    for seen in ({0: 1}, {1: 1}, {0: 1, 1: 1}):
+        cause = first_cause(tmp_path, 2, failed(seen))
+        assert (cause.rank, cause.kind, cause.message) == (1, "ZeroDivisionError", "planted")
+        assert cause.log == tmp_path / "logs/rank-1.log"
+    # A rank that died without a word explains what its peers report.
+    cause = first_cause(tmp_path, 3, failed({0: 1, 2: -9}))
+    assert (cause.rank, cause.kind) == (2, "SIGKILL")
+    cause = first_cause(tmp_path, 3, failed({0: 1, 2: 7}))
+    assert (cause.rank, cause.message) == (2, "the process ended with status 7")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
