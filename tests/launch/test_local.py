@@ -174,9 +174,10 @@ def test_killed_and_started_again(arguments: list[str], tmp_path: Path) -> None:
         time.sleep(0.05)
     assert len(losses(tmp_path / "run")) < 300
 
-    again = run([*arguments, *LONG], tmp_path)
+    again = run([*arguments, *LONG, "--checkpoint.keep", "5"], tmp_path)
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout
+    assert "; checkpoint.keep 2 -> 5\n" in again.stdout
     straight = run([*arguments, *LONG, "--run.dir", "straight"], tmp_path)
     assert straight.returncode == 0, straight.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")

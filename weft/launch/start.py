@@ -21,7 +21,7 @@ from weft.checkpoint.store import checkpoints, read_manifest
 from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store
-from weft.job import InvalidJob, Job, to_toml
+from weft.job import InvalidJob, Job, difference, read_job, to_toml
 from weft.launch import FAILED, INTERRUPTED, MISTAKE
 from weft.launch.local import Failure, launch
 from weft.launch.worker import leave, log_path, redirect, write_error
@@ -37,6 +37,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
     folder = Path(plan.run_dir)
     store = prepare_text(job, plan, console)
     describe(plan, recipe, console)
+    changes = changes_since(folder, job)
     open_run(folder, job, base, recipe, store)
     done = checkpoints(folder / "checkpoints")[-1:]
     step = read_manifest(done[0])["step"] if done else 0
@@ -47,7 +48,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
         )
     else:
         if step:
-            console.print(f"going on from {done[0]}", soft_wrap=True)
+            console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
         try:
             failure = launch(plan, store.path)
         except KeyboardInterrupt:
@@ -155,6 +156,16 @@ def open_run(folder: Path, job: Job, base: Job, recipe: str, store: Store) -> No
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "job.toml", to_toml(job, recipe, base))
     shutil.copyfile(store.path / "tokenizer.json", folder / "tokenizer.json")
+
+
+def changes_since(folder: Path, job: Job) -> str:
+    """What this start of a run changes, for people: '; optim.lr 0.003 -> 0.001'."""
+    if not (folder / "job.toml").is_file():
+        return ""
+    old, _, _ = read_job(str(folder / "job.toml"))
+    return "".join(
+        f"; {name} {theirs} -> {ours}" for name, (ours, theirs) in difference(job, old).items()
+    )
 
 
 def replace_text(path: Path, text: str) -> None:
