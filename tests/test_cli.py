@@ -149,6 +149,72 @@ def test_missing_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert second.startswith("--optim.lr: needs a value")
 
 
+def test_missing_values_beside_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = rejected(capsys, "train", "demo", "--train.stepz", "5", "--train.lr")
+    assert first.startswith("--train.lr: needs a value")
+    assert second.startswith("train.stepz = 5: unknown key")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("data.path", "", "must not be empty"),
+        ("run.dir", "", "must not be empty"),
+        ("run.dir", "a\0b", "must not contain a NUL"),
+        ("data.path", "x" * 300, "cannot be read: File name too long"),
+        ("run.dir", "/tmp/" + "x" * 300, "cannot be written: File name too long"),
+        ("data.path", "~nosuchuser/x", "does not exist"),
+        ("model.dim", "9" * 50, "at most"),
+        ("model.dim", "9" * 5000, "whole number"),
+        ("train.steps", "9" * 5000, "whole number"),
+        ("train.steps", "[" * 2000, "whole number"),
+        ("train.global_batch", "1000000000000", "at most 2147483647"),
+        ("parallel.dp_replicate", "100000000000", "at most 2147483647"),
+        ("train.seed", "18446744073709551616", "at most"),
+        ("model.dim", "\udcff", "is not UTF-8 text"),
+        ("optim.kind", ":foo", "cannot be imported"),
+        ("optim.schedule", "..x:y", "cannot be imported"),
+        ("modle.dim", "5", "did you mean 'model.dim'?"),
+    ],
+)
+def test_odd_values(capsys: pytest.CaptureFixture[str], key: str, value: str, rule: str) -> None:
+    (line,) = rejected(capsys, "train", "demo", f"--{key}", value)
+    assert line.startswith(f"{key} = ")
+    assert rule in line
+
+
+def test_odd_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_bytes(b'\xef\xbb\xbfextends = "demo"\r\n[run]\r\ndir = 2024-01-01\r\n')
+    (line,) = rejected(capsys, "train", str(recipe))
+    assert line.startswith("run.dir = 2024-01-01: must be a string")
+    for text in ("[train]\nsteps = " + "9" * 5000, "x = " + "[" * 5000, "\0"):
+        recipe.write_text(text)
+        (line,) = rejected(capsys, "train", str(recipe))
+        assert "cannot be read as TOML" in line
+    (line,) = rejected(capsys, "train", "x" * 300)
+    assert "no such recipe" in line
+
+
+def test_remedies_can_be_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    """No number of ranks is suggested that the rest of the job rules out."""
+    common = ["--run.device", "cpu", "--train.global_batch", "8"]
+    (line,) = rejected(capsys, "train", "demo", *common, "--parallel.dp_replicate", "3")
+    assert line.endswith("use 6 or 9")
+    more = ["--parallel.dp_replicate", "2", "--run.workers", "6"]
+    (line,) = rejected(capsys, "train", "demo", *common, *more)
+    assert line.endswith("use 6 or 12, or run.workers = 2 or 4")
+
+
+def test_a_folder_of_the_users_with_a_store_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "store.json").write_text("{}")
+    arguments = ["--data.path", str(tmp_path), "--data.cache", str(tmp_path / "cache")]
+    (line,) = rejected(capsys, "train", "demo", *arguments)
+    assert "too little text" in line  # it is text, and nothing to delete
+
+
 def test_unwritable_places(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Root may write anywhere but below a file, or where the kernel itself says no."""
     file = tmp_path / "file"
@@ -211,10 +277,15 @@ def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_pat
 
     job, base, _ = read_job("demo", [("train.seed", "7")])
     (tmp_path / "job.toml").write_text(to_toml(job, "demo", base))
-    (tmp_path / "checkpoints").mkdir()
+    checkpoint = tmp_path / "checkpoints/step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
     lines = rejected(capsys, "train", "demo", "--run.dir", str(tmp_path), "--model.num_layers", "3")
     assert [line.split(" = ")[0] for line in lines] == ["model.num_layers", "train.seed"]
     assert "was started with 7" in lines[1]
+    (tmp_path / "job.toml").unlink()
+    (line,) = rejected(capsys, "train", "demo", "--run.dir", str(tmp_path))
+    assert "holds checkpoints but no job.toml" in line
 
 
 def test_dry_run_shows_the_plan_and_makes_nothing(

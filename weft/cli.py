@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -11,23 +12,30 @@ from pathlib import Path
 from typing import NoReturn
 
 import weft
-from weft.job import MISSING, SECTIONS, InvalidJob, Problem, recipe_names
+from weft.job import MISSING, SECTIONS, InvalidJob, Problem, WeftError, recipe_names
 from weft.launch import FAILED, INTERRUPTED, MISTAKE
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     arguments = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where module:attribute of the user's own is looked for
     try:
         overrides: list[tuple[str, str]] = []
+        problems: list[Problem] = []
         if arguments[:1] == ["train"]:
-            arguments, overrides = split_overrides(arguments)
-        options = parser().parse_args(arguments, argparse.Namespace(overrides=overrides))
+            arguments, overrides, problems = split_overrides(arguments)
+        given = argparse.Namespace(overrides=overrides, problems=problems)
+        options = parser().parse_args(arguments, given)
         return int(options.command(options))
     except InvalidJob as error:
         return reject(error)
+    except WeftError as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
@@ -45,13 +53,15 @@ def reject(error: InvalidJob) -> int:
     return MISTAKE
 
 
-def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def split_overrides(
+    arguments: list[str],
+) -> tuple[list[str], list[tuple[str, str]], list[Problem]]:
     """Take the ``--section.key value`` and ``--section.key=value`` out of weft train's arguments.
 
     Any other option that weft train does not have is taken, too: it is reported with the rest.
 
-    Raises:
-        InvalidJob: for keys without a value.
+    Returns:
+        The other arguments, the overrides, and a problem for each key without a value.
     """
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []
@@ -59,20 +69,18 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[tuple[str, st
     remaining = list(arguments)
     while remaining:
         word = remaining.pop(0)
-        if not word.startswith("--") or word in ("--help", "--dry-run"):
+        if not word.startswith("--") or word in ("--", "--help", "--dry-run"):
             rest.append(word)
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if not equals:
-            if not remaining or remaining[0].startswith("--"):
+            if not remaining or remaining[0].startswith("--") or remaining[0] == "-h":
                 problems.append(Problem(f"--{name}", MISSING, "needs a value"))
                 continue
             value = remaining.pop(0)
         overrides.append((name, value))
-    if problems:
-        raise InvalidJob(problems)
-    return rest, overrides
+    return rest, overrides, problems
 
 
 class Parser(argparse.ArgumentParser):
@@ -124,17 +132,19 @@ def parser() -> Parser:
 
 def count(text: str) -> int:
     """A whole number from 0."""
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
+    if not text.isdecimal() or int(text[:20]) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
 
 
 def not_negative(text: str) -> float:
     """A number from 0."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
     return value
 
 
@@ -157,18 +167,17 @@ def keys_help() -> str:
 
 def train(options: argparse.Namespace) -> int:
     """Check everything, prepare the text, then run the ranks."""
-    from rich.console import Console
-
     from weft.launch.start import join, start
+    from weft.observe.sinks import quiet_console
     from weft.train.setup import joined, prepare_job
 
-    job, base, plan = prepare_job(options.recipe, options.overrides)
+    job, base, plan = prepare_job(options.recipe, options.overrides, options.problems)
     if options.dry_run:
         print(plan.to_json())
         return 0
     if joined():
         join(job, base, plan, options.recipe)
-    return start(job, base, plan, options.recipe, Console(highlight=False))
+    return start(job, base, plan, options.recipe, quiet_console(sys.stdout))
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -178,12 +187,15 @@ def generate(options: argparse.Namespace) -> int:
     from weft.train.generate import generate, load_checkpoint
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer, seq_len = load_checkpoint(options.checkpoint.absolute(), device)
-    print(options.prompt, end="", flush=True)
+    prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    model, tokenizer, seq_len = load_checkpoint(options.checkpoint.resolve(), device)
+    print(prompt, end="", flush=True)
     for text in generate(
         model,
         tokenizer,
-        options.prompt,
+        prompt,
         max_tokens=options.max_tokens,
         context=seq_len,
         temperature=options.temperature,

@@ -65,7 +65,11 @@ class Problem:
         return f"{head}: {self.rule}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-class InvalidJob(Exception):
+class WeftError(Exception):
+    """A failure that was foreseen: its message is for people, and needs no traceback."""
+
+
+class InvalidJob(WeftError):
     """The run cannot start; ``problems`` lists every reason that was found."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
@@ -86,6 +90,12 @@ def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
     ``beside``: keys that are valid there and not among ``keys()``.
     """
     every = [*keys(), *beside]
+    section, dot, rest = name.partition(".")
+    if dot and section not in SECTIONS:
+        for other in difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.6):
+            open_to_all = SECTIONS[other].model_config["extra"] == "allow"
+            if open_to_all or f"{other}.{rest}" in every:
+                return f"did you mean '{other}.{rest}'?"
     near = difflib.get_close_matches(name, every, n=1, cutoff=0.7)
     if not near:
         last = name.rsplit(".", 1)[-1]
@@ -104,8 +114,12 @@ class Section(BaseModel):
 
 
 Auto = Literal["auto"]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+# Bounded, so that no arithmetic on them takes long.
+MOST = 2**31 - 1
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 def key(default: Any, description: str, **rules: Any) -> Any:
@@ -114,7 +128,7 @@ def key(default: Any, description: str, **rules: Any) -> Any:
 
 
 class RunSection(Section):
-    dir: str = key(
+    dir: Text = key(
         "auto", "folder of the run; auto: runs/<recipe>, plus a short hash of what was overridden"
     )
     workers: Positive | Auto = key(
@@ -128,7 +142,7 @@ class ModelSection(Section):
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    kind: str = key("llama", "model family: a name of weft's, or module:attribute of your own")
+    kind: Text = key("llama", "model family: a name of weft's, or module:attribute of your own")
     preset: str = key("toy", "named size of the family")
 
     def overrides(self) -> dict[str, Any]:
@@ -136,12 +150,12 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    path: str = key(
+    path: Text = key(
         "python-stdlib",
         "text to train on: a file, a folder, a prepared store, or python-stdlib",
     )
-    tokenizer: str = key("train", "path of a tokenizer.json; train: make one from the text")
-    vocab_size: Annotated[int, Field(ge=257)] = key(
+    tokenizer: Text = key("train", "path of a tokenizer.json; train: make one from the text")
+    vocab_size: Annotated[int, Field(ge=257, le=MOST)] = key(
         4096, "entries of the tokenizer that is trained from the text"
     )
     holdout: Annotated[float, Field(gt=0, lt=0.5)] = key(
@@ -154,12 +168,12 @@ class DataSection(Section):
     invalid_utf8: Literal["error", "replace", "skip"] = key(
         "error", "for a file that is not UTF-8: stop, replace the bad bytes, or leave it out"
     )
-    cache: str = key("auto", "folder for prepared text; auto: the user's cache folder")
+    cache: Text = key("auto", "folder for prepared text; auto: the user's cache folder")
 
 
 class TrainSection(Section):
     steps: Positive = key(1000, "optimizer steps of the whole run")
-    seed: NonNegative = key(0, "decides the initial weights and the order of the data")
+    seed: Seed = key(0, "decides the initial weights and the order of the data")
     seq_len: Positive = key(1024, "tokens per sequence")
     global_batch: Positive = key(64, "sequences per optimizer step, over all ranks")
     microbatch: Positive | Auto = key(
@@ -291,8 +305,8 @@ def _load_recipe(recipe: str, problems: list[Problem], seen: tuple[str, ...] = (
         problems.append(Problem("extends", recipe, f"recipes extend each other: {chain}"))
         return {}
     try:
-        tree = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        tree = tomllib.loads(path.read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(Problem("recipe", str(path), f"cannot be read as TOML: {error}"))
         return {}
     parent = tree.pop("extends", None)
@@ -317,10 +331,16 @@ def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
     candidates = [Path(recipe)] if beside is None else [beside / recipe, Path(recipe)]
     if recipe in recipe_names():
         return shipped
-    return next((path.resolve() for path in candidates if path.is_file()), None)
+    try:
+        return next((path.resolve() for path in candidates if path.is_file()), None)
+    except (OSError, ValueError):  # no path at all: too long, or with a NUL in it
+        return None
 
 
 def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in name + text):
+        problems.append(Problem(ascii(name)[1:-1], ascii(text), "is not UTF-8 text"))
+        return
     section, _, last = name.partition(".")
     model = SECTIONS.get(section)
     if model is None or (
@@ -346,7 +366,7 @@ def _literal(text: str) -> Any:
     """Command-line text for a key whose type is not known here: a TOML value, or a string."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -361,7 +381,12 @@ def _validate(tree: Tree, problems: list[Problem]) -> Job:
         problems += found
         for problem in found:
             section.pop(problem.key.partition(".")[2], None)
-    return Job.model_validate_json(json.dumps(tree, default=str), strict=True)
+    return Job.model_validate_json(json.dumps(tree, default=_no_json), strict=True)
+
+
+def _no_json(value: object) -> dict[str, str]:
+    """TOML's dates, as something that no key accepts."""
+    return {"date": str(value)}
 
 
 def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> list[Problem]:
@@ -370,7 +395,7 @@ def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> 
     They are read as JSON, in which an array may become a tuple, but "8" is not 8.
     """
     try:
-        kind.model_validate_json(json.dumps(values, default=str), strict=True)
+        kind.model_validate_json(json.dumps(values, default=_no_json), strict=True)
     except ValidationError as error:
         return _translate(error, kind, name, values)
     return []
@@ -402,6 +427,7 @@ _RULES = {
     "extra_forbidden": "unknown key",
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of fewer digits",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
     "float_parsing": "must be a number",
@@ -414,6 +440,8 @@ _RULES = {
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must not contain a NUL character",
 }
 
 

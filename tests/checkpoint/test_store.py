@@ -82,6 +82,15 @@ def test_a_committed_checkpoint_is_never_written_again(tmp_path: Path) -> None:
     assert all(on_disk[name].equal(first[name]) for name in first)
 
 
+def test_one_that_lost_its_manifest_is_saved_again(tmp_path: Path) -> None:
+    run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)
+    (tmp_path / "step-00000005/manifest.json").unlink()
+    assert checkpoints(tmp_path) == []
+    again = run_ranks(save_once, 2, str(tmp_path), 5, -1e-3)[0]
+    on_disk = read_state(checkpoints(tmp_path)[-1])
+    assert all(on_disk[name].equal(again[name]) for name in again)
+
+
 def save_and_die(folder: str, moment: str) -> None:
     """Save step 1 well, then be killed inside the saving of step 2."""
     model, optimizer = stepped(1e-3)
@@ -164,6 +173,10 @@ def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == []  # step-00000005 has no manifest
     with pytest.raises(CheckpointError, match="manifest cannot be read"):
         read_manifest(tmp_path / "step-00000005")
+    for text in ("{", "{}", "[]", '{"step": "5"}'):
+        (tmp_path / "step-00000005/manifest.json").write_text(text)
+        with pytest.raises(CheckpointError, match="manifest cannot be read"):
+            read_manifest(tmp_path / "step-00000005")
 
 
 def load_damaged(folder: str) -> str:

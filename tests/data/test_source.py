@@ -261,3 +261,14 @@ def test_tails_of_tiny_documents_cut_no_character(
     (tmp_path / "x").write_text(text)
     train, validation = split(scan_all(tmp_path, holdout), holdout)
     assert text_of(train) + text_of(validation) == text
+
+
+def test_runs_and_stores_below_the_text_are_not_text(tmp_path: Path) -> None:
+    """Otherwise a run in the current folder would train on its own logs."""
+    (tmp_path / "mine.txt").write_text("text\n")
+    for folder, marks in (("runs/demo", ["job.toml"]), ("cache/stores/ab", ["store.json"])):
+        made = tmp_path / folder
+        (made / "logs").mkdir(parents=True)
+        for name in [*marks, "tokenizer.json", "logs/rank-0.log"]:
+            (made / name).write_text("x\n")
+    assert [document.name for document in find_documents(str(tmp_path))] == ["mine.txt"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -79,7 +80,9 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
     assert "unigram" in out
     assert "weft generate run --prompt" in out
     folder = tmp_path / "run"
+    curve = losses(folder)
     assert {path.name for path in folder.iterdir()} == {
+        ".lock",
         "checkpoints",
         "environment.json",
         "job.toml",
@@ -98,11 +101,14 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
     again = run(arguments, tmp_path)
     assert again.returncode == 0
     assert "is complete at step 20" in again.stdout
+    (folder / "metrics.jsonl").unlink()
+    again = run(arguments, tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
 
     # The complete job starts the same run again, elsewhere.
     copy = run([*WEFT, "train", "run/job.toml", "--run.dir", "copy"], tmp_path)
     assert copy.returncode == 0, copy.stderr
-    assert losses(tmp_path / "copy") == losses(folder)
+    assert losses(tmp_path / "copy") == curve
 
     text = run([*WEFT, "generate", "run", "--prompt", "import ", "--max-tokens", "20"], tmp_path)
     assert text.returncode == 0, text.stderr
@@ -237,8 +243,30 @@ def test_the_first_cause_is_told(tmp_path: Path) -> None:
     # A rank that died without a word explains what its peers report.
     cause = first_cause(tmp_path, 3, failed({0: 1, 2: -9}))
     assert (cause.rank, cause.kind) == (2, "SIGKILL")
+    # The agent's own SIGTERM to the others is no cause.
+    cause = first_cause(tmp_path, 4, failed({2: -15, 3: -6}))
+    assert (cause.rank, cause.kind) == (3, "SIGABRT")
+    assert first_cause(tmp_path, 3, failed({2: -15})).kind == "ZeroDivisionError"
     cause = first_cause(tmp_path, 3, failed({0: 1, 2: 7}))
     assert (cause.rank, cause.message) == (2, "the process ended with status 7")
+
+
+def test_two_trainings_in_one_folder(arguments: list[str], tmp_path: Path) -> None:
+    process = start_and_wait([*arguments, "--train.steps", "100000"], tmp_path, 2)
+    second = run([*arguments, "--train.steps", "100000"], tmp_path)
+    assert second.returncode == 2
+    assert "another process is training in this folder" in second.stderr
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(timeout=60) == 130
+
+
+@pytest.mark.parametrize("how", ["| head -1", ">/dev/full", ">&-"])
+def test_a_reader_that_goes_away(how: str, arguments: list[str], tmp_path: Path) -> None:
+    """What happens to the terminal is no reason to lose a run: the files have it all."""
+    run(["bash", "-c", f"{shlex.join(arguments)} {how}"], tmp_path)
+    assert len(losses(tmp_path / "run")) == 20
+    assert checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000020"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

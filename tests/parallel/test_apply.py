@@ -80,6 +80,22 @@ def test_accumulation_reduces_once(store_path: Path) -> None:
     assert sorted(few) == sorted(many)
 
 
+def loss_of_nothing(overrides: list[tuple[str, str]], store: str) -> float:
+    """The loss of a batch in which no target counts."""
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    model, _, _ = build(job, plan, this_rank())
+    batches = loader_of(job, plan, store).batch(0)
+    empty = [
+        batch._replace(targets_BT=torch.full_like(batch.targets_BT, -100)) for batch in batches
+    ]
+    return forward_backward(model, empty).item()
+
+
+def test_a_batch_without_targets_has_no_loss(store_path: Path) -> None:
+    assert run_ranks(loss_of_nothing, 2, [], str(store_path)) == [0.0, 0.0]
+
+
 def bfloat16(overrides: list[tuple[str, str]], store: str) -> tuple[float, str, str]:
     job = small_job(("precision.compute", "bfloat16"), *overrides)
     plan = plan_here(job)

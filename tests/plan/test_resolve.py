@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,19 @@ def test_the_runs_folder_follows_what_is_trained() -> None:
     assert len(names | {folder()}) == 4
     assert folder(("optim.lr", "1e-4")) == folder(("optim.lr", "0.0001"))
     assert folder(("run.dir", "/a/b"), ("optim.lr", "1")) == "/a/b"
+
+
+def test_recipes_of_ones_own_do_not_share_a_folder(tmp_path: Path) -> None:
+    def folder(recipe: Path, lr: str) -> str:
+        recipe.parent.mkdir(exist_ok=True)
+        recipe.write_text(f'extends = "demo"\n[optim]\nlr = {lr}\n')
+        made, base, _ = read_job(str(recipe))
+        return resolve(made, CPU, str(recipe), base).run_dir
+
+    first = folder(tmp_path / "a/mine.toml", "1e-3")
+    assert folder(tmp_path / "b/mine.toml", "2e-3") != first
+    assert folder(tmp_path / "a/mine.toml", "3e-3") != first
+    assert folder(tmp_path / "a/mine.toml", "1e-3") == first
 
 
 def test_a_plan_is_a_value() -> None:

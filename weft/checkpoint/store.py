@@ -29,11 +29,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.optim import Optimizer
 
 from weft.checkpoint.state import State, allocate_optimizer_state, model_state, optimizer_state
+from weft.job import WeftError
+
+ASIDE = "move it away to go on from the checkpoint before it"
 
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-class CheckpointError(Exception):
+class CheckpointError(WeftError):
     """A checkpoint could not be written or read; the message says which and why."""
 
 
@@ -55,8 +58,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a committed checkpoint."""
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: its manifest cannot be read: {error}") from error
+        if not isinstance(manifest["step"], int):
+            raise TypeError(f"step = {manifest['step']!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"its manifest cannot be read: {type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: {reason}; {ASIDE}") from error
     return manifest
 
 
@@ -76,7 +82,7 @@ def save(
     final = checkpoint_path(folder, manifest["step"])
     # One rank decides: another could already see what the first one does next.
     temporary, exists = _from_rank_0(
-        lambda: (folder / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}", final.exists())
+        lambda: (folder / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}", final in checkpoints(folder))
     )
     if exists:
         return final
@@ -105,6 +111,8 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(temporary)
+        if final.exists():  # without a manifest: no checkpoint any more, whatever happened to it
+            final.rename(final.with_name(f".tmp-{final.name}-damaged"))
         temporary.rename(final)
         _sync_folder(final.parent)
         for old in checkpoints(final.parent)[:-keep]:
@@ -140,7 +148,7 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{path}: could not be loaded: {_cause(error)}") from error
+        raise CheckpointError(f"{path}: could not be loaded: {_cause(error)}; {ASIDE}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -278,7 +278,12 @@ def _encode(encoder: _Encoder, pieces: Sequence[_Piece], advance: Callable[[int]
         if size < BATCH_BYTES and piece is not pieces[-1]:
             continue
         texts = [read_piece(p.scan, p.begin, p.end) for p in batch]
-        encodings = encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises bare Exceptions
+            rule = f"cannot encode the text: {error}"
+            remedy = "use a tokenizer that covers every text, such as a byte-level one"
+            raise InvalidJob([Problem("data.tokenizer", "(given)", rule, remedy)]) from error
         for p, encoding in zip(batch, encodings, strict=True):
             end = [encoder.separator] if p.last else []
             out.append(np.array(encoding.ids + end, encoder.dtype))

@@ -31,6 +31,7 @@ WHOLE_DOCUMENTS = 20  # from this many on, whole documents are held out instead 
 SHOWN = 10
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_STORE_FILES = ("tokenizer.json", "train-00000.bin")
 _NOT_TEXT = {"__pycache__"}
 
 
@@ -136,6 +137,9 @@ def _walk(root: Path, library: bool) -> Iterator[Path]:
 
     seen = {_identity(root)}
     for folder, names, files in os.walk(root, onerror=fail, followlinks=True):
+        if _made_by_weft(files):
+            names[:] = []
+            continue
         entered = []
         for name in sorted(names):  # sorted, so that it never depends on the file system ...
             if name.startswith(".") or name in (_NOT_LIBRARY if library else _NOT_TEXT):
@@ -155,14 +159,24 @@ def _walk(root: Path, library: bool) -> Iterator[Path]:
                 yield file
 
 
+def _made_by_weft(files: Sequence[str]) -> bool:
+    """A run's folder or a store below the text is not text: a run would train on its own logs."""
+    return "tokenizer.json" in files and ("job.toml" in files or STORE_FILE in files)
+
+
 def _identity(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_dev, stat.st_ino
 
 
 def is_store(path: str | Path) -> bool:
-    """Whether the folder ``path`` is a prepared store (complete, as store.json comes last)."""
-    return (Path(path).expanduser() / STORE_FILE).is_file()
+    """Whether the folder ``path`` is a prepared store (complete, as store.json comes last).
+
+    A text folder may have a file of that name, too; it has none of a store's others.
+    """
+    folder = os.path.expanduser(path)
+    found = [os.path.isfile(os.path.join(folder, name)) for name in (STORE_FILE, *_STORE_FILES)]
+    return found[0] and any(found[1:])
 
 
 def check_path(path: str) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ class Failure:
     message: str
     traceback: str
     log: Path
+    foreseen: bool = False  # the message says it all
 
 
 def launch(plan: Plan, store: Path) -> Failure | None:
@@ -60,7 +62,8 @@ def launch(plan: Plan, store: Path) -> Failure | None:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    command = [sys.executable, "-m", "weft.launch.worker", str(folder), str(store)]
+    # -P: a file of the user's that is called like a module must not come before that module.
+    command = [sys.executable, "-P", "-m", "weft.launch.worker", str(folder), str(store)]
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
@@ -84,7 +87,8 @@ def first_cause(folder: Path, world_size: int, error: ChildFailedError) -> Failu
             reports.append(json.loads(path.read_text("utf-8")))
     reported = {report["rank"] for report in reports}
     for rank, failure in sorted(error.failures.items()):
-        if rank not in reported:
+        stopped = failure.exitcode == -signal.SIGTERM  # by the agent, after another rank's failure
+        if rank not in reported and not (stopped and (reports or len(error.failures) > 1)):
             if failure.exitcode < 0:
                 kind = failure.signal_name()
                 message = "the process was killed by a signal"
@@ -100,6 +104,7 @@ def first_cause(folder: Path, world_size: int, error: ChildFailedError) -> Failu
         message=first["message"],
         traceback=first["traceback"],
         log=log_path(folder, first["rank"]),
+        foreseen=first["foreseen"],
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,11 +22,11 @@ from weft.checkpoint.store import checkpoints, read_manifest
 from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store
-from weft.job import InvalidJob, Job, difference, read_job, to_toml
+from weft.job import InvalidJob, Job, Problem, WeftError, difference, read_job, to_toml
 from weft.launch import FAILED, INTERRUPTED, MISTAKE
 from weft.launch.local import Failure, launch
 from weft.launch.worker import leave, log_path, redirect, write_error
-from weft.observe.sinks import duration
+from weft.observe.sinks import duration, quiet_console, read_records
 from weft.parallel.mesh import AXES
 from weft.plan.resolve import Plan
 from weft.train.loop import train
@@ -36,30 +37,59 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
     """Prepare the text, start this host's ranks, and report; returns the exit status."""
     folder = Path(plan.run_dir)
     store = prepare_text(job, plan, console)
-    describe(plan, recipe, console)
-    changes = changes_since(folder, job)
-    open_run(folder, job, base, recipe, store)
-    done = checkpoints(folder / "checkpoints")[-1:]
-    step = read_manifest(done[0])["step"] if done else 0
-    if step >= job.train.steps:
-        console.print(
-            f"{folder} is complete at step {step}: nothing to do; for more, raise --train.steps",
-            soft_wrap=True,
-        )
-    else:
-        if step:
-            console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
-        try:
-            failure = launch(plan, store.path)
-        except KeyboardInterrupt:
-            print(f"\ninterrupted; {how_to_go_on(folder)}", file=sys.stderr)
-            return INTERRUPTED
-        finally:
-            console.show_cursor(True)  # a killed progress line leaves it hidden
-        if failure is not None:
-            return show_failure(failure, folder)
+    with owning(folder):
+        describe(plan, recipe, console)
+        changes = changes_since(folder, job)
+        open_run(folder, job, base, recipe, store)
+        done = checkpoints(folder / "checkpoints")[-1:]
+        step = read_manifest(done[0])["step"] if done else 0
+        if step < job.train.steps:
+            if step:
+                console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
+            try:
+                failure = launch(plan, store.path)
+            except KeyboardInterrupt:
+                print(f"\ninterrupted; {how_to_go_on(folder)}", file=sys.stderr)
+                return INTERRUPTED
+            finally:
+                console.show_cursor(True)  # a killed progress line leaves it hidden
+            if failure is not None:
+                return show_failure(failure, folder)
+        else:
+            said = (
+                f"{folder} is complete at step {step}: nothing to do; for more, raise --train.steps"
+            )
+            console.print(said, soft_wrap=True)
     show_end(folder, recipe, store, console)
     return 0
+
+
+@contextmanager
+def owning(folder: Path) -> Iterator[None]:
+    """Hold the run's lock: two trainings in one folder would undo each other's checkpoints.
+
+    The kernel frees it when the process ends, however that happens.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        raise WeftError(
+            f"{error.filename or folder}: cannot be written: {error.strerror}"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            rule = "another process is training in this folder"
+            problem = Problem("run.dir", str(folder), rule, "wait for it, or use another --run.dir")
+            raise InvalidJob([problem]) from error
+        yield
+
+
+def unwritable(folder: Path, error: OSError) -> WeftError:
+    """What to say of a run's folder that turned out not to take what was written."""
+    return WeftError(f"{error.filename or folder}: cannot be written: {error.strerror}")
 
 
 def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
@@ -67,11 +97,13 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
     folder = Path(plan.run_dir)
     rank = int(os.environ["RANK"])
     terminal = redirect(folder, rank)
-    console = Console(file=terminal, highlight=False, quiet=rank != 0)
+    console = quiet_console(terminal, quiet=rank != 0)
     try:
-        with connect(plan) as ranks:
+        with ExitStack() as stack:
+            ranks = stack.enter_context(connect(plan))
             store = prepared_on_this_host(job, plan, console, ranks)
             if rank == 0:
+                stack.enter_context(owning(folder))
                 describe(plan, recipe, console)
                 open_run(folder, job, base, recipe, store)
             dist.barrier()
@@ -153,9 +185,17 @@ def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
 
 def open_run(folder: Path, job: Job, base: Job, recipe: str, store: Store) -> None:
     """Write into the run's folder what makes it stand alone: the job and the tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / "job.toml", to_toml(job, recipe, base))
-    shutil.copyfile(store.path / "tokenizer.json", folder / "tokenizer.json")
+    path = folder / "job.toml"
+    try:
+        # A run that is started from its own job.toml keeps the differences noted there.
+        itself = Path(recipe).exists() and path.exists() and path.samefile(recipe)
+        if job != base or not itself:
+            replace_text(path, to_toml(job, recipe, base))
+        shutil.copyfile(store.path / "tokenizer.json", folder / "tokenizer.json")
+    except OSError as error:
+        raise WeftError(
+            f"{error.filename or folder}: cannot be written: {error.strerror}"
+        ) from error
 
 
 def changes_since(folder: Path, job: Job) -> str:
@@ -201,11 +241,15 @@ def scaled(count: int) -> str:
 
 def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
-    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_records(folder / "metrics.jsonl")
+    if not records:
+        return  # somebody has removed them
     last, newest = records[-1], [record["loss"] for record in records[-20:]]
     held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
     seconds = last["time"] - records[0]["time"]
+    held_out_line = (
+        f"  held out {held_out[-1]:.3f}   on text that it was not trained on\n" if held_out else ""
+    )
     where = os.path.relpath(folder)
     where = str(folder) if where.startswith("..") else where
     name = recipe if not recipe.endswith(".toml") else "demo"
@@ -213,11 +257,11 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
         f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "
         "losses in nats per token:\n"
         f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records\n"
-        f"  held out {held_out[-1]:.3f}   on text that it was not trained on\n"
+        f"{held_out_line}"
         f"  unigram  {store.manifest.unigram_entropy_nats:.3f}   "
         "what guessing by the tokens' frequencies alone would give\n"
         f"the run lies in {where}\n"
-        f"next:  weft generate {where} --prompt 'class '\n"
+        f"next:  weft generate {shlex.quote(where)} --prompt 'class '\n"
         f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"
         f"       weft train --help                          every key",
         soft_wrap=True,
@@ -229,12 +273,12 @@ def show_failure(failure: Failure, folder: Path) -> int:
     print(f"weft: rank {failure.rank} failed: {failure.kind}: {failure.message}", file=sys.stderr)
     if failure.kind == "InvalidJob":
         return MISTAKE
-    expected = ("TrainingError", "CheckpointError")
-    if failure.traceback and failure.kind not in expected:
+    if failure.traceback and not failure.foreseen:
         for line in failure.traceback.rstrip().splitlines()[-12:]:
             print(f"  | {line}", file=sys.stderr)
     print(f"  log: {failure.log}", file=sys.stderr)
-    print(f"  {how_to_go_on(folder)}", file=sys.stderr)
+    if not failure.foreseen or failure.kind != "CheckpointError":  # that says itself what to do
+        print(f"  {how_to_go_on(folder)}", file=sys.stderr)
     return FAILED
 
 

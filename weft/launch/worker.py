@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from weft.job import WeftError
+
 
 def log_path(folder: Path, rank: int) -> Path:
     """Where rank ``rank`` of the run in ``folder`` writes what it prints."""
@@ -33,7 +35,7 @@ def redirect(folder: Path, rank: int) -> TextIO:
     path = log_path(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     error_path(folder, rank).unlink(missing_ok=True)
-    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -55,6 +57,7 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
         "kind": type(error).__name__,
+        "foreseen": isinstance(error, WeftError),
         "message": f"{error}" + (f" ({', '.join(notes)})" if notes else ""),
         "traceback": text,
     }
@@ -95,12 +98,12 @@ def main() -> None:
     folder, store_folder = Path(sys.argv[1]), Path(sys.argv[2])
     rank = int(os.environ["RANK"])
     die_with_parent()
+    sys.path.append(os.getcwd())  # for module:attribute of the user's own
     terminal = redirect(folder, rank)
     try:
-        from rich.console import Console
-
         from weft.data.store import open_store
         from weft.job import read_job
+        from weft.observe.sinks import quiet_console
         from weft.plan.resolve import resolve
         from weft.train.loop import train
         from weft.train.setup import connect, detect_machine
@@ -108,7 +111,7 @@ def main() -> None:
         job, _, _ = read_job(str(folder / "job.toml"))
         plan = resolve(job, detect_machine(job.run.device))
         with connect(plan) as ranks:
-            train(job, plan, open_store(store_folder), ranks, Console(file=terminal))
+            train(job, plan, open_store(store_folder), ranks, quiet_console(terminal))
     except BaseException as error:
         write_error(folder, rank, error)
         leave(1)

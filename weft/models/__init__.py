@@ -58,8 +58,7 @@ def load_family(kind: str) -> Family:
     """The family of that name, or the user's own at ``package.module:attribute``.
 
     Raises:
-        InvalidJob: with a problem of ``model.kind`` if there is none.  What a user's module
-            raises while it is imported, other than that it does not exist, passes through.
+        InvalidJob: with a problem of ``model.kind`` if there is none.
     """
     if kind in FAMILIES:
         return FAMILIES[kind]
@@ -73,12 +72,11 @@ def load_family(kind: str) -> Family:
         )
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A missing import inside the user's module is not a wrong name in the recipe.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        rule = f"there is no module {error.name!r}"
-        raise _invalid_kind(kind, rule, "its folder must be on PYTHONPATH") from None
+    except Exception as error:  # whatever the user's module raises
+        rule = f"cannot be imported: {type(error).__name__}: {error}"
+        missing = isinstance(error, ModuleNotFoundError)
+        remedy = "its folder must be on PYTHONPATH" if missing else "mend the module"
+        raise _invalid_kind(kind, rule, remedy) from error
     family = getattr(module, attribute, None)
     if not isinstance(family, Family):
         found = [name for name, value in vars(module).items() if isinstance(value, Family)]
@@ -130,7 +128,7 @@ def resolve_model(
         return None, problems
     bad = {problem.key for problem in invalid}
     good = {name: value for name, value in overrides.items() if f"model.{name}" not in bad}
-    config = family.config.model_validate_json(json.dumps(fields | good, default=str), strict=True)
+    config = family.config.model_validate_json(json.dumps(fields | good), strict=True)
     found = [problem for problem in family.check(config) if problem.key not in bad]
     bad |= {problem.key for problem in found}
     problems += [problem for problem in found if bad.isdisjoint(problem.depends)]

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -59,6 +59,11 @@ class Jsonl:
 
     def close(self) -> None:
         self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records in a ``metrics.jsonl``; none if there is no file."""
+    return [json.loads(line) for line in _lines(path) if _step(line) != float("inf")]
 
 
 def _lines(path: Path) -> list[str]:
@@ -116,6 +121,16 @@ class TensorBoard:
         self._writer.close()
 
 
+class _QuietConsole(Console):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True  # the base class ends the process
+
+
+def quiet_console(file: TextIO, quiet: bool = False) -> Console:
+    """A console that prints text as it is, and falls silent when its reader goes away."""
+    return _QuietConsole(file=file, highlight=False, markup=False, quiet=quiet)
+
+
 class Terminal:
     """A live progress line on a terminal; elsewhere a plain line for each record."""
 
@@ -125,7 +140,7 @@ class Terminal:
         self._began = time.monotonic()
         self._resumed = resumed_step
         self._progress: Progress | None = None
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             self._progress = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 BarColumn(bar_width=20),
@@ -139,6 +154,13 @@ class Terminal:
             self._progress.start()
 
     def write(self, record: StepRecord) -> None:
+        try:
+            self._show(record)
+        except OSError:
+            # A full disk behind a redirection is no reason to lose the run: the files have it.
+            self._console.quiet = True
+
+    def _show(self, record: StepRecord) -> None:
         text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
         if record.mfu is not None:
             text += f"  MFU {record.mfu:.1%}"

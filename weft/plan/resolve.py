@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.job import InvalidJob, Job, Problem, difference
+from weft.job import InvalidJob, Job, Problem, difference, recipe_names
 from weft.models import load_family, resolve_model
 from weft.plan.devices import peak_flops
 
@@ -131,13 +132,14 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     local, rest = divmod(train.global_batch, dp_size)
     if rest:
         near = [n for n in (local * dp_size, (local + 1) * dp_size) if n]
+        unit = replicate * (1 if parallel.dp_shard == "auto" else parallel.dp_shard)
+        worlds = [n for n in divisors(train.global_batch, dp_size) if n % unit == 0]
         problems.append(
             Problem(
                 "train.global_batch",
                 train.global_batch,
                 f"does not divide over the {dp_size} data-parallel ranks",
-                f"use {either(near)}, "
-                f"or run.workers = {either(divisors(train.global_batch, dp_size))}",
+                f"use {either(near)}" + (f", or run.workers = {either(worlds)}" if worlds else ""),
                 depends,
             )
         )
@@ -235,11 +237,9 @@ def _run_dir(job: Job, recipe: str, base: Job) -> str:
     """
     if job.run.dir != "auto":
         return job.run.dir
-    changes = {
-        name: ours
-        for name, (ours, _) in difference(job, base).items()
-        if not name.startswith(SAME_RUN)
-    }
+    # A recipe of the user's may change, or have a namesake: all of it counts, not the overrides.
+    whole = difference(job, base) if recipe in recipe_names() else difference(job, Job())
+    changes = {name: ours for name, (ours, _) in whole.items() if not name.startswith(SAME_RUN)}
     text = json.dumps(changes, sort_keys=True, default=str)
     suffix = "-" + hashlib.sha256(text.encode()).hexdigest()[:8] if changes else ""
     return str(Path("runs").absolute() / f"{Path(recipe).stem}{suffix}")
@@ -247,7 +247,9 @@ def _run_dir(job: Job, recipe: str, base: Job) -> str:
 
 def divisors(n: int, at_most: int | None = None) -> list[int]:
     """Divisors of ``n`` in order, none above ``at_most``."""
-    return [d for d in range(1, (at_most or n) + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    every = sorted({*small, *(n // d for d in small)})
+    return [d for d in every if d <= (at_most or n)]
 
 
 def either(values: list[int]) -> str:

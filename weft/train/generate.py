@@ -81,7 +81,7 @@ def generate(
             chosen = int(logits_V.argmax())
         else:
             values, indices = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
-            probabilities = torch.softmax(values / temperature, dim=-1)
+            probabilities = torch.softmax((values - values.max()) / temperature, dim=-1)
             chosen = int(indices[torch.multinomial(probabilities, 1, generator=random)])
         if chosen == separator:
             return

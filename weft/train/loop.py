@@ -21,7 +21,7 @@ from rich.console import Console
 from weft.checkpoint.store import save
 from weft.data.loader import Loader
 from weft.data.store import Store
-from weft.job import Job
+from weft.job import Job, WeftError
 from weft.observe.record import Clock, StepRecord, memory_peak_gib
 from weft.observe.sinks import Sink, open_sinks
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
@@ -31,7 +31,7 @@ from weft.train.setup import Position, Rank, build, resume, write_plan
 from weft.train.step import batch_to, evaluate, forward_backward, held_out
 
 
-class TrainingError(Exception):
+class TrainingError(WeftError):
     """The run cannot go on; the message says why, for people."""
 
 
@@ -88,6 +88,10 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
 
                 # The only place where the host waits for the device.
                 loss = finite(global_sum(share_of_loss).item(), "loss")
+                times, eval_loss = clock.read(), None
+                if evaluating:
+                    held_out_text = held_out(job, plan, store, rank)
+                    eval_loss = finite(evaluate(model, held_out_text, rank.device), "held-out loss")
                 record = StepRecord.of(
                     step=step,
                     loss=loss,
@@ -95,14 +99,12 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
                     lr=lr,
                     tokens=at.samples * job.train.seq_len,
                     tokens_per_step=plan.tokens_per_step,
-                    times=clock.read(),
+                    times=times,
                     devices=plan.world_size,
                     flops_per_token=plan.flops_per_token,
                     peak_flops=plan.peak_flops,
                     memory_peak_gib=memory_peak_gib(rank.device),
-                    eval_loss=evaluate(model, held_out(job, plan, store, rank), rank.device)
-                    if evaluating
-                    else None,
+                    eval_loss=eval_loss,
                 )
                 for sink in sinks:
                     sink.write(record)
@@ -128,7 +130,7 @@ def finite(value: float, what: str) -> float:
     """``value``; nothing is recorded or saved once it is not a number any more."""
     if not math.isfinite(value):
         raise TrainingError(
-            f"the {what} is {value}; the last checkpoint is from before: "
+            f"the {what} is {value}; nothing of this step was recorded or saved: "
             "try a lower --optim.lr, or --precision.compute float32"
         )
     return value

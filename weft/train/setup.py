@@ -13,8 +13,8 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from weft.checkpoint.store import checkpoints, load, read_manifest
 from weft.data.loader import check_length
 from weft.data.source import check_path
 from weft.data.store import Store
-from weft.data.tokenizer import load_tokenizer
+from weft.data.tokenizer import load_tokenizer, vocab_entries
 from weft.job import InvalidJob, Job, Problem, difference, read_job, replace, suggest
 from weft.models import load_family
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
@@ -73,8 +73,14 @@ def detect_machine(device: str) -> Machine:
     )
 
 
-def prepare_job(recipe: str, overrides: list[tuple[str, str]]) -> tuple[Job, Job, Plan]:
+def prepare_job(
+    recipe: str, overrides: list[tuple[str, str]], problems: Iterable[Problem] = ()
+) -> tuple[Job, Job, Plan]:
     """Read, check and plan a job.
+
+    Args:
+        recipe, overrides: see `read_job`.
+        problems: what was wrong with the command line already.
 
     Returns:
         The job with absolute paths and its final ``run.dir``; the recipe without the overrides;
@@ -83,7 +89,8 @@ def prepare_job(recipe: str, overrides: list[tuple[str, str]]) -> tuple[Job, Job
     Raises:
         InvalidJob: with every mistake in the recipe, the overrides, the plan and the files.
     """
-    job, base, problems = read_job(recipe, overrides)
+    job, base, found = read_job(recipe, overrides)
+    problems = [*problems, *found]
     if any(problem.key in ("recipe", "extends") for problem in problems):
         raise InvalidJob(problems)  # the rest would judge defaults that nobody chose
     job, base = _absolute(job), _absolute(base)
@@ -95,7 +102,7 @@ def prepare_job(recipe: str, overrides: list[tuple[str, str]]) -> tuple[Job, Job
         plan = resolve(job, machine, recipe, base)
     except InvalidJob as error:
         later += error.problems
-    later += _check_files(job)
+    later += _check_files(job, plan)
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
     if job.run.dir != "auto":
@@ -111,7 +118,12 @@ def _absolute(job: Job) -> Job:
     """Paths made absolute, so that job.toml means the same from any folder."""
 
     def full(value: str, word: str) -> str:
-        return value if value == word else str(Path(value).expanduser().absolute())
+        if value == word:
+            return value
+        try:
+            return str(Path(value).expanduser().absolute())
+        except RuntimeError:  # ~name of nobody: an ordinary name, then
+            return str(Path(value).absolute())
 
     return replace(
         job,
@@ -124,13 +136,18 @@ def _absolute(job: Job) -> Job:
     )
 
 
-def _check_files(job: Job) -> Iterator[Problem]:
+def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
     yield from check_path(job.data.path)
+    if job.data.cache != "auto":
+        yield from _check_writable("data.cache", job.data.cache)
     if job.data.tokenizer != "train":
         try:
-            load_tokenizer(job.data.tokenizer)
+            tokenizer, _ = load_tokenizer(job.data.tokenizer)
         except InvalidJob as error:
             yield from error.problems
+        else:
+            if plan is not None:
+                yield from _check_vocabulary(job, plan, vocab_entries(tokenizer))
     for name, value, table in (
         ("optim.kind", job.optim.kind, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),
@@ -141,19 +158,36 @@ def _check_files(job: Job) -> Iterator[Problem]:
             yield Problem(name, value, str(error), suggest(value, table))
 
 
+def _check_vocabulary(job: Job, plan: Plan, entries: int) -> Iterator[Problem]:
+    if entries > plan.model.vocab_size:
+        rule = f"has {entries} entries, more than vocab_size = {plan.model.vocab_size} of the model"
+        remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
+        yield Problem("data.tokenizer", job.data.tokenizer, rule, remedy)
+
+
+def _check_writable(key: str, value: str) -> Iterator[Problem]:
+    """Nothing is made: the probe, which is never visible, goes into the folder above."""
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(value)  # a name that is too long is seen here
+        above = next(path for path in (Path(value), *Path(value).parents) if os.path.lexists(path))
+        tempfile.TemporaryFile(dir=above).close()
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}: {error.filename or value}"
+        yield Problem(key, value, rule, "use another folder")
+
+
 def _check_run_dir(job: Job) -> Iterator[Problem]:
     """Is the run's folder writable, and is the run in it the same one?"""
     folder = Path(job.run.dir)
-    # Nothing is made yet: the probe, which is never visible, goes into the folder above.
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(dir=above).close()
-    except OSError as error:
-        rule = f"cannot be written: {above}: {error.strerror}"
-        yield Problem("run.dir", job.run.dir, rule, "use another folder")
-        return
+    unwritable = list(_check_writable("run.dir", job.run.dir))
+    yield from unwritable
     before = folder / "job.toml"
-    if not before.is_file() or not (folder / "checkpoints").is_dir():
+    if unwritable or not checkpoints(folder / "checkpoints"):
+        return
+    if not before.is_file():
+        rule = "holds checkpoints but no job.toml: whether they are this run's cannot be told"
+        yield Problem("run.dir", job.run.dir, rule, "use another --run.dir, or put the file back")
         return
     old, _, problems = read_job(str(before))
     if problems:
@@ -180,8 +214,8 @@ def lookup(name: str, table: Mapping[str, T]) -> T:
         raise LookupError("unknown name, and not of the form module:attribute")
     try:
         found: T = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise LookupError(f"cannot be imported: {error}") from error
+    except Exception as error:  # whatever the user's module raises
+        raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
     return found
 
 
@@ -193,11 +227,7 @@ def check_store(job: Job, plan: Plan, store: Store) -> None:
             checkpoint another text.
     """
     problems = check_length(store.manifest.train.tokens, job.train.seq_len)
-    entries = store.manifest.vocab_size
-    if entries > plan.model.vocab_size:
-        rule = f"has {entries} entries, more than vocab_size = {plan.model.vocab_size} of the model"
-        remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
-        problems.append(Problem("data.tokenizer", job.data.tokenizer, rule, remedy))
+    problems += _check_vocabulary(job, plan, store.manifest.vocab_size)
     for newest in checkpoints(Path(plan.run_dir) / "checkpoints")[-1:]:
         if read_manifest(newest)["data"] != store.fingerprint:
             rule = f"is not, or no longer, the text that {newest} was trained on"

@@ -30,6 +30,7 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> torch.Tensor
     count = torch.stack([valid_tokens(batch.targets_BT) for batch in batches]).sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(count)
+    count = count.clamp(min=1)  # a batch without a valid target has no loss and no gradient
     losses = []
     for index, batch in enumerate(batches):
         # Gradients add up locally; they cross the network once, with the last microbatch.
@@ -58,7 +59,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
         dist.all_reduce(total)
     model.train()
     reshard(model)
-    return (total[0] / total[1]).item()
+    return (total[0] / total[1].clamp(min=1)).item()
 
 
 def held_out(job: Job, plan: Plan, store: Store, rank: Rank) -> Iterator[Batch]:
