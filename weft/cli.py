@@ -19,8 +19,10 @@ from weft.launch import FAILED, INTERRUPTED, MISTAKE
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     arguments = sys.argv[1:] if argv is None else argv
-    if sys.stdout is None:  # closed by whoever started this
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:  # closed by whoever started this; the ranks inherit it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.set_inheritable(1, True)
+        sys.stdout = os.fdopen(1, "w")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where module:attribute of the user's own is looked for
     try:

@@ -125,6 +125,13 @@ class _QuietConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True  # the base class ends the process
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            # A full disk behind a redirection is no reason to lose a run: its files have it all.
+            self.quiet = True
+
 
 def quiet_console(file: TextIO, quiet: bool = False) -> Console:
     """A console that prints text as it is, and falls silent when its reader goes away."""
@@ -154,13 +161,6 @@ class Terminal:
             self._progress.start()
 
     def write(self, record: StepRecord) -> None:
-        try:
-            self._show(record)
-        except OSError:
-            # A full disk behind a redirection is no reason to lose the run: the files have it.
-            self._console.quiet = True
-
-    def _show(self, record: StepRecord) -> None:
         text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
         if record.mfu is not None:
             text += f"  MFU {record.mfu:.1%}"
