@@ -23,7 +23,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: install
 	$(VENV)/bin/weft train demo --run.dir $(RUN)
-	$(VENV)/bin/weft generate $(RUN) --prompt 'def '
+	$(VENV)/bin/weft generate $(RUN) --prompt 'def __init__(self, '
 
 test: install
 	$(VENV)/bin/python -m pytest -m 'not slow'
