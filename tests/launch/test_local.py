@@ -19,6 +19,9 @@ from weft.checkpoint.store import checkpoints
 from weft.launch.local import first_cause
 from weft.launch.worker import write_error
 
+# Each starts whole commands, several of them: on a busy machine that takes a while.
+pytestmark = pytest.mark.timeout(400)
+
 WEFT = [sys.executable, "-m", "weft.cli"]
 
 

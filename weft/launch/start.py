@@ -56,10 +56,8 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
             if failure is not None:
                 return show_failure(failure, folder)
         else:
-            said = (
-                f"{folder} is complete at step {step}: nothing to do; for more, raise --train.steps"
-            )
-            console.print(said, soft_wrap=True)
+            said = f"{folder} is complete at step {step}: nothing to do"
+            console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
     show_end(folder, recipe, store, console)
     return 0
 
@@ -74,9 +72,7 @@ def owning(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a")
     except OSError as error:
-        raise WeftError(
-            f"{error.filename or folder}: cannot be written: {error.strerror}"
-        ) from error
+        raise unwritable(folder, error) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,9 +189,7 @@ def open_run(folder: Path, job: Job, base: Job, recipe: str, store: Store) -> No
             replace_text(path, to_toml(job, recipe, base))
         shutil.copyfile(store.path / "tokenizer.json", folder / "tokenizer.json")
     except OSError as error:
-        raise WeftError(
-            f"{error.filename or folder}: cannot be written: {error.strerror}"
-        ) from error
+        raise unwritable(folder, error) from error
 
 
 def changes_since(folder: Path, job: Job) -> str:
