@@ -95,11 +95,10 @@ def prepare_job(
         raise InvalidJob(problems)  # the rest would judge defaults that nobody chose
     job, base = _absolute(job), _absolute(base)
     bad = {problem.key for problem in problems}
-    machine, plan = None, None
+    plan = None
     later: list[Problem] = []
     try:
-        machine = detect_machine(job.run.device)
-        plan = resolve(job, machine, recipe, base)
+        plan = resolve(job, detect_machine(job.run.device), recipe, base)
     except InvalidJob as error:
         later += error.problems
     later += _check_files(job, plan)
@@ -229,7 +228,7 @@ def check_store(job: Job, plan: Plan, store: Store) -> None:
     problems = check_length(store.manifest.train.tokens, job.train.seq_len)
     problems += _check_vocabulary(job, plan, store.manifest.vocab_size)
     for newest in checkpoints(Path(plan.run_dir) / "checkpoints")[-1:]:
-        if read_manifest(newest)["data"] != store.fingerprint:
+        if read_manifest(newest).get("data") != store.fingerprint:
             rule = f"is not, or no longer, the text that {newest} was trained on"
             problems.append(Problem("data.path", job.data.path, rule, "use another --run.dir"))
     if problems:
