@@ -57,8 +57,8 @@ def bare_loop(job: Job, plan: Plan, store: Store, turns: Turns) -> list[float]:
     torch.set_num_threads(plan.threads)
     family = load_family("llama")
     model = family.build(plan.model)
-    init_params(model, job.train.seed, lambda name: family.init_of(name, plan.model))
     named = list(model.named_parameters())
+    init_params(named, job.train.seed, lambda name: family.init_of(name, plan.model))
     groups = [
         {"params": [p for n, p in named if family.decays(n)], "weight_decay": 0.1},
         {"params": [p for n, p in named if not family.decays(n)], "weight_decay": 0.0},

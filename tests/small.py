@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import checkpoints
+from weft.data.loader import Loader
 from weft.data.store import open_store
 from weft.job import Job, read_job
 from weft.optim.optimizer import clip_grad_norm
+from weft.parallel.mesh import Mesh
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.loop import train
 from weft.train.setup import Rank, build
-from weft.train.step import forward_backward
 
 Overrides = list[tuple[str, str]]
 
@@ -66,27 +69,46 @@ def train_rank(overrides: Overrides, store: str) -> None:
     train(job, plan_here(job), open_store(Path(store)), this_rank(), Console(quiet=True))
 
 
+# Where FSDP and tensor parallelism cut one dim, it says that gathering takes two steps.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]:
-    """Loss, gradient norm and every whole gradient of one global batch with initial weights."""
+    """Loss, gradient norm and every whole gradient of one global batch with initial weights.
+
+    In a pipeline a rank has the gradients of its own stages: see `merged`.
+    """
     job = small_job(*overrides)
     plan = plan_here(job)
-    model, _, _ = build(job, plan, this_rank())
-    loader = loader_of(job, plan, store)
-    loss = forward_backward(model, loader.batch(step * job.train.global_batch))
+    built = build(job, plan, this_rank())
+    loader = loader_of(job, plan, store, built.mesh)
+    loss = built.engine.forward_backward(loader.batch(step * job.train.global_batch))
     dist.all_reduce(loss)
-    grads = {name: whole(param.grad).clone() for name, param in model.named_parameters()}
-    norm = clip_grad_norm(model.parameters(), 1e-3)
-    clipped = {name: whole(param.grad) for name, param in model.named_parameters()}
+    params = dict(named_parameters(built.parts))
+    grads = {name: whole(param.grad).clone() for name, param in params.items()}
+    stages = built.mesh.group("pp") if plan.pp > 1 else None
+    norm = clip_grad_norm(params.values(), 1e-3, stages)
+    clipped = {name: whole(param.grad) for name, param in params.items()}
     return {"loss": loss.item(), "norm": norm.item(), "grads": grads, "clipped": clipped}
 
 
-def loader_of(job: Job, plan: Plan, store: str) -> Any:
-    from weft.data.loader import Loader
+def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of `gradients`, each with what it lacks, of other stages, from other ranks."""
+    return [
+        rank
+        | {
+            kind: {name: grad for other in [*ranks, rank] for name, grad in other[kind].items()}
+            for kind in ("grads", "clipped")
+        }
+        for rank in ranks
+    ]
 
+
+def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
     opened = open_store(Path(store))
     return Loader(
         opened.tokens("train"),
@@ -95,7 +117,7 @@ def loader_of(job: Job, plan: Plan, store: str) -> Any:
         packing=job.data.packing,
         separator=opened.manifest.separator,
         global_batch=job.train.global_batch,
-        dp_rank=dist.get_rank(),
+        dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import main
+from weft.plan.resolve import Machine
 
 
 def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -109,7 +111,7 @@ def test_all_mistakes_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path
             "parallel.dp_replicate",
             "1, 2 or 4",
         ),
-        (["--train.microbatch", "3", "--run.workers", "2"], "train.microbatch = 3", "1, 2, 4 or 8"),
+        (["--train.microbatch", "9", "--run.workers", "2"], "train.microbatch = 9", "at most 8"),
         (["--train.seq_len", "4096"], "train.seq_len = 4096", "--model.max_seq_len 4096"),
         (["--data.vocab_size", "9999"], "data.vocab_size = 9999", "--model.vocab_size 9999"),
         (["--model.num_kv_heads", "4"], "model.num_kv_heads = 4", "1, 2, 3 or 6"),
@@ -296,6 +298,72 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     plan = json.loads(capsys.readouterr().out)
     assert (plan["world_size"], plan["dp_shard"], plan["local_batch"]) == (2, 2, 4)
     assert not folder.exists()
+
+
+def test_plan_of_a_cluster_that_is_not_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For people, as a map, and for machines; nothing is started, written or looked up."""
+    monkeypatch.chdir(tmp_path)
+    common = ["plan", "llama3-405b", "--data.path", "/no/such/file"]
+    assert main(common) == 0
+    assert "llama3-405b on 64 nodes of 8 H100\n" in capsys.readouterr().out
+    assert main([*common, "--rank-map"]) == 0
+    assert "512 ranks on 64 nodes of 8\n" in capsys.readouterr().out
+    more = ["--cluster", "128x8xH200", "--parallel.dp_replicate=2", "--json"]
+    assert main([*common, *more]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["world_size"], tree["dp_replicate"], tree["pp"]) == (1024, 2, 8)
+    assert main([*common, "--cluster=32x8xH200", "--parallel.dp_shard=4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 256
+    assert os.listdir(tmp_path) == []
+
+
+def test_plan_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["--run.device", "cpu", "--run.workers", "2"]
+    assert main(["plan", "demo", *overrides]) == 0
+    assert "demo on 2 CPU processes\n" in capsys.readouterr().out
+
+
+def test_mistakes_in_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = rejected(capsys, "plan", "llama3-8b", "--cluster", "1x8xA100")
+    assert line.startswith("--cluster = \"1x8xA100\": 'A100' is not a known device; did you mean")
+    lines = rejected(capsys, "plan", "llama3-8b", "--cluster", "x", "--optim.lr", "--rnak-map")
+    assert [line.split(":")[0] for line in lines] == [
+        "--optim.lr",
+        "--rnak_map",
+        '--cluster = "x"',
+    ]
+    (line,) = rejected(capsys, "plan", "llama3-8", "--json")
+    assert "did you mean 'llama3-8b'?" in line
+    (line,) = rejected(capsys, "train", "demo", "--cluster", "1x8xH100")
+    assert line.startswith("cluster = \"1x8xH100\": unknown key; did you mean 'run.cluster'?")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "demo", "--json", "--rank-map"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "demo", "--cluster"])
+
+
+def test_train_tells_stages_and_warnings() -> None:
+    """Before it starts anything."""
+    from rich.console import Console
+
+    from weft.launch.start import describe
+    from weft.observe.sinks import quiet_console
+    from weft.plan.report import plan_recipe
+
+    overrides = [("parallel.tp", "8"), ("parallel.pp", "2"), ("run.workers", "16")]
+    overrides += [("model.num_kv_heads", "8"), ("model.num_heads", "8")]
+    overrides += [("model.tied_embeddings", "false")]
+    plan = plan_recipe("demo", overrides, [], "4x4xCPU", Machine)[1]
+    console: Console = quiet_console(io.StringIO())
+    describe(plan, "demo", console)
+    assert isinstance(console.file, io.StringIO)
+    first, head, *stages, _, warning = console.file.getvalue().splitlines()
+    assert "16 CPU ranks (pp 2, tp 8)" in first
+    assert head.split()[:3] == ["stage", "rank", "units"]
+    assert [line.split()[0] for line in stages] == ["0", "1"]
+    assert warning.startswith("warning: parallel.tp = 8: the group of ranks 0-7 spans 2 nodes")
 
 
 def weft(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         overrides: list[tuple[str, str]] = []
         problems: list[Problem] = []
-        if arguments[:1] == ["train"]:
+        if arguments and arguments[0] in OPTIONS:
             arguments, overrides, problems = split_overrides(arguments)
         given = argparse.Namespace(overrides=overrides, problems=problems)
         options = parser().parse_args(arguments, given)
@@ -55,12 +55,20 @@ def reject(error: InvalidJob) -> int:
     return MISTAKE
 
 
+# Options of the commands that take overrides, too, and how many words follow each.
+OPTIONS = {
+    "train": {"--dry-run": 0},
+    "plan": {"--cluster": 1, "--rank-map": 0, "--json": 0},
+    "verify": {"--ranks": 1, "--steps": 1, "--json": 0},
+}
+
+
 def split_overrides(
     arguments: list[str],
 ) -> tuple[list[str], list[tuple[str, str]], list[Problem]]:
-    """Take the ``--section.key value`` and ``--section.key=value`` out of weft train's arguments.
+    """Take the ``--section.key value`` and ``--section.key=value`` out of a command's arguments.
 
-    Any other option that weft train does not have is taken, too: it is reported with the rest.
+    Any other option that the command does not have is taken, too: it is reported with the rest.
 
     Returns:
         The other arguments, the overrides, and a problem for each key without a value.
@@ -68,11 +76,15 @@ def split_overrides(
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []
     problems: list[Problem] = []
+    own = OPTIONS[arguments[0]] | {"--": 0, "--help": 0}
     remaining = list(arguments)
     while remaining:
         word = remaining.pop(0)
-        if not word.startswith("--") or word in ("--", "--help", "--dry-run"):
+        option = word.partition("=")[0]
+        if not word.startswith("--") or option in own:
             rest.append(word)
+            if "=" not in word and own.get(option) and remaining:
+                rest.append(remaining.pop(0))
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
@@ -120,6 +132,29 @@ def parser() -> Parser:
     )
     sub.epilog = keys_help()
 
+    sub = add("plan", plan, "Show what a recipe does on a cluster: no GPU needed, nothing started.")
+    sub.add_argument(
+        "recipe", metavar="RECIPE", help=f"a shipped recipe ({recipes}) or a TOML file"
+    )
+    sub.add_argument(
+        "--cluster",
+        metavar="NxMxNAME",
+        help="nodes x devices x name, such as 64x8xH100, or local (default: run.cluster)",
+    )
+    shown = sub.add_mutually_exclusive_group()
+    shown.add_argument("--rank-map", action="store_true", help="show which rank is where instead")
+    shown.add_argument("--json", action="store_true", help="print the whole plan as JSON instead")
+    sub.epilog = "any key is overridden as --section.key value; 'weft train --help' lists them"
+
+    sub = add("verify", verify, "Prove that a recipe's layout trains what one process would.")
+    sub.add_argument(
+        "recipe", metavar="RECIPE", help=f"a shipped recipe ({recipes}) or a TOML file"
+    )
+    sub.add_argument("--ranks", default="8", help="at most so many processes, from 2 (8)")
+    sub.add_argument("--steps", default="3", help="optimizer steps (3)")
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead")
+    sub.epilog = VERIFY_HELP
+
     sub = add("generate", generate, "Continue a prompt with a trained model.")
     sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
     sub.add_argument("--prompt", default="", help="text to continue (default: a new document)")
@@ -130,6 +165,24 @@ def parser() -> Parser:
 
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
     return top
+
+
+VERIFY_HELP = """\
+The recipe is shrunk to test size: few narrow layers, short rows, a small vocabulary, and at most
+--ranks processes on this machine's CPU.  What makes its layout is kept: every axis of more than one
+rank where there are ranks enough, schedule and stages, microbatches, context method, resharding,
+tied embeddings, grouped heads.  No text and no GPU is needed.  Both train on the same noise from
+the same weights, by the code that trains, in float32; losses, gradient norms and every gradient
+must agree within 1e-4.  If something does not, the answer tells where it departs first.
+
+  weft verify llama3-405b
+  weft verify mine.toml --parallel.tp 2 --parallel.schedule ZBVZeroBubble --ranks 4
+
+Any key is overridden as --section.key value; 'weft train --help' lists them.  These are honoured
+if given so, and replaced otherwise: --compile.enable true, --precision.compute bfloat16 (within
+5e-2 then).
+
+exit status: 0 the layout holds; 1 it does not, or a rank failed; 2 a mistake in the recipe"""
 
 
 def count(text: str) -> int:
@@ -180,6 +233,54 @@ def train(options: argparse.Namespace) -> int:
     if joined():
         join(job, base, plan, options.recipe)
     return start(job, base, plan, options.recipe, quiet_console(sys.stdout))
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print what a recipe does on a cluster."""
+    from weft.plan.report import describe_plan, map_of_ranks, plan_recipe
+    from weft.train.setup import detect_machine
+
+    job, plan, machine = plan_recipe(
+        options.recipe, options.overrides, options.problems, options.cluster, detect_machine
+    )
+    if options.json:
+        print(plan.to_json())
+    elif options.rank_map:
+        print(map_of_ranks(plan))
+    else:
+        print(describe_plan(job, plan, machine, options.recipe))
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Train the recipe's layout and one process, both small, and compare them."""
+    from weft.compare.verify import read_recipe, verify
+    from weft.observe.sinks import quiet_console
+    from weft.plan.resolve import MAX_CPU_WORKERS
+
+    problems = list(options.problems)
+    ranks = between("--ranks", options.ranks, 2, MAX_CPU_WORKERS, problems)
+    steps = between("--steps", options.steps, 1, 1000, problems)
+    job = read_recipe(options.recipe, options.overrides, problems)
+    console = quiet_console(sys.stdout, quiet=options.json)
+    report = verify(
+        job,
+        ranks=ranks,
+        steps=steps,
+        keep=[name for name, _ in options.overrides],
+        say=lambda text: console.print(text, soft_wrap=True),
+    )
+    if options.json:
+        print(report.to_json())
+    return 0 if report.holds else FAILED
+
+
+def between(name: str, text: str, least: int, most: int, problems: list[Problem]) -> int:
+    """An option's whole number; a mistake is added to ``problems``."""
+    if text.isdecimal() and len(text) < 10 and least <= int(text) <= most:
+        return int(text)
+    problems.append(Problem(name, text, f"must be a whole number from {least} to {most}"))
+    return least
 
 
 def generate(options: argparse.Namespace) -> int:

@@ -135,6 +135,10 @@ class RunSection(Section):
         "auto", "local processes; auto: one per GPU, or up to 4 on CPU sharing its cores"
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to compute; auto: cuda if present")
+    cluster: Text = key(
+        "local",
+        "what weft plan plans for: NODESxDEVICESxNAME, such as 64x8xH100; local: this machine",
+    )
 
 
 class ModelSection(Section):
@@ -208,12 +212,69 @@ class OptimSection(Section):
 
 
 class ParallelSection(Section):
+    """Degrees of each kind of parallelism; their product is the number of ranks."""
+
     dp_replicate: Positive = key(1, "replicas of the sharded model")
-    dp_shard: Positive | Auto = key(
-        "auto", "ranks that share one copy of the parameters; auto: all that remain"
+    dp_shard: Positive | Literal["auto", "fit"] = key(
+        "auto",
+        "ranks that share one copy of the parameters; auto: all that remain; "
+        "fit: the fewest whose memory suffices, the rest being replicas (MiCS)",
     )
-    reshard_after_forward: Literal["always", "never"] = key(
-        "always", "free gathered parameters after forward (ZeRO-3), or keep them (ZeRO-2)"
+    tp: Positive = key(1, "tensor parallel: ranks that share each matrix")
+    pp: Positive = key(1, "pipeline parallel: ranks that share the layers")
+    cp: Positive = key(1, "context parallel: ranks that share each sequence")
+    schedule: Text = key(
+        "1F1B",
+        "order of the pipeline's microbatches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "
+        "InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or the path of a .csv file",
+    )
+    sequence_parallel: bool = key(
+        True, "tp: activations between the matrices are split along the sequence"
+    )
+    async_tp: bool = key(
+        False, "tp: overlap its communication with the matrix products (SymmetricMemory)"
+    )
+    context: Literal["ring", "allgather", "ulysses"] = key(
+        "ring", "cp: pass keys and values round, gather them, or exchange heads for tokens"
+    )
+    context_balance: bool = key(
+        True, "cp: each rank takes a piece of the head and of the tail of a sequence"
+    )
+    placement: Literal["pipeline-outer", "replica-outer"] = key(
+        "pipeline-outer",
+        "which ranks are neighbours: those of a pipeline stage, or those of a whole replica",
+    )
+    reshard_after_forward: Literal["auto", "always", "never"] | Positive = key(
+        "auto",
+        "free gathered parameters after forward (always: ZeRO-3), keep them (never: ZeRO-2), or "
+        "reshard over that many ranks only; auto: never in a pipeline, else always",
+    )
+    gradient_sync: Literal["microbatch", "step"] = key(
+        "step",
+        "reduce-scatter gradients with every microbatch, and all-reduce replicas once a step; "
+        "or add them up whole and do both once (with never: ZeRO-1)",
+    )
+    hierarchical_gather: bool = key(
+        False, "gather parameters across nodes first, then inside each node"
+    )
+    prefetch: NonNegative = key(1, "blocks whose parameters are gathered ahead of their use")
+    persist_below: NonNegative = key(
+        0, "parameters of fewer elements stay gathered from their first use to the end of a step"
+    )
+    cpu_offload: bool = key(False, "keep parameters, gradients and optimizer states in host memory")
+
+
+class PipelineSection(Section):
+    """How the layers are cut into stages."""
+
+    stages_per_rank: Positive | Auto = key(
+        "auto", "stages of one rank; auto: 2 with an interleaved schedule, else 1"
+    )
+    optimize: Literal["speed", "memory"] = key(
+        "speed", "cut so that the slowest stage is fastest, or the largest smallest"
+    )
+    layers: tuple[NonNegative, ...] = key(
+        (), "blocks of each stage, first to last, instead of cutting by cost"
     )
 
 
@@ -222,6 +283,10 @@ class PrecisionSection(Section):
         "auto", "dtype of forward and backward; auto: bfloat16 on cuda, float32 on cpu"
     )
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
+
+
+class CompileSection(Section):
+    enable: bool = key(False, "compile each block with torch.compile")
 
 
 class CheckpointSection(Section):
@@ -243,7 +308,9 @@ class Job(Section):
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     parallel: ParallelSection = ParallelSection()
+    pipeline: PipelineSection = PipelineSection()
     precision: PrecisionSection = PrecisionSection()
+    compile: CompileSection = CompileSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
 
@@ -351,10 +418,16 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
     if last not in model.model_fields:
         tree.setdefault(section, {})[last] = _literal(text)
         return
+    literal = _literal(text)
     try:
-        value = getattr(model.model_validate_strings({last: text}), last)
+        if isinstance(literal, list):
+            value = getattr(
+                model.model_validate_json(json.dumps({last: literal}), strict=True), last
+            )
+        else:
+            value = getattr(model.model_validate_strings({last: text}), last)
     except ValidationError as error:
-        problems += _translate(error, model, section, {last: _literal(text)})
+        problems += _translate(error, model, section, {last: literal})
         value = None
     if value is None:
         tree.get(section, {}).pop(last, None)
@@ -441,6 +514,7 @@ _RULES = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "string_too_short": "must not be empty",
+    "tuple_type": "must be a list: [1, 2]",
     "string_pattern_mismatch": "must not contain a NUL character",
 }
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint import store
+from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import CheckpointError, checkpoints, load, read_manifest, save
 from weft.train.setup import build
 
@@ -24,32 +25,32 @@ JOB = [("run.dir", "/nonexistent")]
 
 
 def stepped(value: float) -> tuple[Any, Any]:
-    """A model and optimizer of this layout after one step with gradients of ``value``."""
+    """Parts of the model and optimizer of this layout after a step with gradients ``value``."""
     job = small_job(*JOB)
-    model, optimizer, _ = build(job, plan_here(job), this_rank())
-    for param in model.parameters():
+    parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
+    for _, param in named_parameters(parts):
         param.grad = torch.full_like(param.data, value)
     optimizer.step()
     optimizer.zero_grad()
-    return model, optimizer
+    return parts, optimizer
 
 
-def everything(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    state = store.model_state(model) | store.optimizer_state(model, optimizer)
+def everything(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    state = store.model_state(parts) | store.optimizer_state(parts, optimizer)
     return {name: whole(tensor).clone() for name, tensor in state.items()}
 
 
 def save_once(folder: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
-    model, optimizer = stepped(value)
-    save(Path(folder), model, optimizer, {"step": step}, keep)
-    return everything(model, optimizer)
+    parts, optimizer = stepped(value)
+    save(Path(folder), parts, optimizer, {"step": step}, keep)
+    return everything(parts, optimizer)
 
 
 def load_newest(folder: str) -> dict[str, torch.Tensor]:
     job = small_job(*JOB)
-    model, optimizer, _ = build(job, plan_here(job), this_rank())
-    load(checkpoints(Path(folder))[-1], model, optimizer)
-    return everything(model, optimizer)
+    parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
+    load(checkpoints(Path(folder))[-1], parts, optimizer)
+    return everything(parts, optimizer)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2), (4, 4)])
@@ -63,9 +64,9 @@ def test_any_layout_loads_any_other(before: int, after: int, tmp_path: Path) -> 
 
 
 def save_many(folder: str) -> None:
-    model, optimizer = stepped(1e-3)
+    parts, optimizer = stepped(1e-3)
     for step in (5, 10, 15, 100_000_000):
-        save(Path(folder), model, optimizer, {"step": step}, keep=2)
+        save(Path(folder), parts, optimizer, {"step": step}, keep=2)
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -93,8 +94,8 @@ def test_one_that_lost_its_manifest_is_saved_again(tmp_path: Path) -> None:
 
 def save_and_die(folder: str, moment: str) -> None:
     """Save step 1 well, then be killed inside the saving of step 2."""
-    model, optimizer = stepped(1e-3)
-    save(Path(folder), model, optimizer, {"step": 1}, keep=2)
+    parts, optimizer = stepped(1e-3)
+    save(Path(folder), parts, optimizer, {"step": 1}, keep=2)
 
     def die(*args: Any, **kwargs: Any) -> None:
         if dist.get_rank() == 0:
@@ -107,7 +108,7 @@ def save_and_die(folder: str, moment: str) -> None:
         store._commit = die
     elif moment == "before the rename":
         store._sync_folder = die
-    save(Path(folder), model, optimizer, {"step": 2}, keep=2)
+    save(Path(folder), parts, optimizer, {"step": 2}, keep=2)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +125,13 @@ def test_a_killed_save_leaves_the_one_before(moment: str, tmp_path: Path) -> Non
 
 
 def save_with_little_room(folder: str, limit: int) -> str:
-    model, optimizer = stepped(1e-3)
-    save(Path(folder), model, optimizer, {"step": 1}, keep=2)
+    parts, optimizer = stepped(1e-3)
+    save(Path(folder), parts, optimizer, {"step": 1}, keep=2)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if dist.get_rank() == dist.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError) as caught:
-        save(Path(folder), model, optimizer, {"step": 2}, keep=2)
+        save(Path(folder), parts, optimizer, {"step": 2}, keep=2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return str(caught.value)
 
@@ -161,9 +162,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def save_several(folder: str) -> None:
-    model, optimizer = stepped(1e-3)
+    parts, optimizer = stepped(1e-3)
     for step in range(2, 9):
-        save(Path(folder), model, optimizer, {"step": step}, keep=20)
+        save(Path(folder), parts, optimizer, {"step": step}, keep=20)
 
 
 def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
@@ -182,9 +183,9 @@ def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
 def load_damaged(folder: str) -> str:
     (path,) = checkpoints(Path(folder))
     job = small_job(*JOB, ("model.dim", "64"))
-    model, optimizer, _ = build(job, plan_here(job), this_rank())
+    parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
     with pytest.raises(CheckpointError) as caught:
-        load(path, model, optimizer)
+        load(path, parts, optimizer)
     return str(caught.value)
 
 

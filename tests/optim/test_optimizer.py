@@ -18,7 +18,7 @@ OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=
 
 def test_gains_and_embeddings_are_not_decayed() -> None:
     model = llama.Llama(llama.PRESETS["toy"])
-    optimizer = build_optimizer(model, OPTIM, adamw, llama.decays)
+    optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, llama.decays)
     names = {param: name for name, param in model.named_parameters()}
     groups = [
         ({names[param] for param in group["params"]}, group["weight_decay"])
@@ -35,7 +35,7 @@ def test_gains_and_embeddings_are_not_decayed() -> None:
 def test_a_step_is_adamw() -> None:
     """Against the formula, with decoupled weight decay and bias correction."""
     model = nn.Linear(5, 7, bias=False)
-    optimizer = build_optimizer(model, OPTIM, adamw, lambda name: True)
+    optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, lambda name: True)
     w = model.weight.detach().double().clone()
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     for step in range(1, 6):

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from tests.harness import run_ranks
 from tests.small import gradients, loader_of, plan_here, small_job, this_rank
 from weft.train.setup import build
-from weft.train.step import forward_backward
 
 LAYOUTS = [
     # ranks, replicas, microbatch, packing
@@ -57,10 +56,10 @@ def count_reductions(overrides: list[tuple[str, str]], store: str) -> list[str]:
     """The gradient collectives of one global batch."""
     job = small_job(*overrides)
     plan = plan_here(job)
-    model, _, _ = build(job, plan, this_rank())
-    batches = loader_of(job, plan, store).batch(0)
+    built = build(job, plan, this_rank())
+    batches = loader_of(job, plan, store, built.mesh).batch(0)
     with torch.profiler.profile() as profile:
-        forward_backward(model, batches)
+        built.engine.forward_backward(batches)
     return [
         event.name
         for event in profile.events()
@@ -84,12 +83,12 @@ def loss_of_nothing(overrides: list[tuple[str, str]], store: str) -> float:
     """The loss of a batch in which no target counts."""
     job = small_job(*overrides)
     plan = plan_here(job)
-    model, _, _ = build(job, plan, this_rank())
-    batches = loader_of(job, plan, store).batch(0)
+    built = build(job, plan, this_rank())
+    batches = loader_of(job, plan, store, built.mesh).batch(0)
     empty = [
         batch._replace(targets_BT=torch.full_like(batch.targets_BT, -100)) for batch in batches
     ]
-    return forward_backward(model, empty).item()
+    return built.engine.forward_backward(empty).item()
 
 
 def test_a_batch_without_targets_has_no_loss(store_path: Path) -> None:
@@ -99,10 +98,11 @@ def test_a_batch_without_targets_has_no_loss(store_path: Path) -> None:
 def bfloat16(overrides: list[tuple[str, str]], store: str) -> tuple[float, str, str]:
     job = small_job(("precision.compute", "bfloat16"), *overrides)
     plan = plan_here(job)
-    model, _, _ = build(job, plan, this_rank())
+    built = build(job, plan, this_rank())
     seen: list[torch.dtype] = []
+    (model,) = built.parts
     model.layers["0"].register_forward_hook(lambda *a: seen.append(a[2].dtype))
-    loss = forward_backward(model, loader_of(job, plan, store).batch(0))
+    loss = built.engine.forward_backward(loader_of(job, plan, store, built.mesh).batch(0))
     dist.all_reduce(loss)
     param = model.norm.weight
     assert isinstance(param, DTensor)

@@ -31,7 +31,7 @@ class Matrix(nn.Module):
 
 def filled(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     model = Matrix(shape)
-    init_params(model, seed, lambda _: NORMAL)
+    init_params(model.named_parameters(), seed, lambda _: NORMAL)
     return model.weight.data
 
 
@@ -39,7 +39,7 @@ def shards(shape: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int | Non
     mesh = init_device_mesh("cpu", sizes)
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     model = Matrix(shape, mesh, placements)
-    init_params(model, 0, lambda _: NORMAL)
+    init_params(model.named_parameters(), 0, lambda _: NORMAL)
     assert isinstance(model.weight, DTensor)
     return model.weight.full_tensor()
 
@@ -93,8 +93,8 @@ def test_seed_and_name_decide() -> None:
             self.a, self.b = nn.Parameter(torch.zeros(99)), nn.Parameter(torch.zeros(99))
 
     model = Two()
-    init_params(model, 0, lambda _: NORMAL)
+    init_params(model.named_parameters(), 0, lambda _: NORMAL)
     assert not torch.isclose(model.a, model.b).any()
     assert not torch.isclose(filled((99,), seed=0), filled((99,), seed=1)).any()
-    init_params(model, 0, lambda _: Init("ones"))
+    init_params(model.named_parameters(), 0, lambda _: Init("ones"))
     assert (model.a == 1).all()

@@ -110,7 +110,7 @@ def test_a_restart_does_not_show(ranks: int, store_path: Path, tmp_path: Path) -
 
 def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
     """Train, but raise in the middle of step ``after`` + 1."""
-    from weft.train import loop
+    from weft.train.step import Engine
 
     steps = 0
 
@@ -121,7 +121,7 @@ def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
             raise RuntimeError("planned")
         return forward_backward(*args)
 
-    forward_backward, loop.forward_backward = loop.forward_backward, failing
+    forward_backward, Engine.forward_backward = Engine.forward_backward, failing
     train_rank(overrides, store)
 
 

@@ -15,6 +15,7 @@ import re
 import shutil
 import uuid
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def save(
-    folder: Path, model: nn.Module, optimizer: Optimizer, manifest: dict[str, Any], keep: int
+    folder: Path,
+    parts: Sequence[nn.Module],
+    optimizer: Optimizer,
+    manifest: dict[str, Any],
+    keep: int,
 ) -> Path:
     """Write and commit the checkpoint of ``manifest["step"]``; every rank calls it.
 
     Args:
         folder: of all checkpoints of the run.
+        parts: of the model, on this rank.
         manifest: JSON values; ``step`` is required.
         keep: newest checkpoints that are kept; older ones are removed.
 
@@ -92,7 +98,8 @@ def save(
                 shutil.rmtree(leftover, ignore_errors=True)
         # One thread: with more, a failed write is reported as a success (pytorch#191391).
         writer = FileSystemWriter(temporary, thread_count=1, sync_files=True)
-        save_sharded(model_state(model) | optimizer_state(model, optimizer), storage_writer=writer)
+        state = model_state(parts) | optimizer_state(parts, optimizer)
+        save_sharded(state, storage_writer=writer)
     except (Exception, CheckpointException) as error:
         if _rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -126,14 +133,14 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
     return None
 
 
-def load(path: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
     """Load ``path`` in place, into any layout; every rank of the process group calls it.
 
     Without an optimizer only the parameters are read.  Works without a process group, too.
     """
     reader = FileSystemReader(path)
     try:
-        state: State = model_state(model)
+        state: State = model_state(parts)
         if optimizer is not None:
             entries = reader.read_metadata().state_dict_metadata
             saved = {
@@ -141,8 +148,8 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
                 for name, entry in entries.items()
                 if isinstance(entry, TensorStorageMetadata)
             }
-            allocate_optimizer_state(model, optimizer, saved)
-            state |= optimizer_state(model, optimizer)
+            allocate_optimizer_state(parts, optimizer, saved)
+            state |= optimizer_state(parts, optimizer)
         with torch.no_grad(), warnings.catch_warnings():
             # That there is no process group is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -135,7 +135,7 @@ class Loader:
 
     Raises:
         InvalidJob: the stream is shorter than one sample.
-        ValueError: ranks and microbatches do not divide the global batch.
+        ValueError: ranks do not divide the global batch.
     """
 
     stream: TokenStream
@@ -151,10 +151,9 @@ class Loader:
     def __post_init__(self) -> None:
         if problems := check_length(len(self.stream), self.seq_len):
             raise InvalidJob(problems)
-        if self.global_batch % (self.dp_size * self.microbatch):
+        if self.global_batch % self.dp_size:
             raise ValueError(
-                f"global_batch = {self.global_batch} is not a multiple of "
-                f"dp_size * microbatch = {self.dp_size} * {self.microbatch}"
+                f"global_batch = {self.global_batch} is not a multiple of dp_size = {self.dp_size}"
             )
 
     @property
@@ -167,8 +166,8 @@ class Loader:
 
         The global batch is the samples at places ``consumed .. consumed + global_batch - 1``.
         Rank r has the contiguous slice [r GB / dp, (r + 1) GB / dp) of it, cut into consecutive
-        microbatches: all ranks' batches one after the other are the global batch, in order,
-        whatever ``dp_size`` and ``microbatch`` are.
+        microbatches, of which the last may have fewer rows: all ranks' batches one after the
+        other are the global batch, in order, whatever ``dp_size`` and ``microbatch`` are.
         """
         share = self.global_batch // self.dp_size
         places = consumed + self.dp_rank * share + np.arange(share, dtype=np.int64)

@@ -27,7 +27,8 @@ from weft.launch import FAILED, INTERRUPTED, MISTAKE
 from weft.launch.local import Failure, launch
 from weft.launch.worker import leave, log_path, redirect, write_error
 from weft.observe.sinks import duration, quiet_console, read_records
-from weft.parallel.mesh import AXES
+from weft.plan.placement import AXES
+from weft.plan.report import stage_lines
 from weft.plan.resolve import Plan
 from weft.train.loop import train
 from weft.train.setup import Rank, check_store, connect
@@ -213,7 +214,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def describe(plan: Plan, recipe: str, console: Console) -> None:
-    """A line on what is about to run."""
+    """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device = "GPU" if plan.device == "cuda" else "CPU"
     layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
     console.print(
@@ -223,6 +224,10 @@ def describe(plan: Plan, recipe: str, console: Console) -> None:
         f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}",
         soft_wrap=True,
     )
+    if plan.pipeline is not None:
+        console.print("\n".join(stage_lines(plan)), soft_wrap=True)
+    for warning in plan.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
 
 
 def scaled(count: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -37,6 +37,12 @@ class Family:
     decays: Callable[[str], bool]
     num_params: Callable[[Any], int]
     flops_per_token: Callable[[Any, int], float]
+    # For tensor parallelism; without them a model cannot have it.
+    sharding: Mapping[str, llama.Split] = field(default_factory=dict)
+    split_sizes: tuple[str, ...] = ()
+    # For pipeline parallelism; without them a model cannot have it.
+    units: Callable[[Any, int], list[llama.Unit]] | None = None
+    keep: Callable[[Any, range], None] | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -50,6 +56,10 @@ FAMILIES: dict[str, Family] = {
         decays=llama.decays,
         num_params=llama.num_params,
         flops_per_token=llama.flops_per_token,
+        sharding=llama.SHARDING,
+        split_sizes=llama.SPLIT_SIZES,
+        units=llama.units,
+        keep=llama.keep,
     ),
 }
 

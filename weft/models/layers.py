@@ -11,6 +11,7 @@ from the projections' outputs, so the same forward serves a slice of the heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -153,11 +154,18 @@ def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask_B1TT: Tensor | N
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (Ainslie et al., arXiv:2305.13245) and RoPE."""
+    """Causal self-attention with grouped queries (Ainslie et al., arXiv:2305.13245) and RoPE.
+
+    ``attend`` is an attribute so that context parallelism can put its own in the place of it,
+    which sees the other ranks' keys and values, too.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.attend = attend
         self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
@@ -172,7 +180,7 @@ class Attention(nn.Module):
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTHK = apply_rope(q_BTHK, cos_BTK, sin_BTK)
         k_BTGK = apply_rope(k_BTGK, cos_BTK, sin_BTK)
-        out_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, mask_B1TT)
+        out_BTHK = self.attend(q_BTHK, k_BTGK, v_BTGK, mask_B1TT)
         out_BTD: Tensor = self.o_proj(out_BTHK.flatten(-2))
         return out_BTD
 

@@ -178,6 +178,11 @@ class Llama(nn.Module):
         ValueError: if `check` finds the configuration impossible.
     """
 
+    # A pipeline stage without the first or last unit has None there; see `keep`.
+    embed_tokens: nn.Embedding | None
+    norm: RMSNorm | None
+    # From `documents_BT` to what the blocks hand to their ``attend``.
+    mask: Callable[[Tensor], Tensor]
     rope_cos_SJ: Tensor
     rope_sin_SJ: Tensor
 
@@ -186,6 +191,7 @@ class Llama(nn.Module):
         if problems := check(config):
             raise ValueError("\n".join(str(problem) for problem in problems))
         self.config = config
+        self.mask = document_mask
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         # A dict, so that a layer keeps its name where a pipeline stage drops those before it.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
@@ -194,7 +200,7 @@ class Llama(nn.Module):
         # checkpoints would have to keep apart from a parameter of its own; see `head`.
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.init_buffers(self.embed_tokens.weight.device)
+        self.init_buffers(self.norm.weight.device)
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the rotary tables, float32 ``[max_seq_len, head_dim / 2]``, on ``device``.
@@ -250,8 +256,10 @@ class Llama(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Logits ``[B, T, V]`` of the last block's output."""
+        assert self.norm is not None
         normed_BTD = self.norm(x_BTD)
         if self.config.tied_embeddings:
+            assert self.embed_tokens is not None
             # Reads the weight outside its module's forward, which under fully_shard needs the
             # embedding in the root's group, not in one of its own.
             return F.linear(normed_BTD, self.embed_tokens.weight)
@@ -267,7 +275,8 @@ class Llama(nn.Module):
         """Logits of the next token.
 
         Args:
-            tokens_BT: integer token ids.
+            tokens_BT: integer token ids; without an embedding, the activations ``[B, T, D]`` of
+                the unit before.
             documents_BT: integers, equal within a document: attention stays inside it.
                 None: each row is one document, which takes the faster causal kernel.
             positions_BT: integers, each token's place in its document; None: counted from the
@@ -275,17 +284,18 @@ class Llama(nn.Module):
                 packed rows too; restarting at each document gives its rounding as well.
 
         Returns:
-            ``[B, T, V]`` in the dtype of the weights.
+            ``[B, T, V]`` in the dtype of the weights; without a head, the activations
+            ``[B, T, D]`` for the unit after.
 
         Raises:
             ValueError: if the row is longer than ``max_seq_len``.
         """
-        x_BTD: Tensor = self.embed_tokens(tokens_BT)
+        x_BTD: Tensor = self.embed_tokens(tokens_BT) if self.embed_tokens else tokens_BT
         cos_BTK, sin_BTK = self.rope(tokens_BT.shape[1], positions_BT, x_BTD.dtype)
-        mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
+        mask_B1TT = None if documents_BT is None else self.mask(documents_BT)
         for block in self.layers.values():
             x_BTD = block(x_BTD, cos_BTK, sin_BTK, mask_B1TT)
-        return self.head(x_BTD)
+        return self.head(x_BTD) if self.norm else x_BTD
 
 
 # --------------------------------------------------------------------------- tables
@@ -343,7 +353,111 @@ def blocks(model: Llama) -> list[nn.Module]:
     return list(model.layers.values())
 
 
+class Split(NamedTuple):
+    """What tensor parallelism makes of a module; `weft.parallel.tensor` carries it out.
+
+    ``weight``: how the module's weight is cut over the ranks.  *column*: by outputs, *row*: by
+    inputs, *heads*: by outputs, but never through a head, so that ranks share one where there
+    are more ranks than heads; *vocabulary*: by rows of a table that is looked up in; *whole*:
+    every rank has it.
+
+    ``before``, ``after``: what happens to the module's input or output.  Outside of the matrix
+    products each rank holds a slice of the sequence.  *gather* makes it whole, for products whose
+    weights are cut by column.  *scatter* adds up the ranks' parts, as products with weights cut
+    by row leave them, and slices the sum.
+    """
+
+    weight: Literal["column", "row", "heads", "vocabulary", "whole"] | None = None
+    before: Literal["gather"] | None = None
+    after: Literal["gather", "scatter"] | None = None
+
+
+# Patterns of module names (as in fnmatch).  Every module with a weight matches exactly one.
+SHARDING: dict[str, Split] = {
+    "embed_tokens": Split("vocabulary", after="scatter"),
+    "layers.*.input_layernorm": Split("whole"),
+    "layers.*.self_attn": Split(before="gather"),
+    "layers.*.self_attn.q_proj": Split("column"),
+    "layers.*.self_attn.[kv]_proj": Split("heads"),
+    "layers.*.self_attn.o_proj": Split("row", after="scatter"),
+    "layers.*.post_attention_layernorm": Split("whole"),
+    "layers.*.mlp": Split(before="gather"),
+    "layers.*.mlp.gate_proj": Split("column"),
+    "layers.*.mlp.up_proj": Split("column"),
+    "layers.*.mlp.down_proj": Split("row", after="scatter"),
+    # Gathered here, not before lm_head, which a model with tied embeddings does not have.
+    "norm": Split("whole", after="gather"),
+    "lm_head": Split("column"),
+}
+
+# Fields of the configuration that the number of tensor-parallel ranks must divide.
+SPLIT_SIZES = ("num_heads", "ffn_dim", "vocab_size")
+
+
+def keep(model: Llama, units: range) -> None:
+    """Leave in place only what a pipeline stage holds; names stay as they are.
+
+    Args:
+        units: consecutive ones of the embedding (0), the blocks (1 to ``num_layers``) and the
+            head with its norm (``num_layers + 1``).
+
+    Raises:
+        ValueError: if tied embeddings would be torn apart.
+    """
+    last = model.config.num_layers + 1
+    if model.config.tied_embeddings and (0 in units) != (last in units):
+        raise ValueError("tied embeddings: embedding and head belong to one stage")
+    if 0 not in units:
+        model.embed_tokens = None
+    for i in range(model.config.num_layers):
+        if i + 1 not in units:
+            del model.layers[str(i)]
+    if last not in units:
+        model.norm = None
+        if not model.config.tied_embeddings:
+            del model.lm_head
+
+
 # --------------------------------------------------------------------------- arithmetic
+
+
+class Unit(NamedTuple):
+    """What one of a model's consecutive units costs; see `keep`."""
+
+    name: str
+    params: int
+    flops_per_token: float  # forward and backward, without recomputation
+    # Kept for backward, in bfloat16 without recomputation.
+    activation_bytes_per_token: float
+
+
+def units(config: LlamaConfig, seq_len: int) -> list[Unit]:
+    """Every unit in order: the embedding, the blocks, the head with its norm.
+
+    A tied embedding is counted where it is looked up; its product belongs to the head.
+    Activations are those that autograd saves in this very code: of a norm its input in float32
+    and twice the normalised value, of attention q, k, v and twice its output, of SwiGLU four
+    widths; of the head the logits in bfloat16 and twice in float32.
+    """
+    dim, heads = config.dim, config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    matrices = 2 * dim * (heads + kv_heads) + 3 * dim * config.ffn_dim
+    block = Unit(
+        "layers",
+        params=matrices + 2 * dim,
+        flops_per_token=6.0 * matrices + 12 * heads * seq_len,
+        activation_bytes_per_token=16 * dim + 6 * heads + 4 * kv_heads + 8 * config.ffn_dim,
+    )
+    table = config.vocab_size * config.dim
+    embedding = Unit("embed_tokens", table, 0.0, 2 * dim)
+    head = Unit(
+        "head",
+        params=dim + (0 if config.tied_embeddings else table),
+        flops_per_token=6.0 * table,
+        activation_bytes_per_token=8 * dim + 10 * config.vocab_size,
+    )
+    layers = [block._replace(name=f"layers.{i}") for i in range(config.num_layers)]
+    return [embedding, *layers, head]
 
 
 def num_matmul_params(config: LlamaConfig) -> int:

@@ -27,16 +27,20 @@ OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": adamw}
 
 
 def build_optimizer(
-    model: nn.Module, optim: OptimSection, build: BuildOptimizer, decays: Callable[[str], bool]
+    params: Iterable[tuple[str, nn.Parameter]],
+    optim: OptimSection,
+    build: BuildOptimizer,
+    decays: Callable[[str], bool],
 ) -> Optimizer:
-    """The optimizer over ``model``'s parameters in two groups: with weight decay, and without.
+    """The optimizer over the parameters in two groups: with weight decay, and without.
 
     Args:
+        params: (name in the whole model, parameter).
         decays: whether weight decay applies to the parameter of that name.
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for name, param in model.named_parameters():
+    for name, param in params:
         (decayed if decays(name) else plain).append(param)
     groups: list[dict[str, object]] = [
         {"params": decayed, "weight_decay": optim.weight_decay},
@@ -51,13 +55,18 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm(
+    params: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Scale all gradients in place so that their global L2 norm is at most ``max_norm``.
 
     Each rank adds up the squares of what it holds; the sums are added over the axes that a
     gradient is sharded on, and over no other, so that nothing is counted twice.  torch's own
     function does the same through DTensor dispatch, one operator and parameter at a time,
     and refuses gradients that live on different meshes.
+
+    Args:
+        pipeline: the ranks that hold the other stages; None where there are none.
 
     Returns:
         The norm before clipping: a float32 scalar on the gradients' device, equal on all ranks.
@@ -74,13 +83,11 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> torch.Ten
             groups = tuple(
                 mesh.get_group(axis)
                 for axis, placement in enumerate(grad.placements)
-                if placement.is_shard() and mesh.size(axis) > 1
+                if not placement.is_replicate() and mesh.size(axis) > 1
             )
+            assert not any(placement.is_partial() for placement in grad.placements)
             grad = grad.to_local()
         by_groups.setdefault(groups, []).append(grad)
-    if not by_groups:
-        return torch.zeros(())
-
     squares = []
     for groups, grads in by_groups.items():
         norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
@@ -88,7 +95,10 @@ def clip_grad_norm(params: Iterable[nn.Parameter], max_norm: float) -> torch.Ten
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    norm = torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
+    norm = total.sqrt()
     # As torch's: a norm below the limit multiplies by exactly one; no look at its value here,
     # which would stall the device.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

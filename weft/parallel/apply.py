@@ -6,77 +6,89 @@ in place, one line per technique, and the order of the lines is part of the desi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from weft.job import CompileSection, ParallelSection
+from weft.models import Family
+from weft.parallel.context import apply_context
+from weft.parallel.mesh import Mesh
+from weft.parallel.shard import shard
+from weft.parallel.tensor import apply_tensor, overlap_exchanges
 from weft.plan.resolve import Plan
+
+
+def build_parts(
+    plan: Plan, mesh: Mesh, family: Family, parallel: ParallelSection, compile: CompileSection
+) -> list[nn.Module]:
+    """This rank's parts of the model on the meta device, laid out: one, or one for each of its
+    pipeline stages.  Parameter names are those of the whole model.
+
+    Gradients are *summed* over the ranks that see different tokens, not averaged: the loss is
+    already divided by the number of valid tokens of the whole step.
+    """
+    parts = []
+    for units in _ranges(plan, mesh):
+        with torch.device("meta"):
+            model = family.build(plan.model)
+        if units is not None:
+            assert family.keep is not None
+            family.keep(model, units)
+        apply(model, plan, mesh, family, parallel, compile)
+        parts.append(model)
+    return parts
+
+
+def _ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
+    """The units of each of this rank's parts; None: all of them."""
+    if plan.pipeline is None:
+        return [None]
+    mine = plan.pipeline.stages_of(mesh.at["pp"])
+    stages = [plan.pipeline.stages[i] for i in mine]
+    return [range(stage.first, stage.end) for stage in stages]
 
 
 def apply(
     model: nn.Module,
     plan: Plan,
-    mesh: DeviceMesh,
-    blocks: Callable[[nn.Module], list[nn.Module]],
-    reshard_after_forward: bool,
+    mesh: Mesh,
+    family: Family,
+    parallel: ParallelSection,
+    compile: CompileSection,
 ) -> None:
-    """Shard ``model`` (on the meta device) in place.
-
-    Gradients are *summed* over the data-parallel ranks, not averaged: the loss is already
-    divided by the number of valid tokens of the whole step.
-    """
-    # One rank in float32 is the plain model: nothing to gather, nothing to cast.
-    if plan.world_size == 1 and plan.compute_dtype == "float32":
-        return
-    shard(model, plan, mesh, blocks, reshard_after_forward)
-
-
-def shard(
-    model: nn.Module,
-    plan: Plan,
-    mesh: DeviceMesh,
-    blocks: Callable[[nn.Module], list[nn.Module]],
-    reshard_after_forward: bool,
-) -> None:
-    """FSDP2 over ``dp_shard``, replicated over ``dp_replicate``: a unit per block, and the root."""
-    compute = getattr(torch, plan.compute_dtype)
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute if compute != torch.float32 else None,
-        reduce_dtype=getattr(torch, plan.reduce_dtype),
-        # Integer tokens and positions are not touched; the blocks' inputs already have the
-        # compute dtype, and a float32 table of rotations must stay what it is.
-        cast_forward_inputs=False,
-    )
-    data_mesh = mesh if plan.dp_replicate > 1 else mesh["dp_shard"]
-    # Blocks first: what is left over then belongs to the root (embedding, norm, head).
-    for block in blocks(model):
-        fully_shard(
-            block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+    """Lay out ``model`` (on the meta device) in place."""
+    blocks = family.blocks(model)
+    # First what cuts single operators: the rest wraps around whatever they are then.
+    if plan.tp > 1:
+        config: Any = plan.model
+        apply_tensor(
+            model,
+            mesh.params["tp"],
+            family.sharding,
+            config.num_kv_heads,
+            parallel.sequence_parallel,
         )
-    # The root's parameters are needed at both ends of the forward pass: keep them gathered.
-    fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # A factor of one needs plain sums: gloo has no pre-multiplied sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass left gathered.
-
-    Until then the model's parameters are the gathered ones, in the compute dtype, which the
-    optimizer does not know and a checkpoint must not hold.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward passes reduce gradients over ranks, or only add them up here."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+    if mesh.context is not None:
+        apply_context(model, mesh.context, parallel.context, parallel.context_balance)
+    # The compiler must see those exchanges to overlap them, and must not see FSDP's hooks, which
+    # sit outside of the compiled forward.
+    if parallel.async_tp:
+        overlap_exchanges(mesh.group("tp"))
+    if compile.enable:
+        for block in blocks:
+            block.compile()
+    # Last, since it decides when parameters exist at all.  One rank in float32 is the plain
+    # model: nothing to gather, nothing to cast.
+    if plan.world_size > 1 or plan.compute_dtype != "float32" or parallel.cpu_offload:
+        shard(
+            model,
+            blocks,
+            mesh.params["dp_replicate", "dp_shard"],
+            parallel,
+            compute_dtype=getattr(torch, plan.compute_dtype),
+            reduce_dtype=getattr(torch, plan.reduce_dtype),
+            reshard_after_forward=plan.reshard_after_forward,
+            node_size=plan.shard_ranks_per_node if parallel.hierarchical_gather else None,
+        )

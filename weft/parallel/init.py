@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from weft.models.llama import Init
 
@@ -36,15 +36,18 @@ _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 
 
 @torch.no_grad()
-def init_params(model: nn.Module, seed: int, init_of: Callable[[str], Init]) -> None:
+def init_params(
+    params: Iterable[tuple[str, torch.Tensor]], seed: int, init_of: Callable[[str], Init]
+) -> None:
     """Fill every parameter in place, each rank only its own shard.
 
     Args:
-        model: materialised; parameters are Tensors or DTensors sharded evenly or not.
+        params: (name in the whole model, parameter), materialised; Tensors or DTensors, sharded
+            evenly or not.
         seed: of the run.
         init_of: how the parameter of that name starts.
     """
-    for name, param in model.named_parameters():
+    for name, param in params:
         init = init_of(name)
         local = param.to_local() if isinstance(param, DTensor) else param
         if init.kind == "ones":
@@ -60,19 +63,27 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
     if not isinstance(param, DTensor):
         return offsets
     sizes = list(param.shape)
-    coordinate = param.device_mesh.get_coordinate()
+    mesh = param.device_mesh
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is outside of the parameter's mesh"
-    for axis, placement in enumerate(param.placements):
-        if placement.is_replicate():
-            continue
-        # Strided and other layouts need their own arithmetic: refuse rather than guess.
-        assert type(placement) is Shard, f"no rule for {placement}"
+    axes = [a for a, placement in enumerate(param.placements) if not placement.is_replicate()]
+    # A strided shard is FSDP's cut of what tensor parallelism has cut before on the same dim,
+    # although its axis stands to the left: it comes after the others.
+    for axis in sorted(axes, key=lambda axis: is_strided(param.placements[axis])):
+        placement: Any = param.placements[axis]
+        # Other layouts need their own arithmetic: refuse rather than guess.
+        assert type(placement) is Shard or is_strided(placement), f"no rule for {placement}"
         dim = placement.dim
-        chunk = -(-sizes[dim] // param.device_mesh.size(axis))  # as torch.chunk cuts
+        chunk = -(-sizes[dim] // mesh.size(axis))  # as torch.chunk cuts
         begin = min(coordinate[axis] * chunk, sizes[dim])
         offsets[dim] += begin
         sizes[dim] = min(chunk, sizes[dim] - begin)
     return offsets
+
+
+def is_strided(placement: Placement) -> bool:
+    """Whether it is the private placement that FSDP gives to a parameter cut twice on one dim."""
+    return type(placement).__name__ == "_StridedShard"
 
 
 def _fill_normal(

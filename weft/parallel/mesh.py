@@ -1,15 +1,71 @@
-"""The device mesh: named axes over the ranks, outermost first."""
+"""The device mesh: named axes over the ranks.
+
+Two views of the same ranks.  Parameters live on the axes ``pp, dp_replicate, dp_shard, tp``: the
+ranks of a context-parallel group need the same parameters for different tokens, which is what
+data parallel means to FSDP, so they count among ``dp_shard`` there.  Tokens are cut over ``cp``, a
+group of its own.
+"""
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.plan.placement import AXES, coordinates
 from weft.plan.resolve import Plan
 
 # An axis is always a mesh's; a dim is always a tensor's.
-AXES = ("dp_replicate", "dp_shard")
+PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
-def build_mesh(plan: Plan) -> DeviceMesh:
-    """The mesh of ``plan`` over the default process group, with every axis of ``AXES``."""
-    return init_device_mesh(plan.device, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=AXES)
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place among the others.
+
+    ``params`` has the axes `PARAMETER_AXES`, its ``dp_shard`` including ``cp``.  ``at`` is this
+    rank's index on each of `AXES`.
+    """
+
+    params: DeviceMesh
+    context: dist.ProcessGroup | None  # None where cp is 1
+    at: dict[str, int]
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank among those that read different rows."""
+        shards = self.params.size(2) // (self.context.size() if self.context else 1)
+        return self.at["dp_replicate"] * shards + self.at["dp_shard"]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along one of `PARAMETER_AXES`."""
+        return self.params.get_group(axis)
+
+    def sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` added up in place over all ranks that see other tokens than this one."""
+        for axis in ("dp_shard", "dp_replicate"):
+            if self.params.size(PARAMETER_AXES.index(axis)) > 1:
+                dist.all_reduce(value, group=self.group(axis))
+        return value
+
+
+def build_mesh(plan: Plan) -> Mesh:
+    """The mesh of ``plan`` over the default process group, in which all ranks take part."""
+    ranks = _ranks(plan)
+    shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp, plan.tp)
+    params = DeviceMesh(plan.device, ranks.reshape(shape), mesh_dim_names=PARAMETER_AXES)
+    context = None
+    if plan.cp > 1:
+        rows = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
+        context = DeviceMesh(plan.device, rows, mesh_dim_names=("rest", "cp")).get_group("cp")
+    return Mesh(params, context, coordinates(dist.get_rank(), plan.sizes, plan.order))
+
+
+def _ranks(plan: Plan) -> torch.Tensor:
+    """Every rank at its place: int64, a dim for each of `AXES`."""
+    order: Sequence[str] = plan.order
+    ranks = torch.arange(plan.world_size).reshape([plan.sizes[axis] for axis in order])
+    return ranks.permute([order.index(axis) for axis in AXES])

@@ -10,25 +10,47 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.job import InvalidJob, Job, Problem, difference, recipe_names
-from weft.models import load_family, resolve_model
+from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import peak_flops
+from weft.plan.layout import (
+    DEGREE_KEYS,
+    Degrees,
+    check_layout,
+    divisors,
+    either,
+    find_degrees,
+    fixed,
+)
+from weft.plan.memory import rank_bytes, smallest_shard, state_bytes_per_param
+from weft.plan.pipeline import PipelinePlan, num_microbatches, resolve_pipeline
+from weft.plan.placement import (
+    AXES,
+    PLACEMENTS,
+    crosses_nodes,
+    groups,
+    placement_warnings,
+    ranks_per_node,
+)
 
 Device = Literal["cpu", "cuda"]
 
 # On CPU the ranks of one machine share its cores; more than this many only add traffic.
 MAX_AUTO_CPU_WORKERS = 4
+# More are refused: each takes a quarter of a GiB before it has done anything.
+MAX_CPU_WORKERS = 64
 
 # Changing one of these does not make another model: the run goes on in the same folder.
 SAME_RUN = (
     "run.",
     "parallel.",
+    "pipeline.",
+    "compile.",
     "checkpoint.",
     "observe.",
     "train.steps",
@@ -43,6 +65,7 @@ class Machine:
 
     ``devices`` counts this host's GPUs, or its cores on CPU.  The sizes are those of the job and
     of this host's part of it where a launcher has decided them, and None where weft decides.
+    ``memory_bytes`` is that of one GPU, or of this host on CPU; None where unknown.
     """
 
     device: Device
@@ -50,6 +73,8 @@ class Machine:
     device_name: str = ""
     world_size: int | None = None
     local_world_size: int | None = None
+    memory_bytes: int | None = None
+    peer_access: bool = False  # GPUs of a host reach each other's memory
 
 
 @dataclass(frozen=True)
@@ -59,12 +84,19 @@ class Plan:
     run_dir: str
     device: Device
     world_size: int
+    local_world_size: int  # ranks of one host
+    pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int
+    tp: int
+    placement: str  # a name of `PLACEMENTS`
     threads: int  # per rank, for CPU operators
     local_batch: int  # sequences of one rank
-    microbatch: int  # sequences of one forward pass
+    microbatch: int  # sequences of one forward pass; the last may have fewer
     accumulation: int  # forward passes of one rank
+    pipeline: PipelinePlan | None  # None where pp is 1
+    reshard_after_forward: bool | int  # as FSDP2 takes it
     tokens_per_step: int
     compute_dtype: Literal["float32", "bfloat16"]
     reduce_dtype: Literal["float32", "bfloat16"]
@@ -72,11 +104,29 @@ class Plan:
     num_params: int
     flops_per_token: float  # forward and backward, without recomputation
     peak_flops: float | None  # of one device in compute_dtype; None where unknown
+    warnings: tuple[str, ...]
 
     @property
     def dp_size(self) -> int:
         """Ranks that read different data."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The axes of the mesh from the one that varies slowest over the ranks."""
+        return PLACEMENTS[self.placement]
+
+    @property
+    def shard_ranks_per_node(self) -> int | None:
+        """Of each group that shards parameters, the ranks on one host; None if they differ."""
+        spread = groups(("dp_shard", "cp"), self.sizes, self.order)[0]
+        counts = set(ranks_per_node(spread, self.local_world_size).values())
+        return counts.pop() if len(counts) == 1 else None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"model": self.model.model_dump()}, indent=2)
@@ -96,81 +146,67 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     """
     problems: list[Problem] = []
     train, parallel = job.train, job.parallel
-
     model, found = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     problems += found
     if model is not None:
         problems += _check_model_against_data(job, model)
-
-    world = machine.world_size or _workers(job, machine, problems)
-    replicate = parallel.dp_replicate
-    shard = max(1, world // replicate) if parallel.dp_shard == "auto" else parallel.dp_shard
-    depends = ("run.workers", "parallel.dp_replicate", "parallel.dp_shard")
-    if parallel.dp_shard == "auto" and world % replicate:
-        problems.append(
-            Problem(
-                "parallel.dp_replicate",
-                replicate,
-                f"does not divide the {world} ranks",
-                f"use {either(divisors(world))}",
-                depends,
-            )
-        )
-    elif replicate * shard != world:
-        fits = f"use {world // replicate}, or auto" if world % replicate == 0 else "use auto"
-        problems.append(
-            Problem(
-                "parallel.dp_shard",
-                shard,
-                f"times dp_replicate = {replicate} is not the number of ranks, {world}",
-                f"{fits}, or run.workers = {replicate * shard}",
-                depends,
-            )
-        )
-
-    dp_size = world
-    local, rest = divmod(train.global_batch, dp_size)
-    if rest:
-        near = [n for n in (local * dp_size, (local + 1) * dp_size) if n]
-        unit = replicate * (1 if parallel.dp_shard == "auto" else parallel.dp_shard)
-        worlds = [n for n in divisors(train.global_batch, dp_size) if n % unit == 0]
-        problems.append(
-            Problem(
-                "train.global_batch",
-                train.global_batch,
-                f"does not divide over the {dp_size} data-parallel ranks",
-                f"use {either(near)}" + (f", or run.workers = {either(worlds)}" if worlds else ""),
-                depends,
-            )
-        )
-    microbatch = max(1, local) if train.microbatch == "auto" else train.microbatch
-    if not rest and local % microbatch:
-        problems.append(
-            Problem(
-                "train.microbatch",
-                microbatch,
-                f"does not divide the {local} sequences of each rank",
-                f"use {either(divisors(local))}, or auto",
-                ("train.global_batch", *depends),
-            )
-        )
-    if problems or model is None:
-        raise InvalidJob(problems)
-
-    family = load_family(job.model.kind)
     compute = job.precision.compute
     if compute == "auto":
         compute = "bfloat16" if machine.device == "cuda" else "float32"
+    compute_bytes = 2 if compute == "bfloat16" else 4
+
+    world = machine.world_size or _workers(job, machine, problems)
+    local_world = machine.local_world_size or world
+    degrees, found = find_degrees(parallel, world)
+    problems += found
+    if found or model is None:
+        # The rest judges by degrees or sizes that there are not.
+        problems += [] if found else _check_batch(job, degrees)
+        raise InvalidJob(problems)
+
+    family = load_family(job.model.kind)
+    if parallel.dp_shard == "fit" and not problems:
+        degrees, found = _fit(job, model, family, machine, degrees, compute_bytes, local_world)
+        problems += found
+    problems += check_layout(job, model, family, degrees)
+    problems += _check_device(job, machine, degrees, local_world)
+    batch_problems = _check_batch(job, degrees)
+    problems += batch_problems
+    local = max(1, train.global_batch // degrees.dp)
+    reshard = _reshard(job, degrees)
+    pipeline = None
+    microbatch = local if train.microbatch == "auto" else min(local, train.microbatch)
+    if degrees.pp > 1 and not batch_problems:
+        per_param = state_bytes_per_param(
+            degrees.shards,
+            kept_gathered=reshard is False,
+            kept_gradients=parallel.gradient_sync == "step",
+            compute_bytes=compute_bytes,
+        )
+        pipeline, microbatch, found = resolve_pipeline(
+            job, model, family, degrees, local, per_param, compute_bytes
+        )
+        problems += found
+    if problems:
+        raise InvalidJob(problems)
+
     return Plan(
         run_dir=_run_dir(job, recipe, base or job),
         device=machine.device,
         world_size=world,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        threads=max(1, machine.devices // (machine.local_world_size or world)),
+        local_world_size=local_world,
+        pp=degrees.pp,
+        dp_replicate=degrees.dp_replicate,
+        dp_shard=degrees.dp_shard,
+        cp=degrees.cp,
+        tp=degrees.tp,
+        placement=parallel.placement,
+        threads=max(1, machine.devices // local_world),
         local_batch=local,
         microbatch=microbatch,
-        accumulation=local // microbatch,
+        accumulation=num_microbatches(local, microbatch),
+        pipeline=pipeline,
+        reshard_after_forward=reshard,
         tokens_per_step=train.global_batch * train.seq_len,
         compute_dtype=compute,
         reduce_dtype=job.precision.reduce,
@@ -178,7 +214,108 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         num_params=family.num_params(model),
         flops_per_token=family.flops_per_token(model, train.seq_len),
         peak_flops=peak_flops(machine.device_name) if compute == "bfloat16" else None,
+        warnings=tuple(
+            placement_warnings(asdict(degrees), local_world, PLACEMENTS[parallel.placement])
+        ),
     )
+
+
+def _reshard(job: Job, degrees: Degrees) -> bool | int:
+    """``parallel.reshard_after_forward`` as FSDP2 takes it."""
+    asked = job.parallel.reshard_after_forward
+    if asked == "auto":
+        # A pipeline runs forward many times before it runs backward: gathering anew each time
+        # costs more than it saves.
+        return degrees.pp == 1 and degrees.shards > 1
+    if isinstance(asked, int):
+        # Over one rank is to keep them, over all is to free them.
+        return {1: False, degrees.shards: degrees.shards > 1}.get(asked, asked)
+    return asked == "always"
+
+
+def _fit(
+    job: Job,
+    model: Any,
+    family: Family,
+    machine: Machine,
+    degrees: Degrees,
+    compute_bytes: int,
+    local_world: int,
+) -> tuple[Degrees, list[Problem]]:
+    """The fewest ranks to a shard group whose memory suffices; the other ranks are replicas."""
+    key = "parallel.dp_shard"
+    if family.units is None or machine.memory_bytes is None:
+        rule = "cannot be told: the " + (
+            "device's memory is unknown" if family.units else "family has no units"
+        )
+        return degrees, [Problem(key, "fit", rule, "use a number, or auto")]
+    on_host = local_world if machine.device == "cpu" else 1
+    available = machine.memory_bytes / on_host
+    choices = divisors(degrees.dp)
+    rows = job.train.microbatch
+    local = max(1, job.train.global_batch // degrees.dp)
+    tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
+    needed = [
+        rank_bytes(
+            family.units(model, job.train.seq_len),
+            tp=degrees.tp,
+            pp=degrees.pp,
+            tokens=int(tokens),
+            in_flight=degrees.pp,
+            per_param=state_bytes_per_param(
+                shard * degrees.cp,
+                kept_gathered=_reshard(job, degrees) is False,
+                kept_gradients=job.parallel.gradient_sync == "step",
+                compute_bytes=compute_bytes,
+            ),
+            compute_bytes=compute_bytes,
+        )
+        for shard in choices
+    ]
+    shard = smallest_shard(choices, needed, available)
+    if shard is None:
+        rule = f"needs about {needed[-1] / 2**30:.1f} GiB a rank even over {choices[-1]} ranks, "
+        rule += f"a rank has {available / 2**30:.1f}"
+        remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch"
+        return degrees, [Problem(key, "fit", rule, remedy, DEGREE_KEYS)]
+    replicas = degrees.dp // shard
+    return replace(degrees, dp_shard=shard, dp_replicate=replicas), []
+
+
+def _check_batch(job: Job, degrees: Degrees) -> list[Problem]:
+    """The global batch over the ranks, and the microbatch within a rank."""
+    train, dp = job.train, degrees.dp
+    depends = ("run.workers", *DEGREE_KEYS)
+    local, rest = divmod(train.global_batch, dp)
+    if rest or not local:
+        near = [n for n in (local * dp, (local + 1) * dp) if n]
+        unit = dp if isinstance(job.parallel.dp_shard, int) else job.parallel.dp_replicate
+        others = degrees.world // dp
+        worlds = [n * others for n in divisors(train.global_batch, dp) if n % unit == 0]
+        rule = f"does not divide over the {dp} data-parallel ranks"
+        remedy = f"use {either(near)}" + (f", or run.workers = {either(worlds)}" if worlds else "")
+        return [Problem("train.global_batch", train.global_batch, rule, remedy, depends)]
+    if train.microbatch != "auto" and train.microbatch > local:
+        rule = f"exceeds the {local} sequence{'s' * (local > 1)} of each rank"
+        remedy = f"use at most {local}, or auto"
+        depends = ("train.global_batch", *depends)
+        return [Problem("train.microbatch", train.microbatch, rule, remedy, depends)]
+    return []
+
+
+def _check_device(
+    job: Job, machine: Machine, degrees: Degrees, local_world: int
+) -> Iterator[Problem]:
+    """What only some hardware can do."""
+    key, order = "parallel.async_tp", PLACEMENTS[job.parallel.placement]
+    if not job.parallel.async_tp:
+        return
+    if not machine.peer_access:
+        rule = "needs GPUs that reach each other's memory (SymmetricMemory over NVLink)"
+        yield Problem(key, True, rule, "use parallel.async_tp false here", ("run.device",))
+    elif crosses_nodes("tp", asdict(degrees), local_world, order):
+        rule = f"works inside a node, and tp = {degrees.tp} crosses nodes of {local_world} ranks"
+        yield Problem(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
 
 
 def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:
@@ -202,32 +339,35 @@ def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:
 
 def _workers(job: Job, machine: Machine, problems: list[Problem]) -> int:
     """How many local processes weft starts."""
-    asked = job.run.workers
-    replicate, shard = job.parallel.dp_replicate, job.parallel.dp_shard
+    chosen = job.run.workers
+    workers = _fitting_workers(job, machine) if chosen == "auto" else chosen
+    cuda = machine.device == "cuda"
+    most = machine.devices if cuda else MAX_CPU_WORKERS
+    if workers > most:
+        rule = f"exceeds the {most} " + ("GPUs of this machine" if cuda else "that a CPU is given")
+        on_cpu = "--run.device cpu, or " if cuda else ""
+        remedy = f"use at most {most}, or {on_cpu}a launcher such as torchrun on several machines"
+        depends = ("run.device", *DEGREE_KEYS)
+        problems.append(Problem("run.workers", workers, rule, remedy, depends))
+    return workers
+
+
+def _fitting_workers(job: Job, machine: Machine) -> int:
+    """As many as there are devices for, and as divide the batch."""
+    shard, unit = job.parallel.dp_shard, fixed(job.parallel)
+    if isinstance(shard, int):
+        return unit * shard
     limit = machine.devices
-    if asked == "auto" and shard != "auto":
-        asked = replicate * shard
-    if asked != "auto":
-        if machine.device == "cuda" and asked > limit:
-            problems.append(
-                Problem(
-                    "run.workers",
-                    asked,
-                    f"exceeds the {limit} GPUs of this machine",
-                    f"use at most {limit}, or --run.device cpu",
-                    ("run.device", "parallel.dp_replicate", "parallel.dp_shard"),
-                )
-            )
-        return asked
     if machine.device == "cpu":
         limit = min(limit, MAX_AUTO_CPU_WORKERS)
-    step = job.train.microbatch if job.train.microbatch != "auto" else 1
+    rows = 1 if job.train.microbatch == "auto" else job.train.microbatch
+    same_rows = unit // job.parallel.dp_replicate
     fitting = [
         n
-        for n in range(1, limit + 1)
-        if n % replicate == 0 and job.train.global_batch % (n * step) == 0
+        for n in range(unit, limit + 1, unit)
+        if job.train.global_batch % (n // same_rows * rows) == 0
     ]
-    return max(fitting, default=replicate)
+    return max(fitting, default=unit)
 
 
 def _run_dir(job: Job, recipe: str, base: Job) -> str:
@@ -243,18 +383,3 @@ def _run_dir(job: Job, recipe: str, base: Job) -> str:
     text = json.dumps(changes, sort_keys=True, default=str)
     suffix = "-" + hashlib.sha256(text.encode()).hexdigest()[:8] if changes else ""
     return str(Path("runs").absolute() / f"{Path(recipe).stem}{suffix}")
-
-
-def divisors(n: int, at_most: int | None = None) -> list[int]:
-    """Divisors of ``n`` in order, none above ``at_most``."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    every = sorted({*small, *(n // d for d in small)})
-    return [d for d in every if d <= (at_most or n)]
-
-
-def either(values: list[int]) -> str:
-    """``[1, 2, 4]`` -> ``'1, 2 or 4'``; a long list is cut in the middle."""
-    words = [str(value) for value in values]
-    if len(words) > 8:
-        words = [*words[:4], "...", *words[-3:]]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -42,7 +42,7 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokeni
     with torch.device("meta"):
         model = family.build(config)
     model.to_empty(device=device)
-    load(found[0], model, optimizer=None)
+    load(found[0], [model], optimizer=None)
     tokenizer, _ = load_tokenizer(folder / "tokenizer.json")
     return model.eval(), tokenizer, job.train.seq_len
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import save
 from weft.data.loader import Loader
 from weft.data.store import Store
@@ -28,7 +29,7 @@ from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Plan
 from weft.train.setup import Position, Rank, build, resume, write_plan
-from weft.train.step import batch_to, evaluate, forward_backward, held_out
+from weft.train.step import batch_to, held_out
 
 
 class TrainingError(WeftError):
@@ -44,8 +45,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
         console: where rank 0 shows progress; the other ranks show nothing.
     """
     folder, steps = Path(plan.run_dir), job.train.steps
-    model, optimizer, decay = build(job, plan, rank)
-    at = resume(folder / "checkpoints", model, optimizer)
+    parts, mesh, engine, optimizer, decay = build(job, plan, rank)
+    at = resume(folder / "checkpoints", parts, optimizer)
     loader = Loader(
         store.tokens("train"),
         seq_len=job.train.seq_len,
@@ -53,10 +54,12 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
         packing=job.data.packing,
         separator=store.manifest.separator,
         global_batch=job.train.global_batch,
-        dp_rank=rank.rank,
+        dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,
     )
+    params = [param for _, param in named_parameters(parts)]
+    stages = mesh.group("pp") if plan.pp > 1 else None
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if rank.rank == 0:
@@ -71,8 +74,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
                 with clock.waiting_for_data():
                     batches = [batch_to(batch, rank.device) for batch in loader.batch(at.samples)]
 
-                share_of_loss = forward_backward(model, batches)
-                grad_norm = clip_grad_norm(model.parameters(), job.optim.max_grad_norm)
+                share_of_loss = engine.forward_backward(batches)
+                grad_norm = clip_grad_norm(params, job.optim.max_grad_norm, stages)
                 lr = learning_rate(step, steps, job.optim, decay)
                 set_learning_rate(optimizer, lr)
                 optimizer.step()
@@ -90,8 +93,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
                 loss = finite(global_sum(share_of_loss).item(), "loss")
                 times, eval_loss = clock.read(), None
                 if evaluating:
-                    held_out_text = held_out(job, plan, store, rank)
-                    eval_loss = finite(evaluate(model, held_out_text, rank.device), "held-out loss")
+                    held_out_text = held_out(job, plan, store, mesh)
+                    eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
                 record = StepRecord.of(
                     step=step,
                     loss=loss,
@@ -110,7 +113,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
                     sink.write(record)
                 if saving:
                     manifest = at.manifest(plan, store)
-                    save(folder / "checkpoints", model, optimizer, manifest, job.checkpoint.keep)
+                    save(folder / "checkpoints", parts, optimizer, manifest, job.checkpoint.keep)
                 clock.restart()  # neither evaluating nor saving is part of a step
 
 

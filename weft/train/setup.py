@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import weft
+from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import checkpoints, load, read_manifest
 from weft.data.loader import check_length
 from weft.data.source import check_path
@@ -34,10 +35,12 @@ from weft.job import InvalidJob, Job, Problem, difference, read_job, replace, su
 from weft.models import load_family
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
-from weft.parallel.apply import apply
+from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
-from weft.parallel.mesh import build_mesh
+from weft.parallel.mesh import Mesh, build_mesh
 from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.timetable import is_file
+from weft.train.step import Engine
 
 T = TypeVar("T")
 
@@ -70,6 +73,11 @@ def detect_machine(device: str) -> Machine:
         device_name=torch.cuda.get_device_name(0) if use_cuda else platform.processor(),
         world_size=int(os.environ["WORLD_SIZE"]) if joined() else None,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if joined() else None,
+        memory_bytes=torch.cuda.get_device_properties(0).total_memory
+        if use_cuda
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        peer_access=use_cuda
+        and all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus)),
     )
 
 
@@ -124,6 +132,7 @@ def _absolute(job: Job) -> Job:
         except RuntimeError:  # ~name of nobody: an ordinary name, then
             return str(Path(value).absolute())
 
+    schedule = job.parallel.schedule
     return replace(
         job,
         run={"dir": full(job.run.dir, "auto")},
@@ -132,6 +141,7 @@ def _absolute(job: Job) -> Job:
             "tokenizer": full(job.data.tokenizer, "train"),
             "cache": full(job.data.cache, "auto"),
         },
+        parallel={"schedule": full(schedule, "" if is_file(schedule) else schedule)},
     )
 
 
@@ -270,7 +280,17 @@ def connect(plan: Plan) -> Iterator[Rank]:
 # --------------------------------------------------------------------------- what is trained
 
 
-def build(job: Job, plan: Plan, rank: Rank) -> tuple[Any, Optimizer, Decay]:
+class Built(NamedTuple):
+    """What this rank trains."""
+
+    parts: list[nn.Module]  # of the model: one, or one for each of its pipeline stages
+    mesh: Mesh
+    engine: Engine
+    optimizer: Optimizer
+    decay: Decay
+
+
+def build(job: Job, plan: Plan, rank: Rank) -> Built:
     """Model, optimizer and learning-rate decay of this rank.
 
     The initial weights are the same in every layout.
@@ -278,15 +298,27 @@ def build(job: Job, plan: Plan, rank: Rank) -> tuple[Any, Optimizer, Decay]:
     random.seed(job.train.seed)
     torch.manual_seed(job.train.seed)
     family = load_family(job.model.kind)
-    with torch.device("meta"):
-        model = family.build(plan.model)
     mesh = build_mesh(plan)
-    apply(model, plan, mesh, family.blocks, job.parallel.reshard_after_forward == "always")
-    model.to_empty(device=rank.device)
-    init_params(model, job.train.seed, lambda name: family.init_of(name, plan.model))
-    build_optim = lookup(job.optim.kind, OPTIMIZERS)
-    optimizer = build_optimizer(model, job.optim, build_optim, family.decays)
-    return model, optimizer, lookup(job.optim.schedule, SCHEDULES)
+    parts = build_parts(plan, mesh, family, job.parallel, job.compile)
+    for part in parts:
+        allocate(part, rank.device, job.parallel.cpu_offload)
+    init_params(
+        named_parameters(parts), job.train.seed, lambda name: family.init_of(name, plan.model)
+    )
+    optimizer = build_optimizer(
+        named_parameters(parts), job.optim, lookup(job.optim.kind, OPTIMIZERS), family.decays
+    )
+    engine = Engine(parts, job, plan, mesh, rank.device)
+    return Built(parts, mesh, engine, optimizer, lookup(job.optim.schedule, SCHEDULES))
+
+
+def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
+    """Give the parameters of a part on the meta device their memory, uninitialised."""
+    part.to_empty(device="cpu" if cpu_offload else device)
+    if cpu_offload:  # parameters travel to the device when they are used, buffers stay there
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
 
 
 @dataclass(frozen=True)
@@ -306,13 +338,13 @@ class Position:
             "step": self.step,
             "samples": self.samples,
             "data": store.fingerprint,
-            "mesh": {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard},
+            "mesh": plan.sizes,
             "weft": weft.__version__,
             "torch": torch.__version__,
         }
 
 
-def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Position:
+def resume(folder: Path, parts: list[nn.Module], optimizer: Optimizer) -> Position:
     """Load the newest checkpoint in ``folder``; the start of the run if there is none."""
     # One decision for all ranks, each of which might see the folder at another moment.
     newest = [checkpoints(folder)[-1:] if dist.get_rank() == 0 else []]
@@ -321,7 +353,7 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer) -> Position:
         return Position(0, 0)
     path = newest[0][0]
     manifest = read_manifest(path)
-    load(path, model, optimizer)
+    load(path, parts, optimizer)
     return Position(manifest["step"], manifest["samples"])
 
 

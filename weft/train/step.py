@@ -1,68 +1,197 @@
-"""Forward and backward over one global batch, and the same without gradients."""
+"""Forward and backward over one global batch, and the same without gradients, in any layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from weft.data.loader import Batch, evaluation_batches
+from weft.data.loader import IGNORE, Batch, evaluation_batches
 from weft.data.store import Store
 from weft.job import Job
-from weft.parallel.apply import reshard, set_gradient_sync
+from weft.parallel.context import cut
+from weft.parallel.mesh import Mesh
+from weft.parallel.pipeline import build_schedule, forward_only
+from weft.parallel.shard import reshard, set_gradient_sync
+from weft.parallel.tensor import vocabulary_cross_entropy_sum
 from weft.plan.resolve import Plan
 from weft.train.loss import cross_entropy_sum, valid_tokens
-from weft.train.setup import Rank
 
 
-def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> torch.Tensor:
-    """Add the gradient of the mean loss of the global batch to the parameters' ``.grad``.
+class Engine:
+    """This rank's parts of the model, and how a batch goes through them.
 
-    Args:
-        batches: this rank's microbatches, on its device.
-
-    Returns:
-        This rank's share of the mean loss: summed over ranks it is the loss in nats per token.
-        A float32 scalar that has not been waited for.
+    The loss is a sum over tokens, divided once by the valid tokens of the whole global batch: so
+    it cannot depend on how tokens are spread over ranks and microbatches.
     """
-    count = torch.stack([valid_tokens(batch.targets_BT) for batch in batches]).sum()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(count)
-    count = count.clamp(min=1)  # a batch without a valid target has no loss and no gradient
-    losses = []
-    for index, batch in enumerate(batches):
-        # Gradients add up locally; they cross the network once, with the last microbatch.
-        set_gradient_sync(model, index == len(batches) - 1)
+
+    def __init__(
+        self, parts: list[nn.Module], job: Job, plan: Plan, mesh: Mesh, device: torch.device
+    ) -> None:
+        self.parts, self.plan, self.mesh, self.device = parts, plan, mesh, device
+        self.parallel = job.parallel
+        self._divisor: Tensor | float = 1.0
+        self.schedule: Any = None
+        has_last_stage = True
+        if plan.pipeline is not None:
+            self.schedule = build_schedule(
+                parts,
+                plan,
+                mesh.group("pp"),
+                device,
+                job.train.seq_len,
+                job.parallel.sequence_parallel,
+                self._loss,
+            )
+            has_last_stage = len(plan.pipeline.stages) - 1 in plan.pipeline.stages_of(mesh.at["pp"])
+        # Ranks that share matrices compute the same loss: one of them tells it.
+        self._tells = has_last_stage and mesh.at["tp"] == 0
+
+    def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+        """Add the gradient of the mean loss of the global batch to the parameters' ``.grad``.
+
+        Args:
+            batches: the microbatches of this rank's rows, on its device.
+
+        Returns:
+            This rank's share of the mean loss: summed over ranks it is the loss in nats per token.
+            A float32 scalar that has not been waited for.
+        """
+        batches = [self._own_tokens(batch) for batch in batches]
+        count = torch.stack([valid_tokens(batch.targets_BT) for batch in batches]).sum()
+        # A batch without a valid target has no loss and no gradient.
+        self._divisor = self.mesh.sum_over_tokens(count).clamp(min=1)
+        if self.schedule is not None:
+            losses = self._run_schedule(batches, self.schedule.step)
+        else:
+            losses = []
+            for index, batch in enumerate(batches):
+                last = index == len(batches) - 1
+                for part in self.parts:
+                    set_gradient_sync(part, last, self.parallel.gradient_sync)
+                loss = self._forward(batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+        return self._told(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss of held-out text, in nats per token.
+
+        Every rank calls it, with equally many batches.
+        """
+        for part in self.parts:
+            part.eval()
+        self._divisor = 1.0
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # A pipeline takes as many at a time as it does in training.
+        at_a_time = self.plan.accumulation if self.schedule is not None else 1
+        remaining = iter(batches)
+        while some := list(islice(remaining, at_a_time)):
+            here = [self._own_tokens(batch_to(batch, self.device)) for batch in some]
+            if self.schedule is not None:
+                here += [_empty(here[0])] * (at_a_time - len(here))
+                with forward_only(self.schedule):
+                    losses = self._run_schedule(here, self.schedule.eval)
+            else:
+                losses = [self._forward(batch) for batch in here]
+            total[0] += self._told(losses)
+            if self._tells:
+                total[1] += torch.stack([valid_tokens(batch.targets_BT) for batch in here]).sum()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        for part in self.parts:
+            part.train()
+            reshard(part)
+        return (total[0] / total[1].clamp(min=1)).item()
+
+    def _forward(self, batch: Batch) -> Tensor:
+        (model,) = self.parts
         logits_BTV = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT)
-        loss = cross_entropy_sum(logits_BTV, batch.targets_BT) / count
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
+        return self._loss(logits_BTV, batch.targets_BT)
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        if self.plan.tp > 1:
+            group = self.mesh.group("tp")
+            loss = vocabulary_cross_entropy_sum(logits_BTV, targets_BT, IGNORE, group)
+        else:
+            loss = cross_entropy_sum(logits_BTV, targets_BT)
+        return loss / self._divisor
+
+    def _told(self, losses: list[Tensor]) -> Tensor:
+        """The sum of ``losses`` where it is this rank that tells it, else zero."""
+        if not (losses and self._tells):
+            return torch.zeros((), device=self.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _run_schedule(self, batches: list[Batch], run: Any) -> list[Tensor]:
+        """The microbatches through the pipeline, by ``step`` or ``eval`` of its schedule."""
+        assert self.plan.pipeline is not None
+        rows = self.plan.microbatch
+        whole = [
+            torch.cat(column) for column in zip(*(_pad(b, rows) for b in batches), strict=True)
+        ]
+        tokens, targets, *rest = whole
+        names = ["positions_BT", "documents_BT"][: len(rest)]
+        first = 0 in self.plan.pipeline.stages_of(self.mesh.at["pp"])
+        losses: list[Tensor] = []
+        run(
+            *([tokens] if first else []),
+            target=targets,
+            losses=losses,
+            return_outputs=False,
+            **dict(zip(names, rest, strict=True)),
+        )
+        return losses
+
+    def _own_tokens(self, batch: Batch) -> Batch:
+        """This rank's tokens of the batch's rows, with their places where a slice hides them."""
+        plan = self.plan
+        if plan.cp == 1 and self.schedule is None:
+            return batch
+        if batch.positions_BT is None:
+            places_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
+            batch = batch._replace(positions_BT=places_T.expand_as(batch.tokens_BT))
+        if plan.cp == 1:
+            return batch
+        place, balance = self.mesh.at["cp"], self.parallel.context_balance
+        mine = {
+            name: cut(column, place, plan.cp, balance)
+            for name, column in batch._asdict().items()
+            if column is not None
+        }
+        return batch._replace(**mine)
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
-    """Mean loss of held-out text, in nats per token.
+def _pad(batch: Batch, rows: int) -> list[Tensor]:
+    """The batch's tensors with ``rows`` rows, those that are added without a target.
 
-    Every rank calls it, with equally many batches.
+    In the order tokens, targets, positions, and documents where there are any.
     """
-    model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        batch = batch_to(batch, device)
-        logits_BTV = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT)
-        total[0] += cross_entropy_sum(logits_BTV, batch.targets_BT)
-        total[1] += valid_tokens(batch.targets_BT)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    model.train()
-    reshard(model)
-    return (total[0] / total[1].clamp(min=1)).item()
+    missing = rows - len(batch.tokens_BT)
+    columns = [batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.documents_BT]
+    padded = []
+    for column in columns:
+        if column is None:
+            continue
+        # Any row will do that is valid by itself: the first one.
+        more = column[:1].expand(missing, -1)
+        padded.append(torch.cat((column, more)) if missing else column)
+    if missing:
+        padded[1][-missing:] = IGNORE
+    return padded
 
 
-def held_out(job: Job, plan: Plan, store: Store, rank: Rank) -> Iterator[Batch]:
+def _empty(batch: Batch) -> Batch:
+    """A batch of that shape without a target."""
+    return batch._replace(targets_BT=torch.full_like(batch.targets_BT, IGNORE))
+
+
+def held_out(job: Job, plan: Plan, store: Store, mesh: Mesh) -> Iterator[Batch]:
     """This rank's part of the held-out sequences, the same ones every time."""
     return evaluation_batches(
         store.tokens("validation"),
@@ -70,7 +199,7 @@ def held_out(job: Job, plan: Plan, store: Store, rank: Rank) -> Iterator[Batch]:
         packing=job.data.packing,
         separator=store.manifest.separator,
         sequences=job.train.eval_sequences,
-        dp_rank=rank.rank,
+        dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,
     )

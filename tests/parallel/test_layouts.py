@@ -1,0 +1,224 @@
+"""Every layout computes one process's loss and gradients: the matrix.
+
+A layout is a string of axes: ``"pp2 tp2"`` is two stages of two tensor-parallel ranks.  What is
+compared is one global batch from the initial weights, which are the same under every layout: the
+loss, the global gradient norm, and every gradient, whole, relative to its largest element.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.small import Overrides, gradients, merged
+from weft.plan.timetable import SCHEDULES
+
+# Float32 sums in another order: what is reached is 3e-7 to 2e-6.
+TOLERANCE = 1e-5
+
+AXES = ("dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2")
+# Four blocks, so that two ranks can have two stages each; documents, so that masks matter.
+MODEL: Overrides = [
+    ("model.num_layers", "4"),
+    ("model.tied_embeddings", "false"),
+    ("data.packing", "documents"),
+    ("train.microbatch", "1"),
+]
+
+
+def parse(layout: str) -> tuple[int, Overrides]:
+    """Ranks, and the overrides that make the layout."""
+    ranks, overrides = 1, []
+    for word in layout.split():
+        match = re.fullmatch(r"(dp_shard|dp_replicate|tp|pp|cp)(\d+)", word)
+        if match:
+            ranks *= int(match[2])
+            overrides.append((f"parallel.{match[1]}", match[2]))
+        else:
+            name, _, value = word.partition("=")
+            overrides.append((name if "." in name else f"parallel.{name}", value))
+    return ranks, overrides
+
+
+@functools.cache
+def reference(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    return run_ranks(gradients, 1, list(overrides), store)[0]  # type: ignore[no-any-return]
+
+
+def check(layout: str, store: Path, tolerance: float = TOLERANCE, model: Overrides = MODEL) -> None:
+    """The layout against one process, on every rank."""
+    ranks, overrides = parse(layout)
+    one = reference(str(store), tuple(model))
+    for many in merged(run_ranks(gradients, ranks, model + overrides, str(store), timeout=120)):
+        assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
+        assert many["norm"] == pytest.approx(one["norm"], rel=tolerance)
+        for kind in ("grads", "clipped"):
+            assert many[kind].keys() == one[kind].keys()
+            for name, grad in one[kind].items():
+                scale = grad.abs().max()
+                torch.testing.assert_close(
+                    many[kind][name] / scale, grad / scale, rtol=0, atol=tolerance, msg=name
+                )
+
+
+def combinations(count: int) -> list[str]:
+    return [" ".join(axes) for axes in itertools.combinations(AXES, count)]
+
+
+@pytest.mark.parametrize("layout", combinations(1))
+def test_each_axis(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+@pytest.mark.parametrize("layout", combinations(2))
+def test_each_pair(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+THREE = combinations(3)
+OFTEN = ["dp_shard2 tp2 pp2", "dp_replicate2 tp2 cp2"]
+
+
+@pytest.mark.parametrize("layout", OFTEN)
+def test_three_axes(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layout in THREE if layout not in OFTEN])
+def test_every_three_axes(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", combinations(4))
+def test_every_four_axes(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+# --------------------------------------------------------------------------- pipelines
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule(schedule: str, store_path: Path) -> None:
+    check(f"pp2 schedule={schedule}", store_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("other", ["tp2", "dp_shard2", "cp2", "dp_shard2 tp2"])
+def test_each_schedule_with_other_axes(schedule: str, other: str, store_path: Path) -> None:
+    check(f"pp2 {other} schedule={schedule}", store_path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp4 schedule=GPipe",
+        "pp3 placement=replica-outer",
+        "pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=3",
+        "pp2 train.microbatch=3",  # 8 rows: the last microbatch has 2
+        "pp2 train.microbatch=auto",
+        "pp2 pipeline.layers=[1,3]",
+        "pp2 dp_replicate2 placement=replica-outer",
+        "pp2 reshard_after_forward=always",
+    ],
+)
+def test_pipelines(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+def test_a_schedule_from_a_file(store_path: Path, tmp_path: Path) -> None:
+    """Three stages on two ranks, one of them alone, in an order of one's own."""
+    file = tmp_path / "mine.csv"
+    forward = "".join(f"0F{m}," for m in range(4))
+    first = forward + "2F0,2B0,2F1,2B1,2F2,2I2,2F3,2I3,2W2,2W3,0B0,0B1,0B2,0B3"
+    second = "1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3"
+    file.write_text(f"{first}\n{second}\n")
+    check(f"pp2 train.microbatch=2 schedule={file}", store_path)
+
+
+# --------------------------------------------------------------------------- one axis at a time
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp4",  # two key/value heads: two ranks share one
+        "tp2 sequence_parallel=false",
+        "tp4 sequence_parallel=false",
+    ],
+)
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_tensor_parallel(layout: str, tied: str, store_path: Path) -> None:
+    check(layout, store_path, model=[*MODEL, ("model.tied_embeddings", tied)])
+
+
+CONTEXT = [
+    f"cp{size} context={method} context_balance={balance}"
+    for method in ("ring", "allgather", "ulysses")
+    for balance in ("true", "false")
+    for size in (2, 4)
+]
+
+
+@pytest.mark.parametrize("layout", CONTEXT)
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_context_parallel(layout: str, packing: str, store_path: Path) -> None:
+    check(layout, store_path, model=[*MODEL, ("data.packing", packing)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["allgather", "ulysses"])
+@pytest.mark.parametrize("others", ["tp2", "pp2", "dp_shard2", "tp2 pp2"])
+def test_context_parallel_with_other_axes(method: str, others: str, store_path: Path) -> None:
+    check(f"cp2 {others} context={method}", store_path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard4 reshard_after_forward=2",
+        "dp_shard2 tp2 reshard_after_forward=never",
+        "dp_shard2 dp_replicate2 gradient_sync=microbatch",
+        "dp_shard2 tp2 gradient_sync=microbatch",
+        "dp_shard2 cp2 gradient_sync=microbatch",
+        "dp_shard2 tp2 persist_below=100",
+        "dp_shard2 pp2 persist_below=100 prefetch=2",
+        "dp_shard2 tp2 cpu_offload=true",
+        "dp_shard2 pp2 cpu_offload=true",
+        "dp_shard2 train.microbatch=3",
+    ],
+)
+def test_data_parallel_with_other_axes(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+# --------------------------------------------------------------------------- lower precision
+
+
+@pytest.mark.parametrize("layout", [*combinations(1), "dp_shard2 tp2"])
+def test_bfloat16(layout: str, store_path: Path) -> None:
+    """Layouts differ from one process in bfloat16 no more than that does from float32."""
+    low = [*MODEL, ("precision.compute", "bfloat16")]
+    exact, one = reference(str(store_path), tuple(MODEL)), reference(str(store_path), tuple(low))
+    ranks, overrides = parse(layout)
+    for many in merged(run_ranks(gradients, ranks, low + overrides, str(store_path))):
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        rounding = distance(one["grads"], exact["grads"])
+        assert 1e-3 < rounding < 2e-2
+        assert distance(many["grads"], one["grads"]) < 1.5 * rounding
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference of all gradients, relative to the norm of all."""
+    difference = sum((ours[name] - grad).square().sum().item() for name, grad in theirs.items())
+    return math.sqrt(difference / sum(grad.square().sum().item() for grad in theirs.values()))

@@ -1,0 +1,261 @@
+"""Every illegal layout is refused before anything starts, by key, rule and a remedy that works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.job import InvalidJob, Job, Problem, read_job
+from weft.plan.memory import smallest_shard
+from weft.plan.resolve import Machine, Plan, resolve
+
+Overrides = list[tuple[str, str]]
+
+# 8 layers, 8 heads, 4 key/value heads.
+MODEL: Overrides = [
+    ("model.num_layers", "8"),
+    ("model.dim", "64"),
+    ("model.num_heads", "8"),
+    ("model.num_kv_heads", "4"),
+    ("model.ffn_dim", "192"),
+    ("model.vocab_size", "512"),
+    ("model.max_seq_len", "512"),
+    ("model.tied_embeddings", "false"),
+    ("data.vocab_size", "512"),
+    ("train.seq_len", "64"),
+    ("train.global_batch", "16"),
+]
+CUDA = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, peer_access=True)
+
+
+def planned(layout: str, world: int | None = None, machine: Machine | None = None) -> Plan:
+    job = job_of(layout)
+    return resolve(job, machine or Machine("cpu", 8, world_size=world))
+
+
+def job_of(layout: str) -> Job:
+    job, _, problems = read_job("demo", MODEL + [pair(word) for word in layout.split()])
+    assert problems == []
+    return job
+
+
+def pair(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    return (name if "." in name else f"parallel.{name}"), value
+
+
+def refused(layout: str, world: int | None = None, machine: Machine | None = None) -> list[Problem]:
+    with pytest.raises(InvalidJob) as caught:
+        planned(layout, world, machine)
+    return caught.value.problems
+
+
+# layout, ranks, the key at fault, words of the rule, words of the remedy,
+# and a layout that follows the remedy.
+REFUSALS = [
+    # Degrees and the world.
+    ("tp=3", 8, "tp", "does not divide the 8 ranks", "1, 2, 4 or 8", "tp=2"),
+    ("tp=2 pp=3", 8, "tp", "times pp = 3 (6 in all)", "run.workers = 6", "tp=2 pp=2"),
+    ("dp_shard=3", 8, "dp_shard", "not the number of ranks, 8", "use 8, or auto", "dp_shard=8"),
+    ("dp_shard=2 tp=2", 8, "dp_shard", "times tp = 2", "use 4", "dp_shard=4 tp=2"),
+    # The batch.
+    ("train.global_batch=6", 4, "train.global_batch", "does not divide over the 4", "4 or 8",
+     "train.global_batch=8"),
+    ("train.microbatch=5", 4, "train.microbatch", "exceeds the 4 sequences", "at most 4",
+     "train.microbatch=3"),
+    # Tensor parallel: heads, feed-forward, vocabulary, sequence.
+    ("tp=16", 16, "tp", "does not divide num_heads = 8", "1, 2, 4 or 8", "tp=8"),
+    ("tp=3 model.num_heads=6 model.num_kv_heads=2 model.dim=48 model.vocab_size=513", 3, "tp",
+     "neither a divisor nor a multiple of num_kv_heads = 2", "use 1",
+     "tp=1 model.num_heads=6 model.num_kv_heads=2 model.dim=48 train.global_batch=15"),
+    ("tp=4 model.ffn_dim=190", 4, "tp", "ffn_dim = 190", "1 or 2", "tp=2 model.ffn_dim=190"),
+    ("tp=8 model.vocab_size=516", 8, "tp", "vocab_size = 516", "--model.vocab_size 520",
+     "tp=8 model.vocab_size=520"),
+    ("tp=4 train.seq_len=62", 4, "train.seq_len", "does not divide over tp = 4", "60 or 64",
+     "tp=4 train.seq_len=60"),
+    ("tp=4 train.seq_len=62", 4, "train.seq_len", "tp = 4", "sequence_parallel false",
+     "tp=4 train.seq_len=62 sequence_parallel=false"),
+    # Asynchronous tensor parallel.
+    ("tp=2 async_tp=true", 2, "async_tp", "torch.compile", "compile.enable true", None),
+    ("async_tp=true compile.enable=true", 2, "async_tp", "no tensor parallelism", "above 1", None),
+    ("tp=2 async_tp=true compile.enable=true", 2, "async_tp", "reach each other's memory",
+     "async_tp false", "tp=2 compile.enable=true"),
+    ("tp=2 async_tp=true compile.enable=true sequence_parallel=false", 2, "async_tp",
+     "sequence parallelism, which is off", "sequence_parallel true", None),
+    # Context parallel: sequence, heads.
+    ("cp=4 train.seq_len=60", 4, "train.seq_len", "8 pieces of cp = 4", "56 or 64",
+     "cp=4 train.seq_len=56"),
+    ("cp=4 train.seq_len=62 context_balance=false", 4, "train.seq_len", "by cp = 4", "60 or 64",
+     "cp=4 train.seq_len=60 context_balance=false"),
+    ("cp=8 tp=2 context=ulysses train.global_batch=1", 16, "cp", "num_heads = 8 / tp = 2",
+     "1, 2 or 4", "cp=4 tp=2 context=ulysses dp_shard=2"),
+    ("cp=8 tp=2 context=ulysses train.global_batch=1", 16, "cp", "whole groups", "ring",
+     "cp=8 tp=2 context=ring train.global_batch=1"),
+    # Pipelines: layers, microbatches, schedules.
+    ("pp=12 train.microbatch=1", 12, "pp", "12 stages of a model of 8", "at most 10",
+     "pp=10 train.microbatch=1"),
+    ("pp=8 schedule=Interleaved1F1B train.global_batch=32 train.microbatch=1", 8, "pp",
+     "16 stages of a model of 8", "at most 5",
+     "pp=4 schedule=Interleaved1F1B train.global_batch=32 train.microbatch=1 dp_shard=2"),
+    ("pp=4 train.microbatch=8", 4, "train.microbatch",
+     "2 microbatches; 1F1B needs at least as many", "use 1, 2, 3, 4 or 5",
+     "pp=4 train.microbatch=3"),
+    ("pp=8 train.global_batch=4", 8, "train.microbatch", "1F1B needs", "train.global_batch 8",
+     "pp=8 train.global_batch=8"),
+    ("pp=2 schedule=DualPipeV train.microbatch=8", 2, "train.microbatch", "stages, 4", "use 1",
+     "pp=2 schedule=DualPipeV train.microbatch=4"),
+    ("pp=4 schedule=Interleaved1F1B train.microbatch=1 train.global_batch=9", 4,
+     "train.microbatch", "multiple", "use 2", "pp=4 schedule=Interleaved1F1B train.microbatch=2"),
+    ("pp=2 schedule=1F2B", 2, "schedule", "no such pipeline schedule", "'1F1B'", "pp=2"),
+    ("pp=2 pipeline.stages_per_rank=2", 2, "pipeline.stages_per_rank", "1F1B has 1", "auto",
+     "pp=2"),
+    ("pp=2 schedule=LoopedBFS pipeline.stages_per_rank=1", 2, "pipeline.stages_per_rank",
+     "interleaves several", "2 or more", "pp=2 schedule=LoopedBFS"),
+    ("pp=2 model.tied_embeddings=true", 2, "pp", "torn apart", "tied_embeddings false", "pp=2"),
+    ("pp=2 schedule=ZBVZeroBubble compile.enable=true", 2, "schedule", "torch.compile cannot",
+     "1F1B", "pp=2 compile.enable=true"),
+    ("pp=2 pipeline.layers=[4,5]", 2, "pipeline.layers", "9", "", "pp=2 pipeline.layers=[4,4]"),
+    ("pp=2 pipeline.layers=[8]", 2, "pipeline.layers", "1", "", "pp=2 pipeline.layers=[8,0]"),
+    ("pipeline.layers=[8]", 2, "pipeline.layers", "no pipeline", "leave it out", ""),
+    ("pp=2 gradient_sync=microbatch", 2, "gradient_sync", "once a step", "use step", "pp=2"),
+    ("pp=2 schedule=/nowhere.csv", 2, "schedule", "cannot be read", "0F3", "pp=2"),
+    # Sharding.
+    ("reshard_after_forward=3", 8, "reshard_after_forward", "does not divide the 8", "1, 2, 4 or 8",
+     "reshard_after_forward=4"),
+    ("dp_shard=fit dp_replicate=2", 8, "dp_replicate", "found by", "leave it out", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "world", "key", "rule", "remedy", "good"), REFUSALS)
+def test_refused_with_a_remedy_that_works(
+    layout: str, world: int, key: str, rule: str, remedy: str, good: str | None
+) -> None:
+    problems = refused(layout, world)
+    key = key if "." in key else f"parallel.{key}"
+    found = [p for p in problems if p.key == key and rule in p.rule and remedy in p.remedy]
+    assert found, [str(problem) for problem in problems]
+    if good is not None:
+        degrees = [int(n) for k, n in map(pair, good.split()) if k[9:] in ("tp", "pp", "cp")]
+        unit = 1
+        for degree in degrees:
+            unit *= degree
+        shards = [int(n) for k, n in map(pair, good.split()) if k == "parallel.dp_shard"]
+        planned(good, unit * shards[0] if shards else max(world // unit, 1) * unit)
+
+
+def test_every_mistake_at_once() -> None:
+    """Rules about different keys are all told."""
+    keys = {p.key for p in refused("tp=16 pp=2 schedule=Nonsense cp=2 train.seq_len=63", 64)}
+    assert keys >= {"parallel.tp", "parallel.schedule", "train.seq_len"}
+
+
+def test_async_tensor_parallel_where_the_hardware_has_it() -> None:
+    layout = "tp=2 async_tp=true compile.enable=true"
+    assert planned(layout, machine=CUDA).tp == 2
+    apart = Machine("cuda", 8, "NVIDIA A10G", peer_access=False)
+    (problem,) = refused(layout, machine=apart)
+    assert "reach each other's memory" in problem.rule
+    across = Machine("cuda", 8, "NVIDIA H100", world_size=32, local_world_size=4, peer_access=True)
+    crossing = refused("tp=8 async_tp=true compile.enable=true", machine=across)
+    assert [p.key for p in crossing] == ["parallel.async_tp"]
+    assert "inside a node" in crossing[0].rule
+
+
+def test_a_cpu_is_not_given_hundreds_of_processes() -> None:
+    (problem,) = refused("dp_shard=8 tp=8 pp=8 train.global_batch=512", machine=Machine("cpu", 2))
+    assert problem.key == "run.workers"
+    assert "512" in str(problem)
+
+
+def test_degrees_fill_the_world() -> None:
+    plan = planned("tp=2 cp=2 pp=2 dp_replicate=2", 32)
+    assert plan.sizes == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+    # 16 sequences over four data-parallel ranks, in as many microbatches as there are.
+    assert (plan.local_batch, plan.microbatch, plan.accumulation) == (4, 1, 4)
+    assert planned("tp=4", machine=Machine("cpu", 2)).world_size == 4
+    assert planned("tp=2", machine=Machine("cpu", 8)).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("", True),
+        ("reshard_after_forward=never", False),
+        ("reshard_after_forward=always", True),
+        ("reshard_after_forward=2", 2),
+        ("reshard_after_forward=8", True),  # over all ranks is what always means
+        ("reshard_after_forward=1", False),
+        ("pp=2", False),
+        ("pp=2 reshard_after_forward=always", True),
+        ("dp_replicate=8", False),  # nothing to free
+    ],
+)
+def test_resharding(layout: str, expected: bool | int) -> None:
+    assert planned(layout, 8).reshard_after_forward is expected
+
+
+def test_microbatches_of_a_pipeline_fill_it() -> None:
+    """auto: the largest that leave four microbatches a rank, if there are as many."""
+    assert planned("pp=2 train.global_batch=32", 2).accumulation == 8
+    assert planned("pp=2 train.global_batch=4", 2).accumulation == 4
+    interleaved = planned("pp=2 schedule=Interleaved1F1B train.global_batch=15", 2)
+    assert interleaved.accumulation % 2 in (0, 1)
+
+
+def test_the_smallest_shard_group_that_fits() -> None:
+    """MiCS: shard over as few ranks as memory asks for, and replicate."""
+
+    def fitted(gib: float, layout: str = "", model: str = "8b") -> tuple[int, int]:
+        job, _, problems = read_job(
+            "demo",
+            [
+                ("model.preset", model),
+                ("train.seq_len", "8192"),
+                ("train.global_batch", "64"),
+                ("train.microbatch", "1"),
+                ("parallel.dp_shard", "fit"),
+                *(pair(word) for word in layout.split()),
+            ],
+        )
+        assert problems == []
+        machine = Machine(
+            "cuda", 8, "NVIDIA H100", world_size=64, local_world_size=8,
+            memory_bytes=int(gib * 2**30),
+        )  # fmt: skip
+        plan = resolve(job, machine)
+        assert plan.dp_shard * plan.dp_replicate * plan.tp * plan.pp * plan.cp == 64
+        return plan.dp_shard, plan.dp_replicate
+
+    # 8.03 G parameters of 16 bytes, and 77 GiB of activations without recomputation.
+    roomy, tight = fitted(400)[0], fitted(140)[0]
+    assert roomy == 1
+    assert 1 < tight < 64
+    assert fitted(140, "tp=2")[0] < tight
+    assert fitted(140, "pp=2 gradient_sync=step")[0] <= tight
+    with pytest.raises(InvalidJob, match="even over 64 ranks"):
+        fitted(20)
+    assert smallest_shard([1, 2, 4], [90.0, 50.0, 30.0], 60.0) == 2
+    assert smallest_shard([1, 2], [90.0, 80.0], 60.0) is None
+
+
+def test_crossing_nodes_is_warned_of() -> None:
+    inside = Machine("cpu", 8, world_size=16, local_world_size=8)
+    assert planned("tp=8", machine=inside).warnings == ()
+    across = Machine("cpu", 4, world_size=16, local_world_size=4)
+    (warning,) = planned("tp=8", machine=across).warnings
+    assert "tp" in warning
+
+
+def test_a_pipeline_file_tells_its_own_microbatches(tmp_path: Path) -> None:
+    file = tmp_path / "two.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    plan = planned(f"pp=2 schedule={file}", 2)
+    assert (plan.microbatch, plan.accumulation) == (8, 2)
+    assert plan.pipeline is not None
+    assert plan.pipeline.ranks == (0, 1)
+    (problem,) = refused(f"pp=2 schedule={file} train.microbatch=2", 2)
+    assert problem.key == "train.microbatch"
+    assert "file has 2" in problem.rule
+    (problem,) = refused(f"pp=4 schedule={file}", 4)
+    assert "2 lines for parallel.pp = 4" in problem.rule

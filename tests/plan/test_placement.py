@@ -1,0 +1,335 @@
+"""Placement: numbering, groups, nodes, and the map that people read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from weft.plan.placement import (
+    AXES,
+    PLACEMENTS,
+    coordinates,
+    crosses_nodes,
+    groups,
+    nodes_spanned,
+    placement_warnings,
+    rank_map,
+    rank_of,
+    ranks_per_node,
+    world_size,
+)
+
+REPLICA_OUTER = PLACEMENTS["replica-outer"]
+WORKED = {"pp": 6, "dp_replicate": 4, "tp": 4}  # a replica is three nodes of eight
+
+
+def layouts() -> list[tuple[dict[str, int], tuple[str, ...]]]:
+    """Sizes and orders, some of them odd."""
+    source = random.Random(0)
+    made = []
+    for _ in range(60):
+        sizes = {axis: source.choice((1, 1, 2, 3, 4)) for axis in AXES}
+        order = (*source.sample(AXES[:-1], 4), "tp")
+        made.append((sizes, source.choice((AXES, REPLICA_OUTER, order))))
+    return made
+
+
+# --------------------------------------------------------------------------- ranks and groups
+
+
+def test_numbering_is_that_of_a_device_mesh() -> None:
+    """``init_device_mesh`` lays the ranks out row by row: ``arange(world).view(sizes)``."""
+    sizes = {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 4}
+    mesh = np.arange(96).reshape(2, 3, 2, 2, 4)
+    for indices in np.ndindex(mesh.shape):
+        named = dict(zip(AXES, indices, strict=True))
+        assert coordinates(int(mesh[indices]), sizes) == named
+        assert rank_of(named, sizes) == mesh[indices]
+    assert groups("pp", sizes) == [tuple(row) for row in mesh.reshape(2, -1).T.tolist()]
+    assert groups("tp", sizes) == [tuple(row) for row in mesh.reshape(-1, 4).tolist()]
+    # mesh["dp_shard", "cp"] flattened, one for each index of the others.
+    flat = mesh.transpose(0, 1, 4, 2, 3).reshape(-1, 4)
+    assert groups(("dp_shard", "cp"), sizes) == [tuple(row) for row in flat.tolist()]
+
+
+def test_another_order_is_a_device_mesh_transposed() -> None:
+    sizes = {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 4}
+    mesh = np.arange(96).reshape(3, 2, 2, 2, 4).transpose(1, 0, 2, 3, 4)
+    for indices in np.ndindex(mesh.shape):
+        named = dict(zip(AXES, indices, strict=True))
+        assert rank_of(named, sizes, REPLICA_OUTER) == mesh[indices]
+    along_both = mesh.transpose(2, 3, 4, 0, 1).reshape(-1, 6)
+    found = groups(("pp", "dp_replicate"), sizes, REPLICA_OUTER)
+    assert found == [tuple(row) for row in along_both.tolist()]
+    found = groups("tp", sizes, REPLICA_OUTER)
+    assert found == [tuple(row) for row in mesh.reshape(-1, 4).tolist()]
+
+
+def test_coordinates_and_groups_agree_in_every_layout() -> None:
+    for sizes, order in layouts():
+        world = world_size(sizes)
+        where = [coordinates(rank, sizes, order) for rank in range(world)]
+        assert [rank_of(indices, sizes, order) for indices in where] == list(range(world))
+        for axes in ("pp", "cp", ("dp_shard",), ("dp_replicate", "dp_shard"), ("tp", "pp"), AXES):
+            chosen = {axes} if isinstance(axes, str) else set(axes)
+            found = groups(axes, sizes, order)
+            assert sorted(itertools.chain(*found)) == list(range(world))
+            for group in found:
+                assert len(group) == math.prod(sizes[axis] for axis in chosen)
+                for axis in set(AXES) - chosen:
+                    assert len({where[rank][axis] for rank in group}) == 1
+
+
+def test_an_axis_left_out_has_one_index() -> None:
+    assert coordinates(5, {"dp_shard": 8}) == dict.fromkeys(AXES, 0) | {"dp_shard": 5}
+    assert rank_of({"dp_shard": 5}, {"dp_shard": 8}) == 5
+    assert groups("tp", {"dp_shard": 2}) == [(0,), (1,)]
+    assert groups("pp", {}) == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: coordinates(8, {"tp": 8}), "rank 8 is not one of 8"),
+        (lambda: coordinates(-1, {"tp": 8}), "rank -1 is not one of 8"),
+        (lambda: rank_of({"tp": 8}, {"tp": 8}), "tp = 8 is not one of 8"),
+        (lambda: rank_of({"ep": 0}, {"tp": 8}), "no such axis: ep"),
+        (lambda: groups("ep", {"tp": 8}), "no such axis: ep"),
+        (lambda: groups("tp", {"ep": 8}), "no such axis: ep"),
+        (lambda: groups("tp", {"tp": 0}), "at least 1"),
+        (lambda: groups("tp", {"tp": 2}, ("tp", "pp", "dp_replicate", "dp_shard", "cp")), "ends"),
+        (lambda: groups("tp", {"tp": 2}, ("pp", "dp_shard", "cp", "tp")), "names each of pp"),
+        (lambda: rank_map({"pp": 2}, 2, ["one"]), "1 stages for pp = 2"),
+    ],
+)
+def test_what_is_not_there_is_refused(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_a_large_world_is_fast() -> None:
+    sizes = {"pp": 16, "dp_replicate": 2, "dp_shard": 32, "cp": 2, "tp": 8}
+    assert world_size(sizes) == 16384
+    start = time.process_time()
+    for axis in AXES:
+        assert len(groups(axis, sizes)) == 16384 // sizes[axis]
+        crosses_nodes(axis, sizes, 8)
+    groups(("dp_shard", "cp"), sizes)
+    placement_warnings(sizes, 8)
+    rank_map(sizes, 8)
+    assert time.process_time() - start < 0.7
+
+
+# --------------------------------------------------------------------------- nodes
+
+
+def test_which_groups_cross_nodes() -> None:
+    def crossing(order: tuple[str, ...]) -> dict[str, int]:
+        return {axis: nodes_spanned(axis, WORKED, 8, order) for axis in WORKED}
+
+    assert crossing(AXES) == {"pp": 6, "dp_replicate": 2, "tp": 1}
+    assert crossing(REPLICA_OUTER) == {"pp": 3, "dp_replicate": 4, "tp": 1}
+    assert not crosses_nodes("tp", WORKED, 8)
+    assert crosses_nodes("tp", WORKED, 2)
+    # One group of many is enough: 0-2 and 3-5 fit into a node, 6-8 does not.
+    assert crosses_nodes("tp", {"tp": 3, "dp_shard": 8}, 8)
+    assert nodes_spanned("tp", {"tp": 3, "dp_shard": 8}, 8) == 2
+    assert not crosses_nodes(("dp_shard", "cp"), {"pp": 4, "dp_shard": 4, "cp": 2}, 8)
+    assert crosses_nodes(("dp_shard", "cp"), {"pp": 4, "dp_shard": 4, "cp": 4}, 8)
+
+
+def test_spans_agree_with_counting() -> None:
+    for sizes, order in layouts():
+        for axes, local in itertools.product(
+            ("pp", "cp", ("dp_shard", "tp"), ("pp", "dp_replicate")), (1, 3, 4, 8)
+        ):
+            counted = [len(ranks_per_node(g, local)) for g in groups(axes, sizes, order)]
+            assert nodes_spanned(axes, sizes, local, order) == max(counted)
+
+
+def test_the_worked_example() -> None:
+    """Each replica three whole nodes, each node two consecutive stages, tp half a node."""
+    for replica in range(4):
+        ranks = [
+            rank_of({"dp_replicate": replica, "pp": pp, "tp": tp}, WORKED, REPLICA_OUTER)
+            for pp, tp in itertools.product(range(6), range(4))
+        ]
+        nodes = {3 * replica: 8, 3 * replica + 1: 8, 3 * replica + 2: 8}
+        assert ranks_per_node(ranks, 8) == nodes
+        for node in nodes:
+            on_node = range(8 * node, 8 * node + 8)
+            stages = [coordinates(rank, WORKED, REPLICA_OUTER)["pp"] for rank in on_node]
+            first = 2 * (node % 3)
+            assert stages == [first] * 4 + [first + 1] * 4
+    # With pp outermost, a node has one stage of two replicas instead.
+    on_node = [coordinates(rank, WORKED) for rank in range(8)]
+    assert {indices["pp"] for indices in on_node} == {0}
+    assert [indices["dp_replicate"] for indices in on_node] == [0] * 4 + [1] * 4
+
+
+def test_only_what_hurts_is_warned_of() -> None:
+    for order in (AXES, REPLICA_OUTER):
+        assert placement_warnings(WORKED, 8, order) == []
+        assert placement_warnings({"dp_shard": 64, "cp": 16, "pp": 2, "tp": 8}, 8, order) == []
+    assert placement_warnings({"dp_shard": 4}, 8) == []  # less than a node
+    assert placement_warnings({}, 1) == []
+    [warning] = placement_warnings({"tp": 16, "dp_shard": 2}, 8)
+    assert warning == (
+        "parallel.tp = 16: the group of ranks 0-15 spans 2 nodes of 8, and tp communicates several "
+        "times in every layer with nothing to compute meanwhile; use a tp that divides the ranks "
+        "of a node: 1, 2, 4 or 8"
+    )
+    [warning] = placement_warnings({"tp": 3, "dp_shard": 8}, 8)
+    assert "ranks 6-8 spans 2 nodes" in warning
+    [warning] = placement_warnings({"dp_shard": 12}, 8)
+    assert warning == (
+        "12 ranks do not fill nodes of 8: the last has 4, and groups do not line up with nodes; "
+        "use a multiple of 8 ranks"
+    )
+
+
+# --------------------------------------------------------------------------- the map
+
+MAP = """\
+96 ranks on 12 nodes of 8
+outermost first: dp_replicate 4 x pp 6 x tp 4
+
+node  ranks  dp_replicate  pp  tp groups  holds
+0     0-3    0             0   [0-3]      unit 0
+      4-7    0             1   [4-7]      unit 1
+1     8-11   0             2   [8-11]     unit 2
+      12-15  0             3   [12-15]    unit 3
+2     16-19  0             4   [16-19]    unit 4
+      20-23  0             5   [20-23]    unit 5
+nodes 3-11 go on like this:
+  dp_replicate + 1 every 3 nodes
+
+pp  on nodes     holds
+0   0, 3, 6, 9   unit 0
+1   0, 3, 6, 9   unit 1
+2   1, 4, 7, 10  unit 2
+3   1, 4, 7, 10  unit 3
+4   2, 5, 8, 11  unit 4
+5   2, 5, 8, 11  unit 5
+
+axis          size  groups  each            for example ranks
+dp_replicate  4     24      across 4 nodes  0, 24, 48, 72
+pp            6     16      across 3 nodes  0, 4, 8, ..., 20
+tp            4     24      inside a node   0-3"""
+
+
+def test_the_map() -> None:
+    names = [f"unit {i}" for i in range(6)]
+    assert rank_map(WORKED, 8, names, REPLICA_OUTER) == MAP
+
+
+def rows(text: str) -> list[list[str]]:
+    """The node lines of a map, split into words; the first is the node, or empty."""
+    body = text.split("\n\n")[1].split("\nnodes ")[0]
+    return [[""] * line.startswith(" ") + line.split() for line in body.splitlines()[1:]]
+
+
+def test_lines_of_a_map() -> None:
+    # Shards and replicas of one rank each are one line; a replica of several has its own.
+    assert rows(rank_map({"dp_shard": 8}, 8)) == [["0", "0-7", "0-7"]]
+    assert rows(rank_map({"dp_replicate": 8, "pp": 2}, 8)) == [
+        ["0", "0-7", "0", "0-7"],
+        ["1", "8-15", "1", "0-7"],
+    ]
+    assert rows(rank_map({"dp_replicate": 2, "dp_shard": 4}, 8)) == [
+        ["0", "0-3", "0", "0-3"],
+        ["", "4-7", "1", "0-3"],
+    ]
+    [line] = rows(rank_map({"dp_shard": 2, "cp": 2, "tp": 2}, 8))
+    assert line == ["0", "0-7", "0-1", "0-1", "[0-1]", "[2-3]", "[4-5]", "[6-7]"]
+    assert rank_map({}, 1) == "1 rank on 1 node of 1\n\nnode  ranks\n0     0"
+    # A group that leaves its node says so, and is the example.
+    assert rank_map({"tp": 3, "dp_shard": 8}, 8).endswith("across 2 nodes  6-8")
+    assert rows(rank_map({"tp": 3, "dp_shard": 8}, 8))[2:4] == [
+        ["", "6-7", "2", "[6-8]", "on", "nodes", "0-1"],
+        ["1", "8", "2", "[6-8]", "on", "nodes", "0-1"],
+    ]
+    assert "[0-1] [2-3] ... [62-63]" in rank_map({"tp": 2, "dp_shard": 32}, 64)
+
+
+def unspan(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def test_every_line_of_a_map_is_true() -> None:
+    """The ranks of a line are exactly those with the indices that it shows, on its node."""
+    for sizes, order in layouts():
+        for local in (1, 4, 8, 24):
+            columns = [axis for axis in order if axis != "tp" and sizes[axis] > 1]
+            seen: list[int] = []
+            node = ""
+            for row in rows(rank_map(sizes, local, order=order, every_node=True)):
+                node = row.pop(0) or node
+                ranks = unspan(row[0])
+                assert {rank // local for rank in ranks} == {int(node)}
+                seen += ranks
+                shown = {
+                    axis: unspan(cell)
+                    for axis, cell in zip(columns, row[1 : 1 + len(columns)], strict=True)
+                }
+                for rank in ranks:
+                    where = coordinates(rank, sizes, order)
+                    assert all(where[axis] in indices for axis, indices in shown.items())
+                tp = {coordinates(rank, sizes, order)["tp"] for rank in ranks}
+                assert len(ranks) == len(tp) * math.prod(len(found) for found in shown.values())
+            assert seen == list(range(world_size(sizes)))
+
+
+def test_a_large_map_shows_a_pattern_and_how_it_goes_on() -> None:
+    text = rank_map({"pp": 16, "dp_shard": 128, "tp": 8}, 8)
+    assert rows(text) == [["0", "0-7", "0", "0", "[0-7]"], ["1", "8-15", "0", "1", "[8-15]"]]
+    assert (
+        "nodes 2-2047 go on like this:\n  dp_shard + 1 with every node\n  pp + 1 every 128 nodes\n"
+    ) in text
+    assert "\n5   640-767\n" in text
+    assert "\npp        16    1024    across 16 nodes   0, 1024, 2048, ..., 15360\n" in text
+    assert "dp_shard + 8 with every node" in rank_map({"dp_shard": 128}, 8)
+    # Three nodes until groups of three line up with nodes of eight again.
+    assert "nodes 3-14 go on like this:\n  dp_shard + 8 every 3 nodes" in rank_map(
+        {"tp": 3, "dp_shard": 40}, 8
+    )
+    # Nodes that no axis lines up with: told in ranks.
+    assert "  pp + 1 every 12 ranks" in rank_map({"pp": 11, "tp": 12}, 8)
+    every = rank_map({"pp": 16, "dp_shard": 128, "tp": 8}, 8, every_node=True)
+    assert len(rows(every)) == 2048
+    assert "go on" not in every
+
+
+def test_how_a_map_goes_on_is_true() -> None:
+    """What the text promises of the nodes that are not shown holds for their ranks."""
+    checked = 0
+    for sizes, order in layouts():
+        for local in (2, 4, 8):
+            lines = rank_map(sizes, local, order=order).splitlines()
+            for line in lines:
+                axis, plus, *_ = words = [*line.split(), "", ""][:6]
+                if not line.startswith("  ") or plus != "+":
+                    continue
+                number = 1 if "with" in words else int(words[4].replace(",", ""))
+                step = number * (1 if "rank" in line else local)
+                # Wherever the axis does not wrap round, nothing else changes either.
+                for rank in range(world_size(sizes) - step):
+                    before = coordinates(rank, sizes, order)
+                    after = before | {axis: before[axis] + int(words[2])}
+                    if after[axis] < sizes[axis]:
+                        assert rank_of(after, sizes, order) == rank + step
+                        checked += 1
+    assert checked > 1000
+
+
+def test_neither_file_imports_torch() -> None:
+    probe = "import sys, weft.plan.placement, weft.plan.stages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

@@ -1,0 +1,396 @@
+"""Stages: the exact best cut, against every possible one, and what people see of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+
+from weft.models.llama import PRESETS, Unit, units
+from weft.plan.stages import (
+    GIB,
+    Objective,
+    Stage,
+    check_layers,
+    cut_stages,
+    imbalance,
+    names_of_ranks,
+    partition,
+    stage_table,
+    stages_of_rank,
+)
+
+OBJECTIVES: tuple[Objective, ...] = ("speed", "memory")
+
+
+def one_f_one_b(num_stages: int, microbatches: int = 10**6) -> list[int]:
+    return [min(microbatches, num_stages - s) for s in range(num_stages)]
+
+
+def by_trying_all(
+    seconds: Sequence[float],
+    state: Sequence[float],
+    activation: Sequence[float],
+    in_flight: Sequence[int],
+    objective: Objective,
+    limit: float | None,
+    together: Sequence[tuple[int, int]],
+) -> list[range] | None:
+    """What `partition` promises, word by word: the best of all cuts, in exact arithmetic."""
+    n, num_stages = len(seconds), len(in_flight)
+    candidates = []
+    for inner in itertools.combinations(range(1, n), num_stages - 1):
+        cut = [range(a, b) for a, b in itertools.pairwise([0, *inner, n])]
+        times = [sum(Fraction(seconds[i]) for i in stage) for stage in cut]
+        memories = [
+            sum(Fraction(state[i]) + count * Fraction(activation[i]) for i in stage)
+            for stage, count in zip(cut, in_flight, strict=True)
+        ]
+        if limit is not None and max(memories) > limit:
+            continue
+        if not all(any(a in stage and b in stage for stage in cut) for a, b in together):
+            continue
+        levels = [max(times), max(memories)]
+        if objective == "memory":
+            levels.reverse()
+        squares = sum(each * each for each in times)
+        candidates.append((*levels, squares, inner, cut))
+    return min(candidates)[-1] if candidates else None
+
+
+# --------------------------------------------------------------------------- the cut
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("costs", ["many ties", "tenths", "anything"])
+def test_the_cut_is_the_best_of_all_at_every_level(objective: Objective, costs: str) -> None:
+    source = random.Random(f"{objective} {costs}")
+    draw = {
+        "many ties": lambda: source.randrange(4),
+        # Equal sums of these differ when added as floats, so that every tie is at stake.
+        "tenths": lambda: source.choice((0.1, 0.2, 0.3, 0.7)),
+        "anything": lambda: source.random() * 10 ** source.randrange(4),
+    }[costs]
+    impossible = 0
+    for _ in range(250):
+        n = source.randrange(1, 9)
+        num_stages = source.randrange(1, min(n, 5) + 1)
+        seconds, state, activation = ([draw() for _ in range(n)] for _ in range(3))
+        in_flight = source.choice(
+            (
+                one_f_one_b(num_stages, 2),
+                one_f_one_b(num_stages),
+                [3] * num_stages,  # GPipe
+                [source.randrange(1, 4) for _ in range(num_stages)],
+            )
+        )
+        limit = None
+        if source.random() < 0.5:
+            average = (sum(state) + in_flight[0] * sum(activation)) / num_stages
+            limit = average * source.choice((0.5, 1.0, 1.5))
+        together = [
+            (source.randrange(n), source.randrange(n)) for _ in range(source.choice((0, 0, 1, 2)))
+        ]
+        found = partition(seconds, state, activation, in_flight, objective, limit, together)
+        assert found == by_trying_all(
+            seconds, state, activation, in_flight, objective, limit, together
+        )
+        impossible += found is None
+    assert 20 < impossible < 125
+
+
+def test_the_fastest_rest_is_not_always_the_best_rest() -> None:
+    """The first stage takes 3 anyway, so the others may too, and then need less memory."""
+    found = partition([3, 1, 1, 2], [1, 2, 1, 1], [0] * 4, [1, 1, 1])
+    assert found == [range(0, 1), range(1, 2), range(2, 4)]
+
+
+def test_a_bound_met_exactly_is_met() -> None:
+    """0.1 + 0.1 + 0.1 is more than 0.3 as a sum of floats, and equal to any other such sum."""
+    assert partition([0.1] * 12, [0.1] * 12, [0] * 12, [1] * 4) == [
+        range(0, 3),
+        range(3, 6),
+        range(6, 9),
+        range(9, 12),
+    ]
+    assert partition([1] * 4, [1, 2, 0, 3], [0] * 4, [1, 1], limit_bytes=3) is not None
+    assert partition([1] * 4, [1, 2, 0, 3], [0] * 4, [1, 1], limit_bytes=3 - 1e-15) is None
+
+
+def test_microbatches_in_flight_shrink_the_first_stages() -> None:
+    ones = [1.0] * 12
+    assert partition(ones, [0] * 12, ones, [4, 2, 1], "memory") == [
+        range(0, 2),
+        range(2, 6),
+        range(6, 12),
+    ]
+    even = [range(0, 4), range(4, 8), range(8, 12)]
+    assert partition(ones, [0] * 12, ones, [3, 3, 3], "memory") == even
+    assert partition(ones, [0] * 12, ones, [4, 2, 1], "speed") == even
+
+
+def test_each_stage_has_its_own_count_in_flight() -> None:
+    """Not by position from the end, nor the largest for all: one odd stage gets the least."""
+    found = partition([1.0] * 9, [0] * 9, [1.0] * 9, [1, 8, 1], "memory")
+    assert found == [range(0, 4), range(4, 5), range(5, 9)]
+
+
+def test_more_room_and_more_stages_never_make_it_slower() -> None:
+    source = random.Random(0)
+    for _ in range(30):
+        n = source.randrange(6, 14)
+        seconds, state = ([source.random() for _ in range(n)] for _ in range(2))
+
+        def slowest(num_stages: int, limit: float | None) -> float:
+            found = partition(seconds, state, [0] * n, [1] * num_stages, "speed", limit)  # noqa: B023
+            return max((sum(seconds[i] for i in s) for s in found), default=0) if found else 1e9  # noqa: B023
+
+        limits = [sum(state) * share for share in (0.2, 0.3, 0.4, 0.6, 1.0)]
+        by_room = [slowest(4, limit) for limit in (*limits, None)]
+        assert by_room == sorted(by_room, reverse=True)
+        by_stages = [slowest(num_stages, None) for num_stages in range(1, n + 1)]
+        assert all(b <= a + 1e-12 for a, b in itertools.pairwise(by_stages))
+
+
+def test_degenerate_cuts() -> None:
+    def cut(n: int, num_stages: int, **rules: object) -> list[range] | None:
+        return partition([1] * n, [1] * n, [1] * n, [1] * num_stages, **rules)  # type: ignore[arg-type]
+
+    assert cut(5, 1) == [range(5)]
+    assert cut(3, 3) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert cut(2, 3) is None  # fewer units than stages
+    assert cut(0, 1) is None
+    assert partition([0] * 4, [0] * 4, [0] * 4, [1, 1]) == [range(0, 1), range(1, 4)]
+    assert cut(3, 2, together=[(2, 0)]) is None
+    assert cut(3, 1, together=[(2, 0)]) == [range(3)]
+    assert cut(4, 2, together=[(0, 1), (1, 2)]) == [range(0, 3), range(3, 4)]
+    assert cut(3, 3, limit_bytes=2) is not None
+    assert cut(3, 3, limit_bytes=1.999) is None
+    assert cut(3, 3, limit_bytes=0) is None
+    assert cut(3, 3, limit_bytes=-1) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 1], [1], [1, 1], [1]), "equal length"),
+        (([1, -1], [1, 1], [1, 1], [1]), "not negative"),
+        (([1, float("nan")], [1, 1], [1, 1], [1]), "finite"),
+        (([1, 1], [1, 1], [1, float("inf")], [1]), "finite"),
+        (([1, 1], [1, 1], [1, 1], [1], "speed", float("inf")), "limit_bytes"),
+        (([1, 1], [1, 1], [1, 1], []), "in_flight"),
+        (([1, 1], [1, 1], [1, 1], [1, 0]), "in_flight"),
+        (([1, 1], [1, 1], [1, 1], [1], "speed", None, [(0, 2)]), "together"),
+    ],
+)
+def test_impossible_costs_are_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(*arguments)  # type: ignore[arg-type]
+
+
+def test_the_largest_models_are_cut_in_no_time() -> None:
+    source = random.Random(0)
+    costs = [[source.random() for _ in range(128)] for _ in range(3)]
+    for objective in OBJECTIVES:
+        start = time.process_time()
+        assert partition(*costs, one_f_one_b(32), objective) is not None
+        assert time.process_time() - start < 1
+
+
+# --------------------------------------------------------------------------- stages of a model
+
+SEQ_LEN = 8192
+
+
+def blocks_of(stages: list[Stage] | None) -> list[int]:
+    assert stages is not None
+    return [stage.blocks for stage in stages]
+
+
+@pytest.mark.parametrize(("preset", "num_stages"), [("8b", 4), ("70b", 8)])
+def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int) -> None:
+    model = units(PRESETS[preset], SEQ_LEN)
+    in_flight = one_f_one_b(num_stages)
+    stages = cut_stages(model, in_flight, SEQ_LEN, 16)
+    assert stages is not None
+    assert [stage.units.start for stage in stages[1:]] == [s.units.stop for s in stages[:-1]]
+    assert (stages[0].first, stages[-1].end) == (0, len(model))
+    assert sum(blocks_of(stages)) == len(model) - 2
+    assert stages[-1].blocks < max(blocks_of(stages))
+    assert sum(stage.share for stage in stages) == pytest.approx(1)
+    # The blocks divide evenly, but then the last stage is slowest.
+    by_count, rest = divmod(len(model) - 2, num_stages)
+    assert rest == 0
+    counted = cut_stages(model, in_flight, SEQ_LEN, 16, layers=[by_count] * num_stages)
+    assert counted is not None
+    shares, counted_shares = ([stage.share for stage in cut] for cut in (stages, counted))
+    assert imbalance(shares) < imbalance(counted_shares)
+    smallest = cut_stages(model, in_flight, SEQ_LEN, 16, "memory")
+    assert smallest is not None
+    assert max(s.memory_bytes for s in smallest) < max(s.memory_bytes for s in stages)
+    assert blocks_of(smallest)[:-1] == sorted(blocks_of(smallest)[:-1])
+
+
+def test_llama_405b_is_cut_as_it_was_trained() -> None:
+    """126 blocks over 16: one fewer in the first and the last stage (arXiv:2407.21783, 3.3.2)."""
+    model = units(PRESETS["405b"], SEQ_LEN)
+    assert blocks_of(cut_stages(model, one_f_one_b(16), SEQ_LEN, 16)) == [7, *[8] * 14, 7]
+
+
+def test_a_stage_is_the_sum_of_its_units() -> None:
+    model = units(PRESETS["8b"], SEQ_LEN)
+    stages = cut_stages(model, [4, 3, 2, 1], 1024, 2)
+    assert stages is not None
+    for stage in stages:
+        mine = [model[i] for i in stage.units]
+        assert stage.state_bytes == 2 * sum(unit.params for unit in mine)
+        kept = 1024 * sum(unit.activation_bytes_per_token for unit in mine)
+        assert stage.activation_bytes == kept
+        assert stage.memory_bytes == stage.state_bytes + stage.in_flight * kept
+        flops = sum(unit.flops_per_token for unit in mine)
+        assert stage.share == pytest.approx(flops / sum(unit.flops_per_token for unit in model))
+
+
+def test_tied_embeddings_and_a_limit_can_leave_no_cut() -> None:
+    model = units(PRESETS["toy"], 256)
+    tied = [(0, len(model) - 1)]
+    assert cut_stages(model, [2, 1], 256, 16) is not None
+    assert cut_stages(model, [2, 1], 256, 16, together=tied) is None
+    assert blocks_of(cut_stages(model, [1], 256, 16, together=tied)) == [3]
+    assert cut_stages(model, [2, 1], 256, 16, limit_bytes=1) is None
+
+
+def test_layers_by_hand() -> None:
+    model = units(PRESETS["8b"], SEQ_LEN)
+    stages = cut_stages(model, [4, 3, 2, 1], SEQ_LEN, 16, layers=(0, 20, 12, 0), limit_bytes=1)
+    assert stages is not None
+    assert [stage.units for stage in stages] == [
+        range(0, 1),
+        range(1, 21),
+        range(21, 33),
+        range(33, 34),
+    ]
+    assert blocks_of(stages) == [0, 20, 12, 0]
+    assert [stage.name for stage in stages] == [
+        "embed_tokens",
+        "layers 0-19",
+        "layers 20-31",
+        "head",
+    ]
+    whole = cut_stages(model, [1], SEQ_LEN, 16, layers=[32])
+    assert whole is not None
+    assert [stage.name for stage in whole] == ["embed_tokens + layers 0-31 + head"]
+    with pytest.raises(ValueError, match="adds up to 31 blocks, and the model has 32"):
+        cut_stages(model, [2, 1], SEQ_LEN, 16, layers=[16, 15])
+    with pytest.raises(ValueError, match="embed_tokens and head must lie in one stage"):
+        cut_stages(model, [2, 1], SEQ_LEN, 16, layers=[16, 16], together=[(0, 33)])
+
+
+def test_impossible_layers_are_told_with_a_remedy() -> None:
+    assert check_layers([7, 9, 9, 7], 4, 32) == []
+    assert check_layers([0, 3, 0], 3, 3) == []
+    [problem] = check_layers([8, 8, 8], 3, 32)
+    assert str(problem) == (
+        "pipeline.layers = [8, 8, 8]: adds up to 24 blocks, and the model has 32; "
+        "such as [10, 11, 11], or leave it out to cut by cost"
+    )
+    rules = [problem.rule for problem in check_layers([8, 0, 8], 4, 32)]
+    assert rules == [
+        "lists 3 stages, and there are 4",
+        "adds up to 16 blocks, and the model has 32",
+        "has a stage without a block; only the first and the last may have none",
+    ]
+    assert len(check_layers([-1, 5], 2, 4)) == 1
+    [problem] = check_layers([1, 0, 0, 1], 4, 1)[:1]
+    assert problem.remedy == "use at most 3 stages"
+    for num_stages, num_blocks in itertools.product(range(1, 8), range(1, 10)):
+        if num_blocks >= num_stages - 2:
+            [problem, *_] = check_layers([num_blocks + 1], num_stages, num_blocks)
+            example = problem.remedy.partition("[")[2].partition("]")[0]
+            shown = [int(count) for count in example.split(", ")]
+            assert check_layers(shown, num_stages, num_blocks) == []
+
+
+# --------------------------------------------------------------------------- stages of a rank
+
+
+def test_stages_of_a_rank() -> None:
+    assert [stages_of_rank(rank, 4, 2) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [stages_of_rank(rank, 4, 2, "v") for rank in range(4)] == [
+        [0, 7],
+        [1, 6],
+        [2, 5],
+        [3, 4],
+    ]
+    assert stages_of_rank(1, 3, 3, "v") == [1, 4, 7]
+    assert stages_of_rank(0, 3, 4, "v") == [0, 5, 6, 11]
+    for style in ("loop", "v"):
+        held = [s for rank in range(3) for s in stages_of_rank(rank, 3, 4, style)]  # type: ignore[arg-type]
+        assert sorted(held) == list(range(12))
+
+
+GOLDEN = """\
+stage  rank  units                      blocks  time %  memory GiB
+    0     0  embed_tokens + layers 0-6       7    20.7        6.09
+    1     1  layers 7-15                     9    26.6        5.84
+    2     2  layers 16-24                    9    26.6        4.04
+    3     3  layers 25-31 + head             7    26.1        3.13
+slowest stage: 1, 6.4% above the mean"""
+
+GOLDEN_V = """\
+stage  rank  units                  blocks  time %  memory GiB
+    0     0  embed + layer 0             1    20.0        5.00
+    1     1  layer 1                     1    20.0        3.00
+    2     1  layer 2                     1    20.0        3.00
+    3     0  layer 3 + norm + head       1    40.0        6.00
+slowest stage: 3, 60.0% above the mean
+
+rank  stages  blocks  time %  memory GiB
+   0  0, 3         2    60.0       11.00
+   1  1, 2         2    40.0        6.00
+slowest rank: 0, 20.0% above the mean"""
+
+
+def test_the_table() -> None:
+    stages = cut_stages(units(PRESETS["8b"], SEQ_LEN), [4, 3, 2, 1], 1024, 0.25)
+    assert stages is not None
+    assert stage_table(stages) == GOLDEN
+    assert names_of_ranks(stages, 2) == [
+        "embed_tokens + layers 0-6; layers 16-24",
+        "layers 7-15; layers 25-31 + head",
+    ]
+    with pytest.raises(ValueError, match="4 stages do not divide over 3 ranks"):
+        stage_table(stages, 3)
+
+
+def test_the_table_sums_up_the_stages_of_a_rank() -> None:
+    kept = float(GIB)
+    stages = [
+        Stage(0, 2, "embed + layer 0", 1, 0.2, 2 * kept, kept, 3),
+        Stage(2, 3, "layer 1", 1, 0.2, kept, kept, 2),
+        Stage(3, 4, "layer 2", 1, 0.2, kept, kept, 2),
+        Stage(4, 7, "layer 3 + norm + head", 1, 0.4, 3 * kept, 3 * kept, 1),
+    ]
+    assert stage_table(stages, 2, "v") == GOLDEN_V
+    assert names_of_ranks(stages, 2, "v")[0] == "embed + layer 0; layer 3 + norm + head"
+
+
+def test_the_table_stays_readable_with_many_stages() -> None:
+    model = units(PRESETS["405b"], SEQ_LEN)
+    stages = cut_stages(model, [32] * 32, 1024, 0.25)
+    assert stages is not None
+    lines = stage_table(stages, 8).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == (1 + 32 + 1) + 1 + (1 + 8 + 1)
+
+
+def test_units_of_any_name() -> None:
+    parts = ("tokens", "trunk.layers.0", "trunk.layers.1", "final.norm")
+    model = [Unit(name, 1, 1.0, 1.0) for name in parts]
+    stages = cut_stages(model, [1], 1, 1)
+    assert stages is not None
+    assert (stages[0].name, stages[0].blocks) == ("tokens + trunk.layers 0-1 + final.norm", 2)

@@ -1,0 +1,1 @@
+"""Comparing what layouts and recipes compute."""

@@ -1,0 +1,345 @@
+"""What one rank does for a verification: train a few steps with the code that trains, and measure.
+
+One process goes first and leaves its tensors in a file; every rank of the layout compares with
+them on the spot and returns numbers only.  So replicas that have drifted apart are seen, too:
+each rank compares *its* view of a whole gradient.
+
+*Forward* is compared block by block, to tell where it goes wrong.  A hook adds up every channel
+of what goes into a block and comes out of it, and the channel's square, over all tokens that the
+rank sees; the sums of all ranks, divided by their number of tokens, are the means over the global
+batch, whoever saw what: rows, slices of a row (context and sequence parallel), the same tokens on
+several ranks (tensor parallel without sequence parallel), one microbatch after the other.
+
+*Steps* are each taken from equal weights: after an update has been compared, a layout goes on from
+one process's parameters (with optimizer states of its own).  AdamW divides by the root of the
+second moment, and where that is nearly zero it makes of rounding a step of full size; the next
+gradients of two correct layouts would differ by some 1e-4 for that alone, and hide what is wrong.
+
+*Data* is noise made from the seed.  Rows have very different numbers of targets with a loss, from
+all to a quarter, so that no mean of means passes for the mean.
+
+Shapes: B rows of a microbatch, T tokens of a row, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.checkpoint.state import named_parameters
+from weft.data.loader import IGNORE, Batch, Loader, evaluation_batches
+from weft.data.store import TokenStream
+from weft.job import Job
+from weft.models import load_family
+from weft.optim.optimizer import clip_grad_norm, set_learning_rate
+from weft.optim.schedule import learning_rate
+from weft.parallel.init import shard_offsets
+from weft.parallel.mesh import Mesh
+from weft.plan.resolve import Plan
+from weft.train.loop import naming
+from weft.train.setup import Built, Rank, build
+
+# Breaks something of a rank that has been built, in tests.
+Tamper = Callable[[Built, Plan], None]
+
+SEPARATOR = 0  # the token that ends a document
+DOCUMENT_TOKENS = 12  # in a document, on average
+
+ONE = "one.pt"
+
+
+class Difference(NamedTuple):
+    """Of a whole tensor from that of one process."""
+
+    largest: float  # of its entries, relative to the largest entry of one process's
+    factor: float  # by which one process's must be multiplied to come nearest to it
+
+
+class Sums(NamedTuple):
+    """Of an activation, over some tokens: float64 ``[D]``."""
+
+    tokens: int
+    values: Any
+    squares: Any
+
+
+class Step(NamedTuple):
+    """What a rank saw of an optimizer step.  Gradients are those before clipping."""
+
+    loss: float
+    grad_norm: float
+    forward: dict[str, Sums]  # in the order of the forward pass
+    gradients: dict[str, Difference]
+    updates: dict[str, float]  # of parameters: distance, relative to their way in this step
+
+
+class Measured(NamedTuple):
+    names: list[str]  # of this rank's parameters, in the order of their definition
+    initial: dict[str, Difference]
+    steps: list[Step]
+    eval_loss: float
+    drift: float  # of parameters after a step: the largest difference of an entry
+
+
+def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measured:
+    """Train ``job.train.steps`` steps on this rank of the process group.
+
+    Args:
+        folder: where one process, which is world size 1 and called first, leaves its tensors.
+        tamper: called with what was built, and the plan.
+    """
+    if job.compile.enable:
+        torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
+    rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    built = build(job, plan, rank)
+    params = dict(named_parameters(built.parts))
+    tensors = _Tensors(Path(folder) / ONE)
+    initial = tensors.compare("initial", params.items())
+    if tamper is not None:
+        tamper(built, plan)
+    prints = Fingerprints(built.parts, load_family(job.model.kind).blocks)
+    loader = _loader(job, plan, built.mesh)
+    stages = built.mesh.group("pp") if plan.pp > 1 else None
+
+    steps = []
+    for step in range(1, job.train.steps + 1):
+        samples = (step - 1) * job.train.global_batch
+        batches = [_with_fewer_targets(batch) for batch in loader.batch(samples)]
+        rows = [len(batch.tokens_BT) for batch in batches]
+        with naming(step), prints.of(rows) as forward:
+            loss = built.engine.forward_backward(batches)
+        dist.all_reduce(loss)
+        gradients = tensors.compare(f"gradients {step}", _gradients(params))
+        norm = clip_grad_norm(params.values(), job.optim.max_grad_norm, stages)
+        lr = learning_rate(step, job.train.steps, job.optim, built.decay)
+        set_learning_rate(built.optimizer, lr)
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+        updates = tensors.compare_updates(f"params {step}", params)
+        steps.append(Step(loss.item(), norm.item(), forward, gradients, updates))
+    try:
+        eval_loss = built.engine.evaluate(_held_out(job, plan, built.mesh))
+    except Exception as error:
+        error.add_note("in the evaluation")
+        raise
+    tensors.save()
+    return Measured(list(params), initial, steps, eval_loss, tensors.drift)
+
+
+# --------------------------------------------------------------------------- tensors
+
+
+class _Tensors:
+    """One process's tensors: written by it, compared with by the ranks of a layout."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.theirs: dict[str, dict[str, Tensor]] | None = None
+        if path.exists():
+            self.theirs = torch.load(path)
+        self.ours: dict[str, dict[str, Tensor]] = {}
+        self.before = "initial"
+        self.drift = 0.0
+
+    def compare(self, what: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Difference]:
+        """Each tensor's difference, whole; all ranks that share one call this in step."""
+        differences = {}
+        for name, tensor in tensors:
+            ours = _whole(tensor)
+            if self.theirs is None:
+                self.ours.setdefault(what, {})[name] = ours
+                differences[name] = Difference(0.0, 1.0)
+            else:
+                differences[name] = difference(ours, self.theirs[what][name])
+        return differences
+
+    def compare_updates(self, what: str, params: dict[str, nn.Parameter]) -> dict[str, float]:
+        """How far each parameter is from one process's, relative to its way in this step.
+
+        Afterwards it is one process's.
+        """
+        distances = {}
+        for name, param in params.items():
+            ours = _whole(param)
+            if self.theirs is None:
+                self.ours.setdefault(what, {})[name] = ours
+                distances[name] = 0.0
+                continue
+            theirs = self.theirs[what][name]
+            way = theirs - self.theirs[self.before][name]
+            distances[name] = ratio((ours - theirs).norm().item(), way.norm().item())
+            self.drift = max(self.drift, finite((ours - theirs).abs().max().item()))
+            _copy_shard(param, theirs)
+        self.before = what
+        return distances
+
+    def save(self) -> None:
+        if self.theirs is None:
+            torch.save(self.ours, self.path)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> Difference:
+    """Of two whole tensors."""
+    if ours.shape != theirs.shape:
+        return Difference(math.inf, math.nan)
+    ours, theirs = ours.double(), theirs.double()
+    largest = ratio((ours - theirs).abs().max().item(), theirs.abs().max().item())
+    factor = ratio((ours * theirs).sum().item(), theirs.square().sum().item())
+    return Difference(largest, factor)
+
+
+def ratio(a: float, b: float) -> float:
+    """``a / b``; 0 of 0 is 0, and what is not a number is infinite."""
+    if a == 0 and math.isfinite(b):
+        return 0.0
+    return finite(a / b) if b else math.inf
+
+
+def finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+@torch.no_grad()
+def _copy_shard(param: nn.Parameter, whole: Tensor) -> None:
+    """Fill this rank's shard of a parameter."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    begins = shard_offsets(param)
+    box = tuple(slice(b, b + size) for b, size in zip(begins, local.shape, strict=True))
+    local.copy_(whole[box])
+
+
+def _gradients(params: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    for name, param in params.items():
+        yield name, torch.zeros_like(param) if param.grad is None else param.grad
+
+
+# --------------------------------------------------------------------------- forward
+
+
+class Fingerprints:
+    """Sums over what goes into each block and comes out of it, while ``of`` is active."""
+
+    def __init__(self, parts: list[nn.Module], blocks: Callable[[Any], list[nn.Module]]) -> None:
+        self._sums: dict[str, Sums] | None = None
+        self._rows: list[int] = []
+        self._calls: dict[str, int] = {}
+        for part in parts:
+            names = {module: name for name, module in part.named_modules()}
+            for block in blocks(part):
+                name = names[block]
+                block.register_forward_pre_hook(partial(self._before, f"before {name}"))
+                block.register_forward_hook(partial(self._after, f"in {name}"))
+
+    def of(self, rows: list[int]) -> Fingerprints:
+        """Those of a step whose microbatches have so many rows, in order."""
+        self._rows, self._calls = rows, {}
+        return self
+
+    def __enter__(self) -> dict[str, Sums]:
+        self._sums = {}
+        return self._sums
+
+    def __exit__(self, *unused: object) -> None:
+        self._sums = None
+
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._add(name, args)
+
+    def _after(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._add(name, output if isinstance(output, tuple) else (output,))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _add(self, name: str, values: tuple[Any, ...]) -> None:
+        if self._sums is None or not values or not isinstance(values[0], Tensor):
+            return
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        if call >= len(self._rows):
+            return  # computed again for backward
+        # A pipeline fills a short microbatch up.
+        x_ND = values[0].detach()[: self._rows[call]].double().flatten(0, -2)
+        before = self._sums.get(name, Sums(0, 0.0, 0.0))
+        self._sums[name] = Sums(
+            before.tokens + len(x_ND),
+            before.values + x_ND.sum(0).numpy(),
+            before.squares + x_ND.square().sum(0).numpy(),
+        )
+
+
+def added(ranks: Iterable[Sums]) -> Sums:
+    """The sums over the tokens of all ranks."""
+    tokens, values, squares = zip(*ranks, strict=True)
+    return Sums(sum(tokens), sum(values), sum(squares))
+
+
+def apart(ours: Sums, theirs: Sums) -> float:
+    """How far two fingerprints are from each other: 0 to rounding if the activations are equal."""
+    if np.shape(ours.values) != np.shape(theirs.values):
+        return math.inf
+    means = np.abs(ours.values / ours.tokens - theirs.values / theirs.tokens).max()
+    squares = np.abs(ours.squares / ours.tokens - theirs.squares / theirs.tokens).max()
+    largest = (theirs.squares / theirs.tokens).max()
+    return max(ratio(float(means), math.sqrt(largest)), ratio(float(squares), float(largest)))
+
+
+# --------------------------------------------------------------------------- data
+
+
+def _stream(job: Job, plan: Plan, name: int, rows: int) -> TokenStream:
+    """Tokens for so many rows, drawn from the seed."""
+    generator = np.random.default_rng([job.train.seed, name])
+    size = rows * job.train.seq_len + 1
+    tokens = generator.integers(1, plan.model.vocab_size, size)
+    tokens[generator.random(size) < 1 / DOCUMENT_TOKENS] = SEPARATOR
+    return TokenStream([tokens])
+
+
+def _loader(job: Job, plan: Plan, mesh: Mesh) -> Loader:
+    """The loader that trains, over noise: each row is seen once."""
+    return Loader(
+        _stream(job, plan, 0, job.train.steps * job.train.global_batch),
+        seq_len=job.train.seq_len,
+        seed=job.train.seed,
+        packing=job.data.packing,
+        separator=SEPARATOR,
+        global_batch=job.train.global_batch,
+        dp_rank=mesh.dp_rank,
+        dp_size=plan.dp_size,
+        microbatch=plan.microbatch,
+    )
+
+
+def _held_out(job: Job, plan: Plan, mesh: Mesh) -> Iterator[Batch]:
+    batches = evaluation_batches(
+        _stream(job, plan, 1, job.train.eval_sequences),
+        seq_len=job.train.seq_len,
+        packing=job.data.packing,
+        separator=SEPARATOR,
+        sequences=job.train.eval_sequences,
+        dp_rank=mesh.dp_rank,
+        dp_size=plan.dp_size,
+        microbatch=plan.microbatch,
+    )
+    yield from map(_with_fewer_targets, batches)
+
+
+def _with_fewer_targets(batch: Batch) -> Batch:
+    """Some targets without a loss, by a rule that looks at the tokens of their row only."""
+    tokens_BT = batch.tokens_BT
+    quarters_B1 = tokens_BT[:, :1] % 4
+    dropped_BT = tokens_BT % 4 < quarters_B1
+    return batch._replace(targets_BT=batch.targets_BT.masked_fill(dropped_BT, IGNORE))

@@ -1,0 +1,420 @@
+"""``weft verify``: does a recipe's layout train the model that one process would?
+
+A layout is right if, from equal weights and equal tokens, it computes one process's loss,
+gradient norm and *gradients*, to rounding.  Losses alone prove little: a gradient that is twice
+too large, or summed over half of the ranks, shows in no loss for hundreds of steps.  Parameters
+prove little the other way: AdamW divides by the root of the second moment, and where that is
+nearly zero it makes of rounding a step of full size, so that between correct layouts some entries
+drift by up to 3e-4 in ten steps.  So every gradient is judged entry by entry, but updates of
+parameters loosely, by their length and direction; the largest difference of an entry is shown.
+
+The recipe is shrunk to test size (`weft.compare.shrink`), trained for a few steps by one process
+and by its layout on this machine's CPU, with the very code that trains (`weft.compare.measure`),
+and compared here.  When something is wrong, the answer is where it goes wrong *first*: blocks in
+the order of the forward pass, then gradients in the order of the backward pass, from the head
+down to the embedding, then the gradient norm, then updates.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weft.compare.measure import (
+    Difference,
+    Measured,
+    Sums,
+    Tamper,
+    added,
+    apart,
+    finite,
+    measure,
+    ratio,
+)
+from weft.compare.ranks import run_ranks
+from weft.compare.shrink import Case, plan_of_recipe, shrink
+from weft.job import InvalidJob, Job, Problem, read_job, suggest
+from weft.optim.optimizer import OPTIMIZERS
+from weft.optim.schedule import SCHEDULES
+from weft.plan.stages import align
+from weft.train.setup import lookup
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Relative differences above which something is wrong."""
+
+    tolerance: float  # of losses, gradient norms and gradients
+    forward: float  # of fingerprints: sharper, since a wrong slice of one matrix moves them little
+    updates: float  # of parameters: looser, as said above
+
+
+# What correct layouts reach: gradients 1e-6, fingerprints 1e-7, updates 4e-4.
+FLOAT32 = Limits(1e-4, 1e-5, 0.05)
+# Each product of matrices is rounded to 3 digits: 1e-2, 4e-3 and 0.3.
+BFLOAT16 = Limits(5e-2, 2e-2, 0.6)
+
+RANKS, STEPS = 8, 3
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One process against the layout in one optimizer step; differences are relative."""
+
+    step: int
+    loss_one: float
+    loss: float
+    loss_difference: float
+    grad_norm_one: float
+    grad_norm: float
+    grad_norm_difference: float
+    gradient: str  # the worst one's name
+    gradient_difference: float
+    forward: dict[str, float] = field(repr=False)  # of what goes into and out of each block
+    gradients: dict[str, float] = field(repr=False)  # of every parameter
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found."""
+
+    holds: bool
+    reason: str
+    tolerance: float
+    update_tolerance: float
+    reached: float  # the largest difference of what is judged by the tolerance
+    recipe: dict[str, int]  # sizes of the mesh's axes in the recipe
+    here: dict[str, int]
+    shrunk: dict[str, tuple[Any, Any]]
+    notes: tuple[str, ...]
+    compute_dtype: str
+    steps: tuple[StepReport, ...]
+    eval_loss_one: float
+    eval_loss: float
+    eval_loss_difference: float
+    update_difference: float  # the worst parameter's distance, relative to its way; judged loosely
+    parameter_difference: float  # the largest of an entry, absolute; not judged
+
+    def to_json(self) -> str:
+        """One object; null stands for what is not a number."""
+        return json.dumps(_no_infinities(asdict(self)), indent=2)
+
+
+def read_recipe(
+    recipe: str, overrides: list[tuple[str, str]], problems: Iterable[Problem] = ()
+) -> Job:
+    """Read and check a job on its own cluster.  The user's text and folders are not looked at.
+
+    Raises:
+        InvalidJob: with every mistake in the recipe, the overrides and the layout.
+    """
+    job, _, found = read_job(recipe, overrides)
+    problems = [*problems, *found]
+    if any(problem.key in ("recipe", "extends") for problem in problems):
+        raise InvalidJob(problems)  # the rest would judge defaults that nobody chose
+    later: list[Problem] = []
+    try:
+        plan_of_recipe(job)
+    except InvalidJob as error:
+        later += error.problems
+    for key, value, table in (
+        ("optim.kind", job.optim.kind, OPTIMIZERS),
+        ("optim.schedule", job.optim.schedule, SCHEDULES),
+    ):
+        try:
+            lookup(value, table)
+        except LookupError as error:
+            later.append(Problem(key, value, str(error), suggest(value, table)))
+    bad = {problem.key for problem in problems}
+    # What only echoes a mistake that is already listed is left out.
+    problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
+    if problems:
+        raise InvalidJob(problems)
+    return job
+
+
+def verify(
+    job: Job,
+    *,
+    ranks: int = RANKS,
+    steps: int = STEPS,
+    keep: Collection[str] = (),
+    tamper: Tamper | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    say: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Train a job's layout and one process, both shrunk, and compare them.
+
+    Args:
+        ranks: at most so many processes.
+        steps: optimizer steps.
+        keep: keys that are not replaced, among ``compile.enable`` and those of ``precision``.
+        tamper: a test's, to break something: called on every rank of the layout with what
+            `weft.train.setup.build` made, and the plan.
+        timeout: seconds for each of the two runs.
+        say: told what is going on, in lines.
+
+    Raises:
+        InvalidJob: if the job has no plan, or its layout does not go into so few ranks.
+        WeftError: if a rank fails.
+    """
+    case = shrink(job, plan_of_recipe(job), ranks, steps, keep)
+    say(describe(case))
+    with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
+        (one,) = run_ranks(measure, 1, case.one_job, case.one_plan, folder, None, timeout=timeout)
+        many = run_ranks(
+            measure, case.plan.world_size, case.job, case.plan, folder, tamper, timeout=timeout
+        )
+    report = compare(case, one, many)
+    say(table(report))
+    return report
+
+
+# --------------------------------------------------------------------------- judging
+
+
+def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
+    """Judge what the ranks measured."""
+    sharp = case.plan.compute_dtype == case.plan.reduce_dtype == "float32"
+    limits = FLOAT32 if sharp else BFLOAT16
+    steps = []
+    for i, theirs in enumerate(one.steps):
+        # Ranks agree on loss and norm, or the worst of them is what counts.
+        loss = _farthest(theirs.loss, (rank.steps[i].loss for rank in many))
+        norm = _farthest(theirs.grad_norm, (rank.steps[i].grad_norm for rank in many))
+        gradients = {
+            name: _worst(name, [rank.steps[i].gradients for rank in many]) for name in one.names
+        }
+        worst = max(gradients, key=lambda name: gradients[name])
+        steps.append(
+            StepReport(
+                step=i + 1,
+                loss_one=theirs.loss,
+                loss=loss,
+                loss_difference=_relative(loss, theirs.loss),
+                grad_norm_one=theirs.grad_norm,
+                grad_norm=norm,
+                grad_norm_difference=_relative(norm, theirs.grad_norm),
+                gradient=worst,
+                gradient_difference=gradients[worst],
+                forward=_forward(theirs.forward, [rank.steps[i].forward for rank in many]),
+                gradients=gradients,
+            )
+        )
+    eval_loss = _farthest(one.eval_loss, (rank.eval_loss for rank in many))
+    eval_difference = _relative(eval_loss, one.eval_loss)
+    judged = [(s.loss_difference, s.grad_norm_difference, s.gradient_difference) for s in steps]
+    updates = [u for rank in many for step in rank.steps for u in step.updates.values()]
+    wrong = next(_departures(one, many, steps, eval_difference, limits), None)
+    reached = max(eval_difference, *(value for values in judged for value in values))
+    agreed = (
+        f"losses, gradient norms and every gradient agree with one process's within "
+        f"{limits.tolerance:g}; "
+        f"the largest relative difference is {reached:.1e}"
+    )
+    return Report(
+        holds=wrong is None,
+        reason=wrong or agreed,
+        tolerance=limits.tolerance,
+        update_tolerance=limits.updates,
+        reached=reached,
+        recipe=case.recipe_sizes,
+        here=case.plan.sizes,
+        shrunk=case.shrunk,
+        notes=case.notes,
+        compute_dtype=case.plan.compute_dtype,
+        steps=tuple(steps),
+        eval_loss_one=one.eval_loss,
+        eval_loss=eval_loss,
+        eval_loss_difference=eval_difference,
+        update_difference=max(updates),
+        parameter_difference=max(rank.drift for rank in many),
+    )
+
+
+def _departures(
+    one: Measured,
+    many: list[Measured],
+    steps: list[StepReport],
+    eval_difference: float,
+    limits: Limits,
+) -> Iterator[str]:
+    """What is wrong, first to last in the order in which it is computed."""
+    for name in one.names:
+        if _worst(name, [rank.initial for rank in many]) > 0:
+            yield f"before the first step: the initial weights differ, first {name}"
+    for i, report in enumerate(steps):
+        if wrong := _departure(i, one, many, report, limits):
+            yield f"step {i + 1}: {wrong}" + (f"; step {i} agrees" if i else "")
+        for name in one.names:
+            update = max(rank.steps[i].updates.get(name, 0.0) for rank in many)
+            if update > limits.updates:
+                yield (
+                    f"step {i + 1}: gradients agree; the optimizer's updates depart first in "
+                    f"{name} ({update:.1e} of their length)"
+                )
+    if eval_difference > limits.tolerance:
+        yield f"training agrees; the evaluation loss departs ({eval_difference:.1e})"
+
+
+def _departure(
+    i: int, one: Measured, many: list[Measured], report: StepReport, limits: Limits
+) -> str:
+    """Where step ``i`` departs first; empty if it does not."""
+    differ = [name for name in reversed(one.names) if report.gradients[name] > limits.tolerance]
+    judged = (report.loss_difference, report.grad_norm_difference)
+    if not differ and max(judged) <= limits.tolerance:
+        return ""
+    for name, distance in report.forward.items():
+        if distance > limits.forward:
+            return f"forward departs first {_place(name, list(report.forward))} ({distance:.1e})"
+    agrees = "forward agrees" + (", block by block" if report.forward else "")
+    factor = _common_factor([rank.steps[i].gradients for rank in many], len(differ), one.names)
+    if report.loss_difference > limits.tolerance:
+        loss = f"the loss departs ({report.loss_difference:.1e})"
+        if factor is not None:
+            loss += f", and every gradient is {factor:.4g} times one process's: its normalisation"
+        elif not differ:
+            loss += ", and no gradient: only what is told of it"
+        else:
+            loss += ": the head, the loss or its normalisation"
+        return f"{agrees}; {loss}"
+    if factor is not None:
+        rule = "their sum over ranks or microbatches, or the loss's normalisation in backward"
+        return f"{agrees}; every gradient is {factor:.4g} times one process's: {rule}"
+    if differ:
+        name = differ[0]
+        on = [n for n, rank in enumerate(many) if _departs(rank, i, name, limits.tolerance)]
+        holders = [n for n, rank in enumerate(many) if name in rank.steps[i].gradients]
+        where = "" if on == holders else f", on rank {' and '.join(map(str, on))} only"
+        distance = report.gradients[name]
+        return f"{agrees}; gradients depart first in {name} ({distance:.1e}{where})"
+    return f"{agrees}, and so do gradients; the gradient norm departs ({judged[1]:.1e})"
+
+
+def _forward(theirs: dict[str, Sums], ranks: list[dict[str, Sums]]) -> dict[str, float]:
+    """How far each fingerprint is from one process's; infinitely where no rank has it."""
+    distances = {}
+    for name, sums in theirs.items():
+        found = [rank[name] for rank in ranks if name in rank]
+        distances[name] = apart(added(found), sums) if found else math.inf
+    return distances
+
+
+def _place(name: str, order: list[str]) -> str:
+    """Where a fingerprint lies: ``in layers.3``, or before it."""
+    kind, _, block = name.partition(" ")
+    if kind == "in":
+        return name
+    if name == order[0]:
+        return f"before {block}: in the embedding"
+    above = order[order.index(name) - 1].partition(" ")[2]
+    return f"between {above} and {block}"
+
+
+def _worst(name: str, ranks: Iterable[dict[str, Difference]]) -> float:
+    """Of the ranks that hold a tensor, the largest difference; infinite if none does."""
+    return max((rank[name].largest for rank in ranks if name in rank), default=math.inf)
+
+
+def _departs(rank: Measured, i: int, name: str, tolerance: float) -> bool:
+    found = rank.steps[i].gradients.get(name)
+    return found is not None and found.largest > tolerance
+
+
+def _common_factor(
+    ranks: list[dict[str, Difference]], departed: int, names: list[str]
+) -> float | None:
+    """The one factor by which all gradients are off, if there is one."""
+    if departed < len(names):
+        return None
+    factors = [found.factor for rank in ranks for found in rank.values()]
+    if not all(math.isfinite(factor) for factor in factors):
+        return None
+    low, high = min(factors), max(factors)
+    return low if high - low <= 1e-3 * abs(high) else None
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return ratio(abs(ours - theirs), abs(theirs))
+
+
+def _farthest(theirs: float, ours: Iterable[float]) -> float:
+    """Of the ranks' values the one that is farthest from one process's."""
+    return max(ours, key=lambda value: finite(abs(value - theirs)))
+
+
+# --------------------------------------------------------------------------- what is said
+
+
+def describe(case: Case) -> str:
+    """The layout and what was shrunk."""
+    theirs, ours = layout(case.recipe_sizes), layout(case.plan.sizes)
+    here = "the same" if ours == theirs else ours
+    ranks = case.plan.world_size
+    lines = [
+        f"recipe: {theirs} -> here: {here}",
+        f"compared with one process: {ranks} gloo rank{'s' * (ranks != 1)} on CPU, "
+        f"{case.plan.compute_dtype}, {case.job.train.steps} steps of {case.plan.accumulation} "
+        f"microbatch{'es' * (case.plan.accumulation != 1)} a rank",
+    ]
+    sections: dict[str, list[str]] = {}
+    for name, (before, after) in case.shrunk.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, []).append(f"{key} {_shown(before)} -> {_shown(after)}")
+    lines += [f"  {section:<10} {', '.join(texts)}" for section, texts in sections.items()]
+    lines += [f"  note: {note}" for note in case.notes]
+    return "\n".join(lines)
+
+
+def layout(sizes: dict[str, int]) -> str:
+    """``pp 8 x tp 8``."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+
+
+def table(report: Report) -> str:
+    """A line per step, what else was compared, and the verdict."""
+    head = ["step", "loss: one", "layout", "off by", "norm: one", "layout", "off by"]
+    rows = [
+        [
+            str(step.step),
+            f"{step.loss_one:.6f}",
+            f"{step.loss:.6f}",
+            f"{step.loss_difference:.1e}",
+            f"{step.grad_norm_one:.6f}",
+            f"{step.grad_norm:.6f}",
+            f"{step.grad_norm_difference:.1e}",
+            f"{step.gradient_difference:.1e}",
+            step.gradient,
+        ]
+        for step in report.steps
+    ]
+    lines = ["", *align([*head, "off by", "worst gradient"], rows, left=[8])]
+    lines += [
+        "",
+        f"evaluation loss: one {report.eval_loss_one:.6f}, layout {report.eval_loss:.6f}, "
+        f"off by {report.eval_loss_difference:.1e}",
+        f"updates of parameters: off by {report.update_difference:.1e} of their length "
+        f"(limit {report.update_tolerance:g}); the largest difference of an entry, not "
+        f"judged, is {report.parameter_difference:.1e}",
+        "",
+        f"{'holds' if report.holds else 'DOES NOT HOLD'}: {report.reason}",
+    ]
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _no_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _no_infinities(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_no_infinities(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

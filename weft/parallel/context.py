@@ -1,0 +1,605 @@
+"""Context parallelism: the tokens of every row are spread over the ranks of a group.
+
+Everything in a transformer but attention looks at one token at a time, so a rank that holds
+a slice of each row runs the model as it is.  Attention looks at all tokens before a token.
+This file replaces the model's attention by one that sees the other ranks' keys and values,
+and computes what one process would, forward and backward, to rounding.
+
+*Who holds what.*  Causal attention costs a query as many products as there are tokens before
+it.  With contiguous slices the last rank has nearly twice the average work and all wait for
+it.  With ``balance`` a row is cut in 2 C pieces for C ranks, and rank r holds piece r and
+piece 2 C - 1 - r, as in Llama 3: an early and a late one, and every rank has the same work.
+Striped attention (arXiv:2311.09431) balances, too, by dealing tokens out one by one; but
+between contiguous pieces of two ranks attention is all or nothing, and needs no mask.
+
+*Three ways*, for different machines:
+
+- ``ring`` (Liu et al., arXiv:2310.01889; with balance also known as zigzag): keys and values
+  go round, one rank further each step, while attention to those of the step before is
+  computed.  Point to point, hidden behind the computation if that is long enough; the memory
+  of two slices.  Backward sends them round again, and their gradients after them.
+- ``allgather`` (Llama 3, arXiv:2407.21783, section 3.3.2): one collective, then attention to
+  the whole row.  Not hidden, but one message in place of C - 1, on the shorter side of grouped
+  queries; fewer and larger kernels.  Only this rank's slice is kept for backward, which
+  gathers again, then reduce-scatters the gradients.
+- ``ulysses`` (Jacobs et al., arXiv:2309.14509): an all-to-all trades tokens for heads, and each
+  rank computes whole rows for a share of the heads, with the model's own attention, whatever
+  that is.  The least traffic: it shrinks with C.  But C must divide the number of query heads.
+
+*Blocks.*  The first two are the same computation: a list of `Block`, each some of this rank's
+queries and some of the keys that it sees, whose results are merged through their log-sum-exp
+in float32 (`weft.parallel.attention_ops`).  Blocks that causality excludes are not in the
+list, no block has a mask unless documents need one, and the list is a function of numbers
+that every rank knows.
+
+*Documents.*  Which tokens share a document has to be known across ranks.  It is found once per
+forward pass, where the model makes its mask, and goes to the blocks in the mask's place: a
+block across documents is left out, a block within one keeps its fast kernel, and only what
+is left is masked.
+
+Shapes in names: B rows, T tokens of a row, C ranks of the group, L = T / C tokens of this
+rank, S tokens of a source of keys (in a block: those that it takes), Q queries of a block, H
+query heads, G key/value heads, h and g a rank's share of them, K width of one head.  E = 2 B:
+rows of keys, then rows of values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from weft.parallel.attention_ops import (
+    Mask,
+    attend_block,
+    attend_block_backward,
+    block_mask,
+    is_fake,
+)
+
+Method = Literal["ring", "allgather", "ulysses"]
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+MakeMask = Callable[[Tensor], Any]
+
+
+def apply_context(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    method: Method,
+    balance: bool,
+    *,
+    compiled: bool = True,
+) -> None:
+    """Give ``model`` attention over all ranks of ``group``, in place.
+
+    Afterwards every rank calls the model on its own tokens of each row, as `cut` takes them,
+    *with their positions*: a rank cannot tell them from its tokens.
+
+    Each submodule with an attribute ``attend``, called as ``attend(q_BLHK, k_BLGK, v_BLGK,
+    mask)`` and returning ``[B, L, H, K]``, gets another.  *ring* and *allgather* compute plain
+    causal attention, that of `weft.models.layers.attend`; *ulysses* calls the one that was
+    there.  ``model.mask``, where there is one, is called with this rank's documents
+    ``[B, L]``; from now on it asks the other ranks for theirs.  What it returns is only for
+    ``attend``.
+
+    Ranks must run the same forwards and backwards in the same order.  Communication is on
+    ``group`` only, so groups do not wait for each other.
+
+    Args:
+        compiled: whether the model, or a part of it, may be compiled later.  False saves the
+            half second of importing the compiler.
+
+    Raises:
+        ValueError: if the model has neither attribute.  And later, by ``attend``: if a row
+            cannot be cut evenly, or C does not divide the number of query heads (*ulysses*).
+    """
+    if group.size() == 1:
+        return
+    attending = [module for module in model.modules() if hasattr(module, "attend")]
+    # A pipeline stage may have no attention, but it still has a mask.
+    if not attending and not hasattr(model, "mask"):
+        raise ValueError(
+            f"{type(model).__name__} has no submodule with an attribute `attend`, so context "
+            "parallelism cannot reach its attention: see weft.models.layers.Attention"
+        )
+
+    functions: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
+        "ring": (attend_ring, mask_ring),
+        "allgather": (attend_gathered, mask_gathered),
+        "ulysses": (attend_exchanged, mask_exchanged),
+    }
+    attend, mask = functions[method]
+
+    def replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        function = partial(function, getattr(module, name), group, balance)
+        if compiled:
+            # Dynamo cannot follow the communication.  What is around it is compiled all the same.
+            disable: Any = torch.compiler.disable
+            function = disable(function, reason="communicates asynchronously")
+        setattr(module, name, function)
+
+    for module in attending:
+        replace(module, "attend", attend)
+    if hasattr(model, "mask"):
+        replace(model, "mask", mask)
+
+
+# --------------------------------------------------------------------------- who holds what
+
+
+def pieces_of(cp_rank: int, cp_size: int, balance: bool) -> list[int]:
+    """The pieces of a row that a rank holds, out of ``2 * cp_size``, or ``cp_size`` unbalanced."""
+    return [cp_rank, 2 * cp_size - 1 - cp_rank] if balance else [cp_rank]
+
+
+def token_order(num_tokens: int, cp_size: int, balance: bool) -> Tensor:
+    """Which tokens of a row each rank holds, in order.
+
+    Returns:
+        int64 ``[cp_size, num_tokens / cp_size]``.
+
+    Raises:
+        ValueError: if the row cannot be cut evenly.
+    """
+    row_1T = torch.arange(num_tokens).unsqueeze(0)
+    return torch.cat([cut(row_1T, rank, cp_size, balance) for rank in range(cp_size)])
+
+
+def cut(x_BT: Tensor, cp_rank: int, cp_size: int, balance: bool) -> Tensor:
+    """One rank's tokens of each row.
+
+    Args:
+        x_BT: ``[B, T, ...]``: tokens, targets, documents, positions, activations.
+
+    Returns:
+        ``[B, T / cp_size, ...]``, contiguous.
+
+    Raises:
+        ValueError: if the row cannot be cut evenly.
+    """
+    num_pieces = 2 * cp_size if balance else cp_size
+    if x_BT.shape[1] % num_pieces:
+        raise ValueError(
+            f"rows of {x_BT.shape[1]} tokens cannot be cut in {num_pieces} equal pieces for "
+            f"{cp_size} ranks; make train.seq_len a multiple of {num_pieces}"
+        )
+    pieces = x_BT.chunk(num_pieces, dim=1)
+    return torch.cat([pieces[i] for i in pieces_of(cp_rank, cp_size, balance)], dim=1)
+
+
+def join(x_CBL: Tensor, balance: bool) -> Tensor:
+    """Whole rows ``[B, T, ...]`` of what all ranks hold, ``[C, B, L, ...]``: undoes `cut`."""
+    if not balance:
+        return torch.cat(x_CBL.unbind(), dim=1)
+    heads, tails = x_CBL.chunk(2, dim=2)
+    return torch.cat([*heads.unbind(), *reversed(tails.unbind())], dim=1)
+
+
+# --------------------------------------------------------------------------- blocks
+
+
+class Block(NamedTuple):
+    """Some of this rank's queries, and some of the keys that one source has for them.
+
+    Attributes:
+        queries: of this rank's L tokens.
+        keys: of the source's S tokens.
+        causal: query i of the block sees its keys 0 to i; otherwise it sees all of them.
+        mask: where given, it alone says who sees what.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+    mask: Mask | None = None
+
+
+# By source.  In the first block that a query is in, it sees at least itself: from then on its
+# log-sum-exp is finite.
+Blocks = list[list[Block]]
+
+
+class DocumentBlocks:
+    """What ``mask`` hands to ``attend``.
+
+    An object, which compiled code in between passes on as it is.  Into lists it would look,
+    and be compiled anew for every pattern of documents.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+
+
+def ring_blocks(rank: int, size: int, num_local: int, balance: bool) -> Blocks:
+    """The blocks of one rank where each rank of the ring is a source, with its L tokens.
+
+    Raises:
+        ValueError: if a rank cannot have two equal pieces.
+    """
+    half = _piece_width(num_local, size, balance)
+    everything, first, second = slice(0, num_local), slice(0, half), slice(half, num_local)
+
+    def of(source: int) -> list[Block]:
+        if source == rank:
+            # Both pieces at once: the second is later than the first, as in a row.
+            return [Block(everything, everything, causal=True)]
+        if source < rank:
+            # Its first piece is earlier than both of ours, its second later than both.
+            return [Block(everything, first if balance else everything, causal=False)]
+        # Its pieces lie between ours.
+        return [Block(second, everything, causal=False)] if balance else []
+
+    return [of(source) for source in range(size)]
+
+
+def gathered_blocks(rank: int, size: int, num_local: int, balance: bool) -> Blocks:
+    """The blocks of one rank where the only source is the whole row, in order.
+
+    Raises:
+        ValueError: if a rank cannot have two equal pieces.
+    """
+    width = _piece_width(num_local, size, balance)
+    blocks = []
+    for i, piece in enumerate(pieces_of(rank, size, balance)):
+        queries, start = slice(i * width, (i + 1) * width), piece * width
+        blocks.append(Block(queries, slice(start, start + width), causal=True))
+        if start:
+            blocks.append(Block(queries, slice(0, start), causal=False))
+    return [blocks]
+
+
+def _piece_width(num_local: int, size: int, balance: bool) -> int:
+    if balance and num_local % 2:
+        raise ValueError(
+            f"{num_local} tokens per rank cannot be cut in a head and a tail; make train.seq_len "
+            f"a multiple of {2 * size}, or parallel.context_balance false"
+        )
+    return num_local // 2 if balance else num_local
+
+
+def within_documents(blocks: Blocks, own_BL: Tensor, sources: list[Tensor]) -> Blocks:
+    """``blocks`` confined to documents.
+
+    Args:
+        own_BL: integers, the documents of this rank's tokens.
+        sources: ``[B, S]`` each, those of the sources' tokens.
+    """
+    flat = [(source, block) for source, listed in enumerate(blocks) for block in listed]
+    same = [
+        own_BL[:, block.queries, None] == sources[source][:, None, block.keys]
+        for source, block in flat
+    ]
+    if is_fake(own_BL):  # nobody knows; suppose the worst
+        found = [(True, False)] * len(flat)
+    else:
+        # Asked for all blocks at once, because on a GPU it waits for the device.
+        flags = torch.stack([torch.stack((x.any(), x.all())) for x in same])
+        found = [(bool(some), bool(every)) for some, every in flags.tolist()]
+    confined: Blocks = [[] for _ in blocks]
+    for (source, block), same_BQS, (some, every) in zip(flat, same, found, strict=True):
+        if every:
+            confined[source].append(block)
+        elif some:
+            allowed_BQS = same_BQS.tril() if block.causal else same_BQS
+            mask = block_mask(allowed_BQS)
+            confined[source].append(block._replace(causal=False, mask=mask))
+    return confined
+
+
+def add_block(
+    q_BLHK: Tensor, kv_ESGK: Tensor, block: Block, out_BLHK: Tensor, lse_BHL: Tensor
+) -> None:
+    """Merge a block into ``out_BLHK`` and ``lse_BHL`` (float32, at the start 0 and -inf)."""
+    queries, keys = block.queries, block.keys
+    k_BSGK, v_BSGK = kv_ESGK[:, keys].chunk(2)
+    new_BQHK, new_BHQ = attend_block(q_BLHK[:, queries], k_BSGK, v_BSGK, block.causal, block.mask)
+    old_BHQ = lse_BHL[:, :, queries]
+    sum_BHQ = torch.logaddexp(old_BHQ, new_BHQ)
+
+    def weight(lse_BHQ: Tensor) -> Tensor:
+        return (lse_BHQ - sum_BHQ).exp().transpose(1, 2).unsqueeze(-1)
+
+    out_BLHK[:, queries].mul_(weight(old_BHQ)).add_(new_BQHK * weight(new_BHQ))
+    old_BHQ.copy_(sum_BHQ)
+
+
+def add_block_gradients(
+    grad_BLHK: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor],
+    kv_ESGK: Tensor,
+    block: Block,
+    dq_BLHK: Tensor,
+    dkv_ESGK: Tensor,
+) -> None:
+    """Add a block's share to ``dq_BLHK`` and ``dkv_ESGK`` (float32).
+
+    ``saved``: queries, output and log-sum-exp over all blocks.
+    """
+    q_BLHK, out_BLHK, lse_BHL = saved
+    queries, keys = block.queries, block.keys
+    k_BSGK, v_BSGK = kv_ESGK[:, keys].chunk(2)
+    dq_BQHK, dk_BSGK, dv_BSGK = attend_block_backward(
+        grad_BLHK[:, queries],
+        q_BLHK[:, queries],
+        k_BSGK,
+        v_BSGK,
+        out_BLHK[:, queries],
+        lse_BHL[:, :, queries],
+        block.causal,
+        block.mask,
+    )
+    dq_BLHK[:, queries] += dq_BQHK
+    for total_BSGK, part_BSGK in zip(dkv_ESGK[:, keys].chunk(2), (dk_BSGK, dv_BSGK), strict=True):
+        total_BSGK += part_BSGK
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """An accumulator of the shape of ``x``, in float32 at least."""
+    return torch.zeros_like(
+        x, dtype=torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format
+    )
+
+
+def _no_keys(q_BLHK: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp before the first block."""
+    out_BLHK = _zeros(q_BLHK)
+    num_rows, num_local, num_heads, _ = q_BLHK.shape
+    return out_BLHK, out_BLHK.new_full((num_rows, num_heads, num_local), -torch.inf)
+
+
+def run(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """``function.apply``, typed."""
+    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+
+
+# --------------------------------------------------------------------------- ring
+
+
+class Shift:
+    """A tensor on its way to the next rank, and the one that comes from the rank before."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        rank, size = group.rank(), group.size()
+        self.sent = x  # kept, and not to be written, until it has left
+        self.received = torch.empty_like(x)
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % size),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class RingAttention(torch.autograd.Function):
+    """At step i a rank has the keys and values of the rank i places before it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGK: Tensor,
+        blocks: Blocks,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        rank, size = group.rank(), group.size()
+        out_BLHK, lse_BHL = _no_keys(q_BLHK)
+        kv_ELGK = torch.cat((k_BLGK, v_BLGK))
+        for step in range(size):
+            coming = Shift(kv_ELGK, group) if step < size - 1 else None
+            for block in blocks[(rank - step) % size]:
+                add_block(q_BLHK, kv_ELGK, block, out_BLHK, lse_BHL)
+            if coming:
+                kv_ELGK = coming.wait()
+        out_BLHK = out_BLHK.to(q_BLHK.dtype)
+        ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, out_BLHK, lse_BHL)
+        ctx.blocks, ctx.group = blocks, group
+        return out_BLHK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
+        q_BLHK, k_BLGK, v_BLGK, *whole = ctx.saved_tensors
+        rank, size = ctx.group.rank(), ctx.group.size()
+        dq_BLHK = _zeros(q_BLHK)
+        kv_ELGK = torch.cat((k_BLGK, v_BLGK))
+        grad_BLHK = grad_BLHK.contiguous()
+        coming_gradient: Shift | None = None
+        for step in range(size):
+            coming = Shift(kv_ELGK, ctx.group) if step < size - 1 else None
+            dkv_ELGK = _zeros(kv_ELGK)
+            for block in ctx.blocks[(rank - step) % size]:
+                add_block_gradients(grad_BLHK, (q_BLHK, *whole), kv_ELGK, block, dq_BLHK, dkv_ELGK)
+            # What the ranks before had to add to the same gradient travelled meanwhile.
+            if coming_gradient:
+                dkv_ELGK += coming_gradient.wait()
+            coming_gradient = Shift(dkv_ELGK, ctx.group)
+            if coming:
+                kv_ELGK = coming.wait()
+        assert coming_gradient
+        # Once round: this rank's own.
+        dk_BLGK, dv_BLGK = coming_gradient.wait().to(k_BLGK.dtype).chunk(2)
+        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None
+
+
+def attend_ring(
+    _: Attend,
+    group: dist.ProcessGroup,
+    balance: bool,
+    q_BLHK: Tensor,
+    k_BLGK: Tensor,
+    v_BLGK: Tensor,
+    mask: DocumentBlocks | None,
+) -> Tensor:
+    """The *ring* ``attend``; see `apply_context`."""
+    if mask is None:
+        blocks = ring_blocks(group.rank(), group.size(), q_BLHK.shape[1], balance)
+    else:
+        blocks = mask.blocks
+    return run(RingAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group)
+
+
+def mask_ring(
+    _: MakeMask, group: dist.ProcessGroup, balance: bool, documents_BL: Tensor
+) -> DocumentBlocks:
+    """The blocks of `attend_ring`, within documents."""
+    blocks = ring_blocks(group.rank(), group.size(), documents_BL.shape[1], balance)
+    return DocumentBlocks(within_documents(blocks, documents_BL, list(gather(documents_BL, group))))
+
+
+# --------------------------------------------------------------------------- allgather
+
+# PyTorch 2.13 renamed them, and warns of the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[C, ...]``: the tensors of all ranks, without a gradient."""
+    gathered = x.new_empty((group.size(), *x.shape))
+    # gloo wants one after the other in the first dim, not a dim of their own.
+    all_gather(gathered.flatten(0, 1), x.contiguous(), group=group)
+    return gathered
+
+
+def gather_rows(k_BLGK: Tensor, v_BLGK: Tensor, group: dist.ProcessGroup, balance: bool) -> Tensor:
+    """Keys and values of whole rows, ``[2 B, T, G, K]``."""
+    return join(gather(torch.cat((k_BLGK, v_BLGK)), group), balance)
+
+
+class GatheredAttention(torch.autograd.Function):
+    """Gathers keys and values anew in backward, rather than keep whole rows of every layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BLHK: Tensor,
+        k_BLGK: Tensor,
+        v_BLGK: Tensor,
+        blocks: Blocks,
+        group: dist.ProcessGroup,
+        balance: bool,
+    ) -> Tensor:
+        out_BLHK, lse_BHL = _no_keys(q_BLHK)
+        kv_ETGK = gather_rows(k_BLGK, v_BLGK, group, balance)
+        for block in blocks[0]:
+            add_block(q_BLHK, kv_ETGK, block, out_BLHK, lse_BHL)
+        out_BLHK = out_BLHK.to(q_BLHK.dtype)
+        ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, out_BLHK, lse_BHL)
+        ctx.blocks, ctx.group, ctx.balance = blocks, group, balance
+        return out_BLHK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
+        q_BLHK, k_BLGK, v_BLGK, *whole = ctx.saved_tensors
+        size = ctx.group.size()
+        kv_ETGK = gather_rows(k_BLGK, v_BLGK, ctx.group, ctx.balance)
+        dq_BLHK, dkv_ETGK = _zeros(q_BLHK), _zeros(kv_ETGK)
+        grad_BLHK = grad_BLHK.contiguous()
+        for block in ctx.blocks[0]:
+            add_block_gradients(grad_BLHK, (q_BLHK, *whole), kv_ETGK, block, dq_BLHK, dkv_ETGK)
+        # To each rank what belongs to its tokens, added up in float32.
+        parts_CELGK = torch.stack([cut(dkv_ETGK, rank, size, ctx.balance) for rank in range(size)])
+        dkv_ELGK = torch.empty_like(parts_CELGK[0])
+        reduce_scatter(dkv_ELGK, parts_CELGK.flatten(0, 1), group=ctx.group)
+        dk_BLGK, dv_BLGK = dkv_ELGK.to(k_BLGK.dtype).chunk(2)
+        return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None, None
+
+
+def attend_gathered(
+    _: Attend,
+    group: dist.ProcessGroup,
+    balance: bool,
+    q_BLHK: Tensor,
+    k_BLGK: Tensor,
+    v_BLGK: Tensor,
+    mask: DocumentBlocks | None,
+) -> Tensor:
+    """The *allgather* ``attend``; see `apply_context`."""
+    if mask is None:
+        blocks = gathered_blocks(group.rank(), group.size(), q_BLHK.shape[1], balance)
+    else:
+        blocks = mask.blocks
+    return run(GatheredAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group, balance)
+
+
+def mask_gathered(
+    _: MakeMask, group: dist.ProcessGroup, balance: bool, documents_BL: Tensor
+) -> DocumentBlocks:
+    """The blocks of `attend_gathered`, within documents."""
+    blocks = gathered_blocks(group.rank(), group.size(), documents_BL.shape[1], balance)
+    rows_BT = join(gather(documents_BL, group), balance)
+    return DocumentBlocks(within_documents(blocks, documents_BL, [rows_BT]))
+
+
+# --------------------------------------------------------------------------- ulysses
+
+
+class Exchange(torch.autograd.Function):
+    """Part s of rank r becomes part r of rank s: its own inverse, so its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(x_C, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x_C.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None]:
+        return run(Exchange, grad_C, ctx.group), None
+
+
+def attend_exchanged(
+    attend: Attend,
+    group: dist.ProcessGroup,
+    balance: bool,
+    q_BLHK: Tensor,
+    k_BLGK: Tensor,
+    v_BLGK: Tensor,
+    mask: Any,
+) -> Tensor:
+    """The *ulysses* ``attend``; see `apply_context`."""
+    size, num_heads, num_kv_heads = group.size(), q_BLHK.shape[2], k_BLGK.shape[2]
+    if num_heads % size:
+        raise ValueError(
+            f"{size} context-parallel ranks cannot share {num_heads} query heads evenly; use "
+            f"another parallel.cp, or parallel.context ring or allgather"
+        )
+    # As few copies as give every rank equally many, and the ones that its queries read.
+    copies = math.lcm(num_kv_heads, size) // num_kv_heads
+    if copies > 1:
+        k_BLGK, v_BLGK = (x.repeat_interleave(copies, dim=2) for x in (k_BLGK, v_BLGK))
+    heads = (q_BLHK, k_BLGK, v_BLGK)
+    # One message for all three: to each rank its share of the heads of each.
+    shares_CBLhK = torch.stack(
+        [
+            torch.cat(parts, dim=2)
+            for parts in zip(*(x.chunk(size, dim=2) for x in heads), strict=True)
+        ]
+    )
+    rows_BThK = join(run(Exchange, shares_CBLhK, group), balance)
+    q_BThK, k_BTgK, v_BTgK = torch.split(rows_BThK, [x.shape[2] // size for x in heads], dim=2)
+    out_BThK = attend(q_BThK, k_BTgK, v_BTgK, mask)
+    out_CBLhK = torch.stack([cut(out_BThK, rank, size, balance) for rank in range(size)])
+    heads_CBLhK = run(Exchange, out_CBLhK, group)
+    return heads_CBLhK.movedim(0, 2).flatten(2, 3)
+
+
+def mask_exchanged(
+    mask: MakeMask, group: dist.ProcessGroup, balance: bool, documents_BL: Tensor
+) -> Any:
+    """The model's own mask, of whole rows."""
+    return mask(join(gather(documents_BL, group), balance))

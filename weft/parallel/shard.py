@@ -1,0 +1,321 @@
+"""Data parallelism: every rank has its own tokens; who keeps what of the model, and for how long.
+
+The problem.  Parameters, gradients and AdamW's two moments take 16 bytes a parameter in float32.
+A copy of them on every rank does not fit; spread over all ranks, each layer has to come over the
+network whenever it is used.  Between the two lie three knobs, and the schemes with names are
+settings of them.  All of it is done by FSDP2's `fully_shard`, which gathers a *unit* of parameters
+before its use and reduce-scatters its gradients after.  A unit is a block; the root has the rest.
+
+1. ``reshard_after_forward``: when gathered parameters are freed.
+2. ``gradient_sync``: gradients are reduced with every microbatch, or add up whole on every rank
+   and are reduced with the last one of a step.
+
+       reshard   sync         as in    whole on every rank     a unit's collectives in a step
+       never     step         ZeRO-1   parameters, gradients   1 gather, 1 reduction
+       never     microbatch   ZeRO-2   parameters              1 gather, M reductions
+       always    microbatch   ZeRO-3   nothing                 2 M gathers, M reductions
+       always    step                  gradients               2 M gathers, 1 reduction
+
+   with M microbatches a step (ZeRO: arXiv:1910.02054).  Optimizer states are sharded in all four.
+   Parameters are whole from their first use in a step to its end, since it is their shards that
+   the optimizer moves.  A number instead of *always* leaves a shard over that many neighbours, so
+   that the gather for backward stays among them (as in ZeRO++, arXiv:2306.10209).
+3. ``dp_shard``: over how many ranks a copy is spread.  The others, ``dp_replicate``, are replicas.
+
+The third knob is MiCS's (arXiv:2205.00119): take the smallest group that holds the model, and
+gathers stay on the fast links whatever the size of the cluster.  Two ideas go with it.  *Two-hop
+synchronisation*: with every microbatch gradients are reduce-scattered inside the group, where
+the shards add up, and only at the end of the step all-reduced over the replicas.  *Hierarchical
+gathering*, for a group that spans nodes: see `TwoStageGather`.
+
+Gradients are *summed* over the data-parallel ranks, not averaged: the loss is already divided by
+the number of valid tokens of the whole step.
+
+The group's size is the planner's choice and is not made here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from weft.job import ParallelSection
+
+# torch 2.13 renamed it and warns of the old name, which is the only one before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# --------------------------------------------------------------------------- sharding
+
+
+def shard(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    mesh: DeviceMesh,
+    parallel: ParallelSection,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool | int,
+    node_size: int | None,
+) -> None:
+    """Shard ``model`` in place: a unit per block, and the root.
+
+    Every rank of the world calls this, and as often as every other: it makes process groups.
+
+    Args:
+        model: whole or a pipeline stage's part, on the meta device or filled.  With
+            ``cpu_offload`` parameters (not buffers) must be on the CPU at the first forward pass.
+        blocks: modules of ``model`` in the order of their use.
+        mesh: two axes, replicas and then shards; by itself or part of a larger mesh.
+        parallel: read here are ``prefetch``, ``persist_below``, ``cpu_offload`` and
+            ``hierarchical_gather``.
+        compute_dtype: of gathered parameters, and so of forward and backward.
+        reduce_dtype: of the reduction of gradients, and of their sums until then.
+        reshard_after_forward: for the blocks.  A number: ranks that keep a copy among them.
+        node_size: how many consecutive ranks of a shard group share a node; None: all.
+
+    Raises:
+        ValueError: if ``reshard_after_forward`` or ``node_size`` does not divide the shard group,
+            ``reshard_after_forward`` is a number and the blocks are tensor parallel, or the ranks
+            of a shard group do not ascend along the mesh.
+    """
+    assert mesh.mesh_dim_names is not None
+    shard_mesh = mesh[mesh.mesh_dim_names[-1]]
+    ranks = shard_mesh.mesh.tolist()
+    if ranks != sorted(ranks):
+        # A process group numbers its ranks in ascending order, and FSDP its shards as the group,
+        # where DTensor goes by the mesh.
+        raise ValueError(f"the ranks of a shard group must ascend along the mesh, not {ranks}")
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype if compute_dtype != torch.float32 else None,
+        reduce_dtype=reduce_dtype,
+        # Integer tokens and positions are not touched; the blocks' inputs already have the
+        # compute dtype, and a float32 table of rotations must stay what it is.
+        cast_forward_inputs=False,
+    )
+    # Pinned memory needs an accelerator, and is of use only with one.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    options: dict[str, Any] = {
+        "mesh": mesh if mesh.size(0) > 1 else shard_mesh,
+        "mp_policy": policy,
+        "offload_policy": offload if parallel.cpu_offload else OffloadPolicy(),
+    }
+
+    least = parallel.persist_below
+    left = {param for block in blocks for param in block.parameters() if param.numel() >= least}
+    with _resharding(shard_mesh, reshard_after_forward, blocks) as reshard_blocks:
+        # The root first, with all that is not left to the blocks.  It is needed at both ends of
+        # the forward pass (embedding and head), so it stays gathered: the place for parameters
+        # too small to be worth a gather.  The blocks that use them have no hooks for them, and so
+        # recomputing a block in backward is nothing special.
+        fully_shard(model, reshard_after_forward=False, ignored_params=left, **options)
+        for block in blocks:
+            taken = {param for param in block.parameters() if param.numel() < least}
+            fully_shard(
+                block, reshard_after_forward=reshard_blocks, ignored_params=taken, **options
+            )
+
+    gather = _two_stages(shard_mesh, node_size) if parallel.hierarchical_gather else None
+    for unit in _units(model):
+        # A factor of one needs plain sums: gloo has no pre-multiplied sum.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        if gather is not None:
+            unit.set_custom_all_gather(gather)
+        unit.stays_gathered = unit is model or reshard_blocks is False
+    _set_prefetch([model, *blocks], parallel.prefetch)
+
+
+def _units(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@contextmanager
+def _resharding(
+    mesh: DeviceMesh, reshard_after_forward: bool | int, blocks: list[nn.Module]
+) -> Iterator[bool | int]:
+    """The context to call `fully_shard` in, and what to say to it.
+
+    For a number of ranks `fully_shard` makes a mesh, which costs process groups for every block
+    (pytorch#153302) and hangs where there are other shard groups, whose process groups get the
+    same names.  In this context it takes one that was made before, by all ranks of the world.
+    """
+    ranks = reshard_after_forward
+    if not isinstance(ranks, bool):
+        _check_divides("reshard_after_forward", ranks, mesh.size())
+        ranks = {1: False, mesh.size(): True}.get(ranks, ranks)
+    if isinstance(ranks, bool):
+        yield ranks
+        return
+    if any(isinstance(param, DTensor) for block in blocks for param in block.parameters()):
+        rule = "FSDP cannot reshard tensor-parallel weights over fewer ranks"
+        raise ValueError(f"reshard_after_forward = {ranks}: {rule}; use True or False")
+    smaller = mesh._unflatten(0, (mesh.size() // ranks, ranks), ("copies", "kept"))
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
+    original, fsdp.DeviceMesh = fsdp.DeviceMesh, lambda *args: smaller
+    try:
+        yield ranks
+    finally:
+        fsdp.DeviceMesh = original
+
+
+def _check_divides(name: str, number: int, degree: int) -> None:
+    if degree % number:
+        raise ValueError(f"{name} = {number}: does not divide the {degree} ranks of a shard group")
+
+
+def _set_prefetch(units: list[Any], depth: int) -> None:
+    """Gather ``depth`` units ahead; ``units`` is the root and the blocks in order of use.
+
+    Left alone, FSDP gathers one unit ahead in backward, and in forward a unit when it is called:
+    that overlaps too, on a device, as far as the host is ahead of it.  With a list the gather is
+    issued before the kernels of the unit in front, so a slow host does not delay it.
+    """
+    root, *blocks = units
+    for i, unit in enumerate([root, *blocks]):
+        unit.set_modules_to_forward_prefetch(blocks[i : i + depth])
+    blocks.reverse()
+    for i, unit in enumerate([root, *blocks]):
+        # An empty list would mean the default.  The unit itself is there already: no gather.
+        unit.set_modules_to_backward_prefetch(blocks[i : i + depth] or [unit])
+
+
+# --------------------------------------------------------------------------- in a step
+
+
+def set_gradient_sync(model: nn.Module, last: bool, mode: Literal["microbatch", "step"]) -> None:
+    """Say what the next backward pass does with gradients; call it before every one.
+
+    Args:
+        model: what `shard` was given; any other is left alone.
+        last: whether it is the last microbatch of the step.
+        mode: *step*: gradients add up on every rank, and the last backward pass reduces them.
+            *microbatch*: every one reduce-scatters inside the shard group, the last one also
+            all-reduces over the replicas (MiCS's two hops).
+
+    In a pipeline the schedule sets FSDP's flags by itself, always as in *step*.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(last or mode == "microbatch")
+    model.set_requires_all_reduce(last)
+    for unit in _units(model):
+        if unit.stays_gathered:
+            # Gathered at the end of one microbatch and needed by the next: one gather a step.
+            unit.set_reshard_after_backward(last, recurse=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass left gathered.
+
+    Until then the model's parameters are the gathered ones, in the compute dtype, which the
+    optimizer does not know and a checkpoint must not hold.
+    """
+    for unit in _units(model):
+        unit.reshard()
+
+
+# --------------------------------------------------------------------------- hierarchical gather
+
+
+def _two_stages(mesh: DeviceMesh, node_size: int | None) -> TwoStageGather | None:
+    """The gather for a shard group that spans nodes, else None."""
+    if node_size is None or node_size >= mesh.size():
+        return None
+    _check_divides("node_size", node_size, mesh.size())
+    return TwoStageGather(mesh, node_size) if node_size > 1 else None
+
+
+class TwoStageGather:
+    """All-gather in a group of N nodes with K ranks each: across the nodes, then inside.
+
+    Rank ``n * K + k`` is number k of node n and has C elements.  Of the gathered ``[N, K, C]``
+    it first gets column k from its peers in the other nodes, all columns at the same time.  Then
+    each node gathers its rows from its own ranks, row by row: each lands where it belongs, so
+    that the result is that of a plain gather without being put in order.
+
+    Of what is gathered (N - 1) / N enters a node, once, over all the links that it has, in N - 1
+    steps.  In the ring of a plain gather (NK - 1) / NK passes the slowest link, in NK - 1 steps
+    (MiCS, arXiv:2205.00119).
+
+    It has the methods of FSDP's private ``AllGather``, whose instance it need not be.
+    """
+
+    def __init__(self, mesh: DeviceMesh, node_size: int) -> None:
+        """Make the groups.  Every rank of the world calls this, with its own shard group.
+
+        Args:
+            mesh: the shard axis.
+            node_size: K; divides its size.
+        """
+        self.shape = (mesh.size() // node_size, node_size)
+        nodes = mesh._unflatten(0, self.shape, ("node", "place"))
+        self.whole, self.across, self.inside = mesh.get_group(), *nodes.get_all_groups()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``[C]`` into ``[N * K * C]``, which may contain the input in its place.
+
+        Returns:
+            With ``async_op`` a handle to wait for.  Without, None: both stages are done, or
+            ordered on the current stream, as with a plain gather.
+        """
+        if group.group_name != self.whole.group_name:  # resharded over fewer ranks
+            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group, async_op)
+            return work
+        rows_NKC = output_tensor.view(*self.shape, -1)
+        place = self.inside.rank()
+
+        def inside() -> None:
+            for row_KC in rows_NKC:
+                _all_gather(row_KC.view(-1), row_KC[place], self.inside)
+
+        first = dist.all_gather(list(rows_NKC[:, place]), input_tensor, self.across, async_op)
+        if async_op:
+            return _Chain(first, inside)
+        inside()
+        return None
+
+
+class _Chain(dist.Work):
+    """An operation under way, and what is to follow it when it is waited for.
+
+    So the stage between nodes, the slow one, overlaps with what is done until then.
+    """
+
+    def __init__(self, first: dist.Work, then: Callable[[], None]) -> None:
+        super().__init__()
+        self.first = first
+        self.then: Callable[[], None] | None = then
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self.then is not None:
+            self.first.wait()
+            self.then()
+            self.then = None
+        return True

@@ -1,0 +1,216 @@
+"""Which layouts are possible: degrees from what was asked, and every rule about them.
+
+Rules are judged here, before anything is allocated, so that none is met as a shape error on some
+rank of five hundred.  Each names the key, its value, the rule and a remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from weft.job import Job, ParallelSection, Problem
+from weft.models import Family
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DEGREE_KEYS = tuple(f"parallel.{name}" for name in DEGREES)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis of the mesh."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP shards a parameter over: those of ``cp`` share it, too."""
+        return self.dp_shard * self.cp
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.pp * self.cp * self.tp
+
+
+def fixed(parallel: ParallelSection) -> int:
+    """Ranks of one shard: the product of all degrees but ``dp_shard``."""
+    return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
+
+
+def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[Problem]]:
+    """The degrees on ``world`` ranks; ``dp_shard = "fit"`` counts as all that remain here.
+
+    With problems the degrees are the nearest that other rules can be judged by.
+    """
+    problems = []
+    depends = ("run.workers", *DEGREE_KEYS)
+    unit = fixed(parallel)
+    automatic = isinstance(parallel.dp_shard, str)
+    shard = max(1, world // unit) if isinstance(parallel.dp_shard, str) else parallel.dp_shard
+    asked = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "dp_replicate")}
+    above_one = {name: degree for name, degree in asked.items() if degree > 1}
+    if automatic and world % unit:
+        name, degree = next(iter(above_one.items()))
+        others = " and ".join(f"{other} = {n}" for other, n in list(above_one.items())[1:])
+        times = f"times {others} ({unit} in all) " if others else ""
+        fits = either(divisors(world)) if not others else ""
+        ranks = f"run.workers = {unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
+        remedy = f"use {fits}, or {ranks}" if fits else f"use {ranks}"
+        rule = f"{times}does not divide the {world} ranks"
+        problems.append(Problem(f"parallel.{name}", degree, rule, remedy, depends))
+    elif not automatic and unit * shard != world:
+        fits = f"use {world // unit}, or auto" if world % unit == 0 else "use auto"
+        others = ", ".join(f"{other} = {n}" for other, n in above_one.items()) or "one replica"
+        problems.append(
+            Problem(
+                "parallel.dp_shard",
+                shard,
+                f"times {others} is not the number of ranks, {world}",
+                f"{fits}, or run.workers = {unit * shard}",
+                depends,
+            )
+        )
+    degrees = Degrees(parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp)
+    return degrees, problems
+
+
+def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+    """Every reason why this model cannot be laid out so; the pipeline has its own rules."""
+    yield from _check_tensor(job, model, family, degrees)
+    yield from _check_context(job, model, degrees)
+    yield from _check_sharding(job, degrees)
+    if degrees.pp == 1 and job.pipeline.layers:
+        rule = "there is no pipeline"
+        remedy = "leave it out, or use parallel.pp above 1"
+        yield Problem("pipeline.layers", list(job.pipeline.layers), rule, remedy, ("parallel.pp",))
+
+
+def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+    tp, parallel = degrees.tp, job.parallel
+    name = f"{job.model.kind}-{job.model.preset}"
+    if parallel.async_tp:
+        yield from _check_async(job, degrees)
+    if tp == 1:
+        return
+    if not family.sharding:
+        rule = f"the family {job.model.kind} has no SHARDING table"
+        yield Problem("parallel.tp", tp, rule, "use 1, or give its Family one")
+        return
+    sizes = {field: getattr(model, field) for field in family.split_sizes}
+    common = math.gcd(*sizes.values()) if sizes else 0
+    kv = getattr(model, "num_kv_heads", 0)
+    good = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0]
+    for field, size in sizes.items():
+        if size % tp:
+            rule = f"does not divide {field} = {size} of {name}"
+            if field == "vocab_size":
+                more = -(-size // tp) * tp
+                remedy = f"use {either(good)}, or --model.vocab_size {more}"
+            else:
+                remedy = f"use {either(good)}"
+            yield Problem("parallel.tp", tp, rule, remedy, (f"model.{field}", "model.preset"))
+    if kv and kv % tp and tp % kv:
+        rule = f"is neither a divisor nor a multiple of num_kv_heads = {kv} of {name}"
+        yield Problem("parallel.tp", tp, rule, f"use {either(good)}", ("model.num_kv_heads",))
+    local = job.train.seq_len // degrees.cp
+    if parallel.sequence_parallel and local % tp:
+        rule = f"does not divide over tp = {tp}" + (
+            f" within cp = {degrees.cp}" if degrees.cp > 1 else ""
+        )
+        unit = tp * degrees.cp * _pieces(job.parallel)
+        remedy = f"use {either(near(job.train.seq_len, unit))}, or parallel.sequence_parallel false"
+        depends = ("parallel.tp", "parallel.cp")
+        yield Problem("train.seq_len", job.train.seq_len, rule, remedy, depends)
+
+
+def _check_async(job: Job, degrees: Degrees) -> Iterator[Problem]:
+    key = "parallel.async_tp"
+    if degrees.tp == 1:
+        yield Problem(key, True, "there is no tensor parallelism", "use parallel.tp above 1")
+    if not job.compile.enable:
+        rule = "torch.compile is what overlaps tensor parallelism's communication"
+        yield Problem(key, True, rule, "use compile.enable true", ("compile.enable",))
+    if not job.parallel.sequence_parallel:
+        rule = "overlaps the gathers and scatters of sequence parallelism, which is off"
+        yield Problem(key, True, rule, "use parallel.sequence_parallel true")
+
+
+def _pieces(parallel: ParallelSection) -> int:
+    """Pieces of a sequence on each context-parallel rank."""
+    return 2 if parallel.cp > 1 and parallel.context_balance else 1
+
+
+def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[Problem]:
+    cp, parallel, seq_len = degrees.cp, job.parallel, job.train.seq_len
+    if cp == 1:
+        return
+    if not hasattr(model, "num_heads"):
+        rule = f"the family {job.model.kind} tells no num_heads"
+        yield Problem("parallel.cp", cp, rule, "use 1")
+        return
+    unit = cp * _pieces(parallel)
+    if seq_len % unit:
+        pieces = f"into the {unit} pieces of cp = {cp}, balanced" if unit > cp else f"by cp = {cp}"
+        rule = f"does not divide {pieces}"
+        remedy = f"use {either(near(seq_len, unit))}"
+        yield Problem("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
+    if parallel.context == "ulysses":
+        heads = model.num_heads // degrees.tp
+        shared = max(1, model.num_kv_heads // degrees.tp)
+        good = [n for n in divisors(heads) if shared % n == 0 or n % shared == 0]
+        if cp not in good:
+            of = f" / tp = {degrees.tp}" if degrees.tp > 1 else ""
+            rule = f"does not divide num_heads = {model.num_heads}{of} into whole groups (ulysses)"
+            remedy = f"use {either(good)}, or parallel.context ring"
+            depends = ("parallel.tp", "model.num_heads", "model.num_kv_heads")
+            yield Problem("parallel.cp", cp, rule, remedy, depends)
+
+
+def _check_sharding(job: Job, degrees: Degrees) -> Iterator[Problem]:
+    parallel, shards = job.parallel, degrees.shards
+    to = parallel.reshard_after_forward
+    if isinstance(to, int) and shards % to:
+        rule = f"does not divide the {shards} ranks that share a parameter"
+        remedy = f"use {either(divisors(shards))}, always or never"
+        yield Problem("parallel.reshard_after_forward", to, rule, remedy, DEGREE_KEYS)
+    if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
+        rule = "is found by dp_shard = fit"
+        yield Problem("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
+    if parallel.gradient_sync == "microbatch" and degrees.pp > 1:
+        rule = "a pipeline reduces gradients once a step"
+        yield Problem("parallel.gradient_sync", "microbatch", rule, "use step", ("parallel.pp",))
+
+
+# --------------------------------------------------------------------------- wording
+
+
+def divisors(n: int, at_most: int | None = None) -> list[int]:
+    """Divisors of ``n`` in order, none above ``at_most``."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    every = sorted({*small, *(n // d for d in small)})
+    return [d for d in every if d <= (at_most or n)]
+
+
+def near(n: int, unit: int) -> list[int]:
+    """The multiples of ``unit`` on both sides of ``n``, none of them 0."""
+    below = n // unit * unit
+    return [m for m in (below, below + unit) if m]
+
+
+def either(values: list[int]) -> str:
+    """``[1, 2, 4]`` -> ``'1, 2 or 4'``; a long list is cut in the middle."""
+    words = [str(value) for value in values]
+    if len(words) > 8:
+        words = [*words[:4], "...", *words[-3:]]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

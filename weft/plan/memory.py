@@ -1,0 +1,62 @@
+"""What a rank must hold, by arithmetic: to choose a shard degree and to cut stages.
+
+A first estimate from sizes alone, on the safe side: weights, gradients and AdamW's two moments in
+float32 over the ranks that share them, whole copies where the layout keeps them, and what autograd
+saves of the microbatches under way, without recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.models.llama import Unit
+
+# Of a device's memory: the rest is for the CUDA context, communication buffers, fragments.
+USABLE = 0.9
+
+
+def state_bytes_per_param(
+    shards: int, *, kept_gathered: bool, kept_gradients: bool, compute_bytes: int
+) -> float:
+    """Bytes on a rank for each parameter that its shard group holds.
+
+    Args:
+        shards: ranks of the group.
+        kept_gathered: gathered weights stay over the step (reshard_after_forward never).
+        kept_gradients: whole gradients add up over microbatches before they are reduced.
+        compute_bytes: of one weight in forward and backward.
+    """
+    sharded = 4 + 4 + 8  # weight, gradient, AdamW's moments
+    if shards == 1 and compute_bytes == 4:
+        return sharded
+    return sharded / shards + compute_bytes * kept_gathered + 4 * kept_gradients
+
+
+def rank_bytes(
+    units: Sequence[Unit],
+    *,
+    tp: int,
+    pp: int,
+    tokens: int,
+    in_flight: int,
+    per_param: float,
+    compute_bytes: int,
+) -> float:
+    """Bytes on one rank of a layout, its share of the layers taken as even.
+
+    Args:
+        tokens: of one microbatch on one rank: rows times tokens of a row over ``cp``.
+        in_flight: microbatches whose activations are kept at once.
+        per_param: see `state_bytes_per_param`.
+    """
+    params = sum(unit.params for unit in units) / (tp * pp)
+    # Gathered at once: one unit in use and one ahead, and their whole gradients.
+    gathered = 4 * compute_bytes * max(unit.params for unit in units) / tp
+    saved = sum(unit.activation_bytes_per_token for unit in units) * compute_bytes / 2
+    return params * per_param + gathered + saved / (tp * pp) * tokens * in_flight
+
+
+def smallest_shard(choices: Sequence[int], needed: Sequence[float], available: float) -> int | None:
+    """The first of ``choices`` (in rising order) whose ``needed`` bytes fit, or None."""
+    fitting = [c for c, need in zip(choices, needed, strict=True) if need <= USABLE * available]
+    return fitting[0] if fitting else None
