@@ -123,6 +123,8 @@ REFUSALS = [
     # Sharding.
     ("reshard_after_forward=3", 8, "reshard_after_forward", "does not divide the 8", "1, 2, 4 or 8",
      "reshard_after_forward=4"),
+    ("tp=2 reshard_after_forward=2", 8, "reshard_after_forward", "tensor parallelism has cut",
+     "always or never", "tp=2 reshard_after_forward=never"),
     ("dp_shard=fit dp_replicate=2", 8, "dp_replicate", "found by", "leave it out", None),
 ]  # fmt: skip
 

@@ -19,12 +19,14 @@ between contiguous pieces of two ranks attention is all or nothing, and needs no
   computed.  Point to point, hidden behind the computation if that is long enough; the memory
   of two slices.  Backward sends them round again, and their gradients after them.
 - ``allgather`` (Llama 3, arXiv:2407.21783, section 3.3.2): one collective, then attention to
-  the whole row.  Not hidden, but one message in place of C - 1, on the shorter side of grouped
-  queries; fewer and larger kernels.  Only this rank's slice is kept for backward, which
-  gathers again, then reduce-scatters the gradients.
+  the whole row.  Not hidden, but one exchange in place of C - 1, and fewer, larger kernels.
+  Only this rank's slice is kept for backward, which gathers again, then reduce-scatters the
+  gradients.
 - ``ulysses`` (Jacobs et al., arXiv:2309.14509): an all-to-all trades tokens for heads, and each
   rank computes whole rows for a share of the heads, with the model's own attention, whatever
-  that is.  The least traffic: it shrinks with C.  But C must divide the number of query heads.
+  that is.  A rank's traffic shrinks with C, where that of the others stays; but queries and
+  outputs travel, too, so with few key heads and few ranks it is more.  C must divide the
+  number of query heads.
 
 *Blocks.*  The first two are the same computation: a list of `Block`, each some of this rank's
 queries and some of the keys that it sees, whose results are merged through their log-sum-exp

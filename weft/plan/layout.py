@@ -184,6 +184,10 @@ def _check_sharding(job: Job, degrees: Degrees) -> Iterator[Problem]:
         rule = f"does not divide the {shards} ranks that share a parameter"
         remedy = f"use {either(divisors(shards))}, always or never"
         yield Problem("parallel.reshard_after_forward", to, rule, remedy, DEGREE_KEYS)
+    elif isinstance(to, int) and degrees.tp > 1 and 1 < to < shards:
+        rule = "FSDP2 cannot reshard over some of the ranks what tensor parallelism has cut"
+        remedy = "use always or never"
+        yield Problem("parallel.reshard_after_forward", to, rule, remedy, ("parallel.tp",))
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
         rule = "is found by dp_shard = fit"
         yield Problem("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
