@@ -14,6 +14,7 @@ else: here candidates are proposed, smallest first, and those judge them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -71,7 +72,8 @@ def plan_of_recipe(job: Job) -> Plan:
         parsed = parse_cluster(cluster)
         if isinstance(parsed, Problem):
             raise InvalidJob([parsed])
-        return resolve(job, machine_of(parsed))
+        # For the rules only, here and below: what a GPU can do is no mistake.
+        return resolve(job, dataclasses.replace(machine_of(parsed), peer_access=True))
     unit = fixed(parallel)
     world: int | None = None
     if isinstance(job.run.workers, int):
@@ -79,12 +81,12 @@ def plan_of_recipe(job: Job) -> Plan:
     elif isinstance(parallel.dp_shard, int):
         world = unit * parallel.dp_shard
     machine = Machine(
-        # For the rules only: what a GPU can do is no mistake.
         device="cpu" if job.run.device == "cpu" else "cuda",
         devices=world or 2 * unit,  # "all that remain" is more than one rank somewhere
         world_size=world,
         local_world_size=world,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        peer_access=True,
     )
     return resolve(job, machine)
 

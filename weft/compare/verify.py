@@ -267,34 +267,35 @@ def _departure(
 ) -> str:
     """Where step ``i`` departs first; empty if it does not."""
     differ = [name for name in reversed(one.names) if report.gradients[name] > limits.tolerance]
-    judged = (report.loss_difference, report.grad_norm_difference)
-    if not differ and max(judged) <= limits.tolerance:
+    others = max(report.loss_difference, report.grad_norm_difference)
+    if not differ and others <= limits.tolerance:
         return ""
     for name, distance in report.forward.items():
         if distance > limits.forward:
             return f"forward departs first {_place(name, list(report.forward))} ({distance:.1e})"
     agrees = "forward agrees" + (", block by block" if report.forward else "")
-    factor = _common_factor([rank.steps[i].gradients for rank in many], len(differ), one.names)
-    if report.loss_difference > limits.tolerance:
-        loss = f"the loss departs ({report.loss_difference:.1e})"
+    loss = f"the loss departs ({report.loss_difference:.1e})"
+    if not differ:
+        if report.loss_difference > limits.tolerance:
+            return f"{agrees}; {loss}, and no gradient: only what is told of it"
+        norm = f"the gradient norm departs ({report.grad_norm_difference:.1e})"
+        return f"{agrees}, and so do gradients; {norm}"
+    also = f"{loss}, and " if report.loss_difference > limits.tolerance else ""
+    name = differ[0]
+    if len(differ) == len(one.names):
+        # What they have in common lies above the blocks.
+        factor = _common_factor([rank.steps[i].gradients for rank in many])
         if factor is not None:
-            loss += f", and every gradient is {factor:.4g} times one process's: its normalisation"
-        elif not differ:
-            loss += ", and no gradient: only what is told of it"
-        else:
-            loss += ": the head, the loss or its normalisation"
-        return f"{agrees}; {loss}"
-    if factor is not None:
-        rule = "their sum over ranks or microbatches, or the loss's normalisation in backward"
-        return f"{agrees}; every gradient is {factor:.4g} times one process's: {rule}"
-    if differ:
-        name = differ[0]
-        on = [n for n, rank in enumerate(many) if _departs(rank, i, name, limits.tolerance)]
-        holders = [n for n, rank in enumerate(many) if name in rank.steps[i].gradients]
-        where = "" if on == holders else f", on rank {' and '.join(map(str, on))} only"
-        distance = report.gradients[name]
-        return f"{agrees}; gradients depart first in {name} ({distance:.1e}{where})"
-    return f"{agrees}, and so do gradients; the gradient norm departs ({judged[1]:.1e})"
+            why = "the loss's normalisation" if also else "sums over ranks or microbatches"
+            return f"{agrees}; {also}every gradient is {factor:.4g} times one process's: {why}"
+        why = "the head, the loss or its normalisation"
+        depart = f"every gradient departs, first {name} ({report.gradients[name]:.1e})"
+        return f"{agrees}; {also}{depart}: {why}"
+    on = [n for n, rank in enumerate(many) if _departs(rank, i, name, limits.tolerance)]
+    holders = [n for n, rank in enumerate(many) if name in rank.steps[i].gradients]
+    where = "" if on == holders else f", on rank {' and '.join(map(str, on))} only"
+    depart = f"gradients depart first in {name} ({report.gradients[name]:.1e}{where})"
+    return f"{agrees}; {also}{depart}"
 
 
 def _forward(theirs: dict[str, Sums], ranks: list[dict[str, Sums]]) -> dict[str, float]:
@@ -327,12 +328,8 @@ def _departs(rank: Measured, i: int, name: str, tolerance: float) -> bool:
     return found is not None and found.largest > tolerance
 
 
-def _common_factor(
-    ranks: list[dict[str, Difference]], departed: int, names: list[str]
-) -> float | None:
+def _common_factor(ranks: list[dict[str, Difference]]) -> float | None:
     """The one factor by which all gradients are off, if there is one."""
-    if departed < len(names):
-        return None
     factors = [found.factor for rank in ranks for found in rank.values()]
     if not all(math.isfinite(factor) for factor in factors):
         return None

@@ -1,0 +1,311 @@
+"""Every shipped recipe at the scale that it is made for, on this machine: one rank of up to 16,384
+builds its part of the model, lays it out and takes a whole step, by the code that trains.
+
+What a rank holds is compared with shapes written down here, and what it says to which others with
+counts that follow from the layout.  Widths, degrees and world are the recipes'; layers and
+microbatches are few, but in the tests marked slow layers are all there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.fake import axis_groups, build_fake, counted_step, fake_world, forget_meshes
+from tests.harness import run_ranks
+from tests.small import plan_here, small_job, this_rank
+from weft.checkpoint.state import named_parameters
+from weft.job import Job, recipe_names
+from weft.models import load_family
+from weft.plan.placement import AXES, coordinates, groups, rank_of
+from weft.plan.report import plan_recipe
+from weft.plan.resolve import Machine, Plan
+from weft.train.setup import build
+
+Overrides = list[tuple[str, str]]
+
+# Few microbatches of every recipe, of its full depth.
+BRIEF: dict[str, Overrides] = {
+    "demo": [("run.workers", "4")],
+    "llama3-8b": [("train.global_batch", "256")],
+    "llama3-70b": [("train.global_batch", "64")],
+    "llama3-405b": [("train.global_batch", "32")],
+    "llama3-405b-16k": [("train.global_batch", "256")],
+    "llama3-405b-128k": [("train.global_batch", "16")],
+    "three-servers": [("train.global_batch", "24")],
+    "three-servers-small": [("train.global_batch", "6")],
+}
+# And of the least depth that gives a block to every rank.
+TWO_STAGES = ("pipeline.stages_per_rank", "2")
+SHALLOW: dict[str, Overrides] = {
+    "demo": [("model.num_layers", "2")],
+    "llama3-8b": [("model.num_layers", "2")],
+    "llama3-70b": [("model.num_layers", "2")],
+    "llama3-405b": [("model.num_layers", "14")],
+    "llama3-405b-16k": [("model.num_layers", "30"), TWO_STAGES],
+    "llama3-405b-128k": [("model.num_layers", "30"), TWO_STAGES],
+    "three-servers": [("model.num_layers", "6")],
+    "three-servers-small": [("model.num_layers", "6")],
+}
+
+# The world, and a rank's part of weights in the order of `WEIGHTS`: the rows of what is cut by
+# outputs, rows and columns of what is cut by inputs.
+WEIGHTS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj", "norm", "embed_tokens", "lm_head")
+OF_405B_OVER_16 = [128, 8, (1024, 2048), 416, (1024, 6656), 1024, 1002, 1002]
+HELD: dict[str, tuple[int, list[Any]]] = {
+    "demo": (4, [48, 16, (48, 192), 128, (48, 512), 48, 1024, 0]),
+    "llama3-8b": (128, [32, 8, (32, 4096), 112, (32, 14336), 32, 1002, 1002]),
+    "llama3-70b": (256, [32, 4, (256, 1024), 112, (256, 3584), 256, 501, 501]),
+    "llama3-405b": (512, [256, 16, (2048, 2048), 832, (2048, 6656), 2048, 2004, 2004]),
+    "llama3-405b-16k": (16384, OF_405B_OVER_16),
+    "llama3-405b-128k": (16384, OF_405B_OVER_16),
+    "three-servers": (96, [2048, 256, (8192, 2048), 7168, (8192, 7168), 8192, 32064, 32064]),
+    "three-servers-small": (24, [24, 24, (96, 24), 64, (96, 64), 96, 128, 128]),
+}
+
+
+def planned(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
+    found = plan_recipe(recipe, overrides, [], None, lambda device: Machine("cpu", devices=4))
+    return found[0], found[1]
+
+
+def place(plan: Plan, where: str) -> int:
+    """The rank in the first place of every axis, in the middle, or in the last."""
+    share = {"first": 0.0, "middle": 0.5, "last": 0.99999}[where]
+    at = {axis: int(size * share) for axis, size in plan.sizes.items()}
+    return rank_of(at, plan.sizes, plan.order)
+
+
+# --------------------------------------------------------------------------- one step
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+@pytest.mark.parametrize("recipe", HELD)
+def test_one_step(recipe: str, where: str) -> None:
+    one_step(recipe, where, BRIEF[recipe] + SHALLOW[recipe])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+@pytest.mark.parametrize("recipe", HELD)
+def test_one_step_of_all_layers(recipe: str, where: str) -> None:
+    one_step(recipe, where, BRIEF[recipe])
+
+
+def test_no_recipe_is_left_out() -> None:
+    assert set(HELD) == set(BRIEF) == set(SHALLOW) == set(recipe_names())
+
+
+def one_step(recipe: str, where: str, overrides: Overrides) -> None:
+    job, plan = planned(recipe, overrides)
+    assert plan.world_size == HELD[recipe][0]
+    rank = place(plan, where)
+    at = coordinates(rank, plan.sizes, plan.order)
+    with fake_world(rank, plan.world_size) as mode:
+        built, on_cpu = build_fake(job, plan, mode)
+        check_groups(plan, rank, axis_groups(built.mesh))
+        params = dict(named_parameters(built.parts))
+        for name, param in params.items():
+            check_weight(recipe, plan, name, param)
+        blocks = {name.split(".")[1] for name in params if name.startswith("layers.")}
+        assert len(blocks) == counts_of_units(plan, at["pp"])["blocks"]
+        train, clip, update = counted_step(built, job, on_cpu, mode)
+        assert train.by_axis(built.mesh) == expected_in_training(job, plan, at["pp"])
+        assert clip.by_axis(built.mesh) == expected_in_clipping(plan)
+        assert not update.counts
+
+
+def check_groups(plan: Plan, rank: int, made: dict[str, dist.ProcessGroup]) -> None:
+    """The engine's groups are the ones that the planner reckons with."""
+    axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
+    axes["dp_shard"] = ("dp_shard", "cp")
+    assert set(made) == {axis for axis in AXES if axis != "cp" or plan.cp > 1}
+    for axis, group in made.items():
+        (ranks,) = (g for g in groups(axes[axis], plan.sizes, plan.order) if rank in g)
+        assert dist.get_process_group_ranks(group) == sorted(ranks), axis
+
+
+def check_weight(recipe: str, plan: Plan, name: str, param: torch.Tensor) -> None:
+    """A weight's local shape, and its placements on the axes dp_replicate, dp_shard and tp."""
+    assert isinstance(param, DTensor)
+    expected = dict(zip(WEIGHTS, HELD[recipe][1], strict=True))
+    alike = {"v_proj": "k_proj", "gate_proj": "up_proj"}
+    module = name.split(".")[-2]
+    module = "norm" if module.endswith("norm") else alike.get(module, module)
+    rows = expected[module]
+    local = tuple(param.to_local().shape)
+    assert local == (rows if isinstance(rows, tuple) else (rows, *param.shape[1:])), name
+
+    placements = [str(placement) for placement in param.placements]
+    if plan.dp_replicate > 1:
+        assert placements.pop(0) == "R"
+    if plan.tp == 1:
+        assert placements == ["S(0)"], name
+        return
+    by_tp = {"norm": "R", "o_proj": "S(1)", "down_proj": "S(1)"}.get(module, "S(0)")
+    assert placements[1] == by_tp, name
+    # Cut by both on one dim, FSDP's cut comes second though its axis comes first.
+    assert placements[0].startswith("_S(0, " if by_tp == "S(0)" else "S(0)"), name
+
+
+def counts_of_units(plan: Plan, pp: int) -> Counter[str]:
+    """What a rank of the pipeline holds: blocks, embedding, head, and stages with one of these."""
+    last = plan.model.num_layers + 1
+    if plan.pipeline is None:
+        stages = [range(last + 1)]
+    else:
+        stages = [plan.pipeline.stages[s].units for s in plan.pipeline.stages_of(pp)]
+    found: Counter[str] = Counter(stages=len(stages))
+    for units in stages:
+        ends = (0 in units) + (last in units)
+        found.update(blocks=len(units) - ends, embed=0 in units, head=last in units)
+        found.update(roots=ends > 0)
+    return found
+
+
+def expected_in_training(job: Job, plan: Plan, pp: int) -> dict[str, int]:
+    """Collectives of all microbatches' forward and backward passes."""
+    holds, microbatches = counts_of_units(plan, pp), plan.accumulation
+    blocks, units = holds["blocks"], holds["blocks"] + holds["roots"]
+    per_step = microbatches if job.parallel.gradient_sync == "microbatch" else 1
+    counts: Counter[str] = Counter()
+    # Tokens with a target are counted over all ranks that see others.
+    counts.update({"all_reduce dp_shard": 1, "all_reduce dp_replicate": 1})
+    # FSDP: a gather for forward and one for backward, unless what is gathered stays; it always
+    # does in the root.  Gradients go first to the shards' owners, then over the replicas.
+    gathers = 2 * microbatches if plan.reshard_after_forward else 1
+    counts["all_gather dp_shard"] = blocks * gathers + holds["roots"]
+    counts["reduce_scatter dp_shard"] = units * per_step
+    counts["all_reduce dp_replicate"] += units
+    # Tensor parallel: into and out of attention and feed-forward, each with its opposite in
+    # backward; out of the embedding, into the head.  The gains' gradients are partial sums.
+    exchanges = 4 * blocks + holds["embed"] + holds["head"]
+    counts["all_gather tp"] = counts["reduce_scatter tp"] = exchanges * microbatches
+    counts["all_reduce tp"] = (2 * blocks + holds["head"]) * per_step
+    # The loss: maxima, then sums and the targets' logits.
+    counts["all_reduce tp"] += 2 * holds["head"] * microbatches
+    # Context parallel: keys and values are gathered in forward and anew in backward.
+    counts["all_gather cp"] = 2 * blocks * microbatches
+    counts["reduce_scatter cp"] = blocks * microbatches
+    # Pipeline: every stage hands on activations, and gradients back; the ends have one neighbour.
+    handed = microbatches * (2 * holds["stages"] - holds["embed"] - holds["head"])
+    counts["send pp"] = counts["recv pp"] = handed
+    return of_axes(plan, counts)
+
+
+def expected_in_clipping(plan: Plan) -> dict[str, int]:
+    """Squares are added over what a matrix is cut by, those of the gains apart if less."""
+    counts = Counter({"all_reduce dp_shard": 1 + (plan.tp > 1), "all_reduce tp": 1})
+    counts["all_reduce pp"] = 1
+    return of_axes(plan, counts)
+
+
+def of_axes(plan: Plan, counts: Counter[str]) -> dict[str, int]:
+    """Without those over axes of one rank."""
+    sizes = plan.sizes | {"dp_shard": plan.dp_shard * plan.cp}
+    return {name: n for name, n in counts.items() if n and sizes[name.split()[1]] > 1}
+
+
+# --------------------------------------------------------------------------- all weights
+
+
+# Left out are those whose parameters lie as another's do.
+@pytest.mark.parametrize("recipe", sorted({*HELD} - {"llama3-405b-128k", "three-servers-small"}))
+def test_every_weight_is_held_once(recipe: str) -> None:
+    """One rank of each pipeline rank: together the whole model, each weight once in its group."""
+    job, plan = planned(recipe, SHALLOW[recipe])
+    family = load_family(job.model.kind)
+    with torch.device("meta"):
+        whole = {name: p.shape for name, p in family.build(plan.model).named_parameters()}
+    elements: dict[str, int] = {}
+    for pp in range(plan.pp):
+        # Another place on the other axes each time.
+        at = {axis: 5 * pp % size for axis, size in plan.sizes.items()} | {"pp": pp}
+        rank = rank_of(at, plan.sizes, plan.order)
+        with fake_world(rank, plan.world_size) as mode:
+            built, _ = build_fake(job, plan, mode)
+            for name, param in named_parameters(built.parts):
+                assert isinstance(param, DTensor)
+                assert name not in elements
+                assert param.shape == whole[name]
+                elements[name] = param.to_local().numel() * shards(param)
+    assert elements == {name: math.prod(shape) for name, shape in whole.items()}
+    assert sum(elements.values()) == plan.num_params
+
+
+def shards(param: DTensor) -> int:
+    """Over how many ranks a weight is cut."""
+    mesh = param.device_mesh
+    cut = [axis for axis, p in enumerate(param.placements) if not p.is_replicate()]
+    return math.prod(mesh.size(axis) for axis in cut)
+
+
+def test_ranks_of_a_replica_add_up() -> None:
+    """All 24 of them: what they hold is the model, and nothing twice but the gains."""
+    job, plan = planned("three-servers-small", SHALLOW["three-servers-small"])
+    held = copies = 0
+    for rank in range(plan.world_size):
+        with fake_world(rank, plan.world_size) as mode:
+            built, _ = build_fake(job, plan, mode)
+            for name, param in named_parameters(built.parts):
+                assert isinstance(param, DTensor)
+                held += param.to_local().numel()
+                copies += param.numel() * (name.endswith("norm.weight") and built.mesh.at["tp"] > 0)
+    assert held - copies == plan.num_params
+    assert copies == 3 * 13 * 96  # of 13 gains, on all but one of 4 ranks
+
+
+# --------------------------------------------------------------------------- is it true?
+
+LAYOUTS: dict[str, Overrides] = {
+    "tp, microbatches": [
+        ("parallel.tp", "2"),
+        ("train.microbatch", "2"),
+        ("parallel.gradient_sync", "microbatch"),
+    ],
+    "pipeline": [
+        ("parallel.pp", "2"),
+        ("parallel.tp", "2"),
+        ("train.microbatch", "2"),
+        ("parallel.schedule", "Interleaved1F1B"),
+        ("model.num_layers", "4"),
+        ("model.tied_embeddings", "false"),
+    ],
+    "context": [("parallel.cp", "2"), ("parallel.context", "allgather")],
+    "replicas": [("parallel.dp_replicate", "2"), ("parallel.reshard_after_forward", "never")],
+}
+
+
+def test_fake_ranks_do_what_real_ranks_do() -> None:
+    """The same collectives in the second step, in which nothing is set up any more."""
+    real = run_ranks(real_counts, 4)
+    for layout, overrides in LAYOUTS.items():
+        job = small_job(*overrides)
+        for rank, counts in enumerate(real):
+            with fake_world(rank, 4) as mode:
+                built, plan = build_fake(job, plan_here(job), mode)
+                counted_step(built, job, plan, mode)
+                seen = counted_step(built, job, plan, mode)
+                assert [part.by_axis(built.mesh) for part in seen] == counts[layout], layout
+
+
+def real_counts() -> dict[str, list[dict[str, int]]]:
+    """The collectives of this gloo rank in every layout."""
+    found = {}
+    for layout, overrides in LAYOUTS.items():
+        job = small_job(*overrides)
+        plan = plan_here(job)
+        built = build(job, plan, this_rank())
+        counted_step(built, job, plan, nullcontext())
+        seen = counted_step(built, job, plan, nullcontext())
+        found[layout] = [part.by_axis(built.mesh) for part in seen]
+        forget_meshes()
+    return found
