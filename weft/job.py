@@ -249,10 +249,10 @@ class ParallelSection(Section):
         "free gathered parameters after forward (always: ZeRO-3), keep them (never: ZeRO-2), or "
         "reshard over that many ranks only; auto: never in a pipeline, else always",
     )
-    gradient_sync: Literal["microbatch", "step"] = key(
-        "step",
-        "reduce-scatter gradients with every microbatch, and all-reduce replicas once a step; "
-        "or add them up whole and do both once (with never: ZeRO-1)",
+    gradient_sync: Literal["auto", "microbatch", "step"] = key(
+        "auto",
+        "microbatch: reduce-scatter gradients with each one, and all-reduce replicas once a step; "
+        "step: add them up whole and do both once; auto: step if reshard_after_forward is never",
     )
     hierarchical_gather: bool = key(
         False, "gather parameters across nodes first, then inside each node"

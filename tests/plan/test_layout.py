@@ -118,7 +118,6 @@ REFUSALS = [
     ("pp=2 pipeline.layers=[4,5]", 2, "pipeline.layers", "9", "", "pp=2 pipeline.layers=[4,4]"),
     ("pp=2 pipeline.layers=[8]", 2, "pipeline.layers", "1", "", "pp=2 pipeline.layers=[8,0]"),
     ("pipeline.layers=[8]", 2, "pipeline.layers", "no pipeline", "leave it out", ""),
-    ("pp=2 gradient_sync=microbatch", 2, "gradient_sync", "once a step", "use step", "pp=2"),
     ("pp=2 schedule=/nowhere.csv", 2, "schedule", "cannot be read", "0F3", "pp=2"),
     # Sharding.
     ("reshard_after_forward=3", 8, "reshard_after_forward", "does not divide the 8", "1, 2, 4 or 8",

@@ -175,7 +175,7 @@ def expected_in_training(job: Job, plan: Plan, pp: int) -> dict[str, int]:
     """Collectives of all microbatches' forward and backward passes."""
     holds, microbatches = counts_of_units(plan, pp), plan.accumulation
     blocks, units = holds["blocks"], holds["blocks"] + holds["roots"]
-    per_step = microbatches if job.parallel.gradient_sync == "microbatch" else 1
+    per_step = microbatches if plan.gradient_sync == "microbatch" else 1
     counts: Counter[str] = Counter()
     # Tokens with a target are counted over all ranks that see others.
     counts.update({"all_reduce dp_shard": 1, "all_reduce dp_replicate": 1})
@@ -280,6 +280,13 @@ LAYOUTS: dict[str, Overrides] = {
         ("model.tied_embeddings", "false"),
     ],
     "context": [("parallel.cp", "2"), ("parallel.context", "allgather")],
+    "two hops in a pipeline": [
+        ("parallel.pp", "2"),
+        ("parallel.dp_replicate", "2"),
+        ("train.microbatch", "2"),
+        ("parallel.gradient_sync", "microbatch"),
+        ("model.tied_embeddings", "false"),
+    ],
     "replicas": [("parallel.dp_replicate", "2"), ("parallel.reshard_after_forward", "never")],
 }
 

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 
@@ -48,11 +47,6 @@ class Mask(NamedTuple):
 def block_mask(allowed_BQS: Tensor) -> Mask:
     """The `Mask` of a bool ``[B, Q, S]``."""
     return Mask(allowed_BQS.unsqueeze(1), ~allowed_BQS.any(dim=-1).unsqueeze(1))
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values to ask for, because a planner traces the program."""
-    return isinstance(tensor, FakeTensor)
 
 
 def attend_block(

@@ -62,8 +62,8 @@ from weft.parallel.attention_ops import (
     attend_block,
     attend_block_backward,
     block_mask,
-    is_fake,
 )
+from weft.parallel.private import all_gather, is_fake, reduce_scatter
 
 Method = Literal["ring", "allgather", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -461,10 +461,6 @@ def mask_ring(
 
 
 # --------------------------------------------------------------------------- allgather
-
-# PyTorch 2.13 renamed them, and warns of the old names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from weft.models.llama import Init
+from weft.parallel.private import is_strided
 
 # Elements that are computed at a time: bounds the temporaries to a few hundred MiB.
 CHUNK = 1 << 22
@@ -79,11 +80,6 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
         offsets[dim] += begin
         sizes[dim] = min(chunk, sizes[dim] - begin)
     return offsets
-
-
-def is_strided(placement: Placement) -> bool:
-    """Whether it is the private placement that FSDP gives to a parameter cut twice on one dim."""
-    return type(placement).__name__ == "_StridedShard"
 
 
 def _fill_normal(

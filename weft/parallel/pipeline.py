@@ -10,21 +10,16 @@ Shapes: B rows of a microbatch, T tokens of a row on this rank, D model width, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    _add_send_recv,
-    _add_unshard_reshard,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import get_schedule_class
 
+from weft.parallel.private import reduce_each_microbatch, schedule_from_file
 from weft.plan.resolve import Plan
 from weft.plan.timetable import is_file
 
@@ -74,47 +69,12 @@ def build_schedule(
         )
         for stage, part in zip(pipeline.stages_of(group.rank()), parts, strict=True)
     ]
+    if plan.gradient_sync == "microbatch":
+        for each in stages:
+            reduce_each_microbatch(each)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if is_file(pipeline.schedule):
-        # Private, and the only way to run an order of one's own.
-        runtime: Any = _PipelineScheduleRuntime
-        schedule = runtime(stages, plan.accumulation, **options)
-        schedule._load_csv(pipeline.schedule)
-        return schedule
+        return schedule_from_file(pipeline.schedule, stages, plan.accumulation, **options)
     kind = get_schedule_class(pipeline.schedule)
     single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")
     return kind(stages[0] if single else stages, plan.accumulation, **options)
-
-
-@contextmanager
-def forward_only(schedule: Any) -> Iterator[None]:
-    """Inside, the schedule's order is its forward passes alone.
-
-    Its own ``eval`` runs the training order and leaves out what is backward, which fails where a
-    forward and a backward are one action (DualPipeV).
-    """
-    if not isinstance(schedule, _PipelineScheduleRuntime):
-        yield  # one stage per rank: its eval is right
-        return
-    whole = schedule.pipeline_order_with_comms
-    forwards = {
-        rank: _add_unshard_reshard(
-            [action for action in _parts(order) if action.computation_type.value == "F"]
-        )
-        for rank, order in schedule.pipeline_order.items()
-    }
-    homes = schedule.stage_index_to_group_rank
-    schedule.pipeline_order_with_comms = _add_send_recv(
-        forwards, stage_to_rank=lambda stage: homes[stage], num_stages=schedule._num_stages
-    )
-    try:
-        yield
-    finally:
-        schedule.pipeline_order_with_comms = whole
-
-
-def _parts(order: Iterable[Any]) -> Iterator[Any]:
-    """The actions of one rank, one that overlaps two as both."""
-    for action in order:
-        if action is not None:
-            yield from action.sub_actions or (action,)

@@ -36,7 +36,6 @@ The group's size is the planner's choice and is not made here.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -56,10 +55,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from weft.job import ParallelSection
-
-# torch 2.13 renamed it and warns of the old name, which is the only one before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
+from weft.parallel.private import all_gather, resharding_over, split_axis
 
 # --------------------------------------------------------------------------- sharding
 
@@ -138,7 +134,7 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if gather is not None:
-            unit.set_custom_all_gather(gather)
+            unit.set_customall_gather(gather)
         unit.stays_gathered = unit is model or reshard_blocks is False
     _set_prefetch([model, *blocks], parallel.prefetch)
 
@@ -153,9 +149,7 @@ def _resharding(
 ) -> Iterator[bool | int]:
     """The context to call `fully_shard` in, and what to say to it.
 
-    For a number of ranks `fully_shard` makes a mesh, which costs process groups for every block
-    (pytorch#153302) and hangs where there are other shard groups, whose process groups get the
-    same names.  In this context it takes one that was made before, by all ranks of the world.
+    For a number of ranks, with a mesh that all ranks of the world make here, once.
     """
     ranks = reshard_after_forward
     if not isinstance(ranks, bool):
@@ -167,13 +161,9 @@ def _resharding(
     if any(isinstance(param, DTensor) for block in blocks for param in block.parameters()):
         rule = "FSDP cannot reshard tensor-parallel weights over fewer ranks"
         raise ValueError(f"reshard_after_forward = {ranks}: {rule}; use True or False")
-    smaller = mesh._unflatten(0, (mesh.size() // ranks, ranks), ("copies", "kept"))
-    fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
-    original, fsdp.DeviceMesh = fsdp.DeviceMesh, lambda *args: smaller
-    try:
+    smaller = split_axis(mesh, (mesh.size() // ranks, ranks), ("copies", "kept"))
+    with resharding_over(smaller):
         yield ranks
-    finally:
-        fsdp.DeviceMesh = original
 
 
 def _check_divides(name: str, number: int, degree: int) -> None:
@@ -210,7 +200,7 @@ def set_gradient_sync(model: nn.Module, last: bool, mode: Literal["microbatch", 
             *microbatch*: every one reduce-scatters inside the shard group, the last one also
             all-reduces over the replicas (MiCS's two hops).
 
-    In a pipeline the schedule sets FSDP's flags by itself, always as in *step*.
+    In a pipeline the schedule sets FSDP's flags: see `reduce_each_microbatch`.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -266,7 +256,7 @@ class TwoStageGather:
             node_size: K; divides its size.
         """
         self.shape = (mesh.size() // node_size, node_size)
-        nodes = mesh._unflatten(0, self.shape, ("node", "place"))
+        nodes = split_axis(mesh, self.shape, ("node", "place"))
         self.whole, self.across, self.inside = mesh.get_group(), *nodes.get_all_groups()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -286,14 +276,14 @@ class TwoStageGather:
             ordered on the current stream, as with a plain gather.
         """
         if group.group_name != self.whole.group_name:  # resharded over fewer ranks
-            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group, async_op)
+            work: dist.Work | None = all_gather(output_tensor, input_tensor, group, async_op)
             return work
         rows_NKC = output_tensor.view(*self.shape, -1)
         place = self.inside.rank()
 
         def inside() -> None:
             for row_KC in rows_NKC:
-                _all_gather(row_KC.view(-1), row_KC[place], self.inside)
+                all_gather(row_KC.view(-1), row_KC[place], self.inside)
 
         first = dist.all_gather(list(rows_NKC[:, place]), input_tensor, self.across, async_op)
         if async_op:

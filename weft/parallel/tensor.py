@@ -39,10 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft.models.llama import Split
-
-# The traceable collectives: under torch.compile they stay in the graph, where the pass for
-# asynchronous tensor parallelism looks for them.
-_ops = torch.ops._c10d_functional
+from weft.parallel.private import hide_exchanges, traceable
 
 
 def apply_tensor(
@@ -165,19 +162,19 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 def _gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
-    stacked = _ops.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name)
-    return torch.cat(_ops.wait_tensor(stacked).chunk(size), dim=1)
+    stacked = traceable.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name)
+    return torch.cat(traceable.wait_tensor(stacked).chunk(size), dim=1)
 
 
 def _scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
     stacked = torch.cat(x_BTD.chunk(size, dim=1))
-    out = _ops.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
-    return _ops.wait_tensor(out)  # type: ignore[no-any-return]
+    out = traceable.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
+    return traceable.wait_tensor(out)  # type: ignore[no-any-return]
 
 
 def _add(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
+    return traceable.wait_tensor(traceable.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
@@ -242,11 +239,7 @@ def overlap_exchanges(group: dist.ProcessGroup) -> None:
     SymmetricMemory.  To be called before anything is compiled, on GPUs that reach each other's
     memory.
     """
-    from torch._inductor import config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(group.group_name)
+    hide_exchanges(group)
 
 
 # --------------------------------------------------------------------------- loss

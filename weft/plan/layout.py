@@ -191,9 +191,6 @@ def _check_sharding(job: Job, degrees: Degrees) -> Iterator[Problem]:
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
         rule = "is found by dp_shard = fit"
         yield Problem("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
-    if parallel.gradient_sync == "microbatch" and degrees.pp > 1:
-        rule = "a pipeline reduces gradients once a step"
-        yield Problem("parallel.gradient_sync", "microbatch", rule, "use step", ("parallel.pp",))
 
 
 # --------------------------------------------------------------------------- wording

@@ -191,7 +191,7 @@ def memory_bytes(job: Job, plan: Plan) -> float | None:
     per_param = state_bytes_per_param(
         plan.dp_shard * plan.cp,
         kept_gathered=plan.reshard_after_forward is False,
-        kept_gradients=job.parallel.gradient_sync == "step" and plan.accumulation > 1,
+        kept_gradients=plan.gradient_sync == "step" and plan.accumulation > 1,
         compute_bytes=compute_bytes,
     )
     of_stages = [math.fsum(stage.memory_bytes for stage in mine) for mine in _held(plan)]

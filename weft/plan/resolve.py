@@ -97,6 +97,7 @@ class Plan:
     accumulation: int  # forward passes of one rank
     pipeline: PipelinePlan | None  # None where pp is 1
     reshard_after_forward: bool | int  # as FSDP2 takes it
+    gradient_sync: Literal["microbatch", "step"]
     tokens_per_step: int
     compute_dtype: Literal["float32", "bfloat16"]
     reduce_dtype: Literal["float32", "bfloat16"]
@@ -180,7 +181,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         per_param = state_bytes_per_param(
             degrees.shards,
             kept_gathered=reshard is False,
-            kept_gradients=parallel.gradient_sync == "step",
+            kept_gradients=_gradient_sync(job, reshard) == "step",
             compute_bytes=compute_bytes,
         )
         pipeline, microbatch, found = resolve_pipeline(
@@ -207,6 +208,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         accumulation=num_microbatches(local, microbatch),
         pipeline=pipeline,
         reshard_after_forward=reshard,
+        gradient_sync=_gradient_sync(job, reshard),
         tokens_per_step=train.global_batch * train.seq_len,
         compute_dtype=compute,
         reduce_dtype=job.precision.reduce,
@@ -233,6 +235,12 @@ def _reshard(job: Job, degrees: Degrees) -> bool | int:
     return asked == "always"
 
 
+def _gradient_sync(job: Job, reshard: bool | int) -> Literal["microbatch", "step"]:
+    """``parallel.gradient_sync``: by itself, where weights are kept whole, gradients are, too."""
+    asked = job.parallel.gradient_sync
+    return asked if asked != "auto" else "step" if reshard is False else "microbatch"
+
+
 def _fit(
     job: Job,
     model: Any,
@@ -252,6 +260,7 @@ def _fit(
     on_host = local_world if machine.device == "cpu" else 1
     available = machine.memory_bytes / on_host
     choices = divisors(degrees.dp)
+    reshard = _reshard(job, degrees)
     rows = job.train.microbatch
     local = max(1, job.train.global_batch // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
@@ -264,8 +273,8 @@ def _fit(
             in_flight=degrees.pp,
             per_param=state_bytes_per_param(
                 shard * degrees.cp,
-                kept_gathered=_reshard(job, degrees) is False,
-                kept_gradients=job.parallel.gradient_sync == "step",
+                kept_gathered=reshard is False,
+                kept_gradients=_gradient_sync(job, reshard) == "step",
                 compute_bytes=compute_bytes,
             ),
             compute_bytes=compute_bytes,

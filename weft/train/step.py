@@ -15,7 +15,8 @@ from weft.data.store import Store
 from weft.job import Job
 from weft.parallel.context import cut
 from weft.parallel.mesh import Mesh
-from weft.parallel.pipeline import build_schedule, forward_only
+from weft.parallel.pipeline import build_schedule
+from weft.parallel.private import forward_only
 from weft.parallel.shard import reshard, set_gradient_sync
 from weft.parallel.tensor import vocabulary_cross_entropy_sum
 from weft.plan.resolve import Plan
@@ -72,7 +73,7 @@ class Engine:
             for index, batch in enumerate(batches):
                 last = index == len(batches) - 1
                 for part in self.parts:
-                    set_gradient_sync(part, last, self.parallel.gradient_sync)
+                    set_gradient_sync(part, last, self.plan.gradient_sync)
                 loss = self._forward(batch)
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())

@@ -1,0 +1,136 @@
+"""What is private in PyTorch is as `weft.parallel.private` believes it to be."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group, _fsdp_state
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import placement_types
+
+from tests.fake import counted_step
+from tests.harness import run_ranks
+from tests.small import plan_here, small_job, this_rank
+from weft.parallel import private
+from weft.train.setup import build
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_traceable_collectives() -> None:
+    schemas = {
+        name: str(getattr(private.traceable, name).default._schema)
+        for name in (
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_reduce",
+            "wait_tensor",
+        )
+    }
+    assert schemas == {
+        "all_gather_into_tensor": "_c10d_functional::all_gather_into_tensor"
+        "(Tensor input, int group_size, Any group_name) -> Tensor",
+        "reduce_scatter_tensor": "_c10d_functional::reduce_scatter_tensor"
+        "(Tensor input, str reduce_op, int group_size, Any group_name) -> Tensor",
+        "all_reduce": "_c10d_functional::all_reduce"
+        "(Tensor input, str reduce_op, Any group_name) -> Tensor",
+        "wait_tensor": "_c10d_functional::wait_tensor(Tensor tensor) -> Tensor",
+    }
+
+
+def test_asynchronous_tensor_parallel() -> None:
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    assert config._micro_pipeline_tp is False
+    assert parameters(enable_symm_mem_for_group) == ["group_name"]
+
+
+def test_meshes_and_placements() -> None:
+    assert parameters(DeviceMesh._unflatten)[:4] == ["self", "dim", "mesh_sizes", "mesh_dim_names"]
+    assert private.is_strided(placement_types._StridedShard(0, split_factor=2))
+    assert not private.is_strided(placement_types.Shard(0))
+    # `fully_shard` makes the mesh to reshard over by this name, in this module, and only once.
+    assert _fsdp_init.DeviceMesh is DeviceMesh
+    assert inspect.getsource(_fsdp_init).count("DeviceMesh(\n") == 1
+
+
+def test_schedules() -> None:
+    runtime: Any = schedules._PipelineScheduleRuntime
+    assert parameters(runtime._load_csv)[:2] == ["self", "filename"]
+    assert parameters(schedules._add_unshard_reshard)[0] == "compute_actions"
+    order = ["compute_actions", "stage_to_rank", "num_stages"]
+    assert parameters(schedules._add_send_recv)[:3] == order
+    fields = ("stage_index", "computation_type", "microbatch_index", "sub_actions")
+    assert schedules._Action._fields == fields
+    source = inspect.getsource(runtime)
+    for attribute in ("pipeline_order_with_comms", "stage_index_to_group_rank"):
+        assert f"self.{attribute}" in source
+
+
+def test_reductions_of_a_stage() -> None:
+    stage: Any = PipelineStage
+    backward = ["self", "backward_type", "bwd_kwargs", "last_backward"]
+    assert parameters(stage.backward_maybe_with_nosync) == backward
+    assert parameters(stage.perform_reduce_grad) == ["self", "grad_scale_factor"]
+    # What is done after each microbatch is what it does after the last.
+    source = inspect.getsource(stage.perform_reduce_grad)
+    for step in ("_state_ctx.all_states", ".post_backward()", "_root_post_backward_final_callback"):
+        assert step in source
+    assert hasattr(_fsdp_param_group.FSDPParamGroup, "post_backward")
+    assert hasattr(_fsdp_state.FSDPState, "_root_post_backward_final_callback")
+
+
+# --------------------------------------------------------------------------- two hops
+
+
+def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
+    """Reduce-scatters, all-reduces over the replicas, and units of this rank's stages."""
+    job = small_job(
+        ("parallel.pp", "2"),
+        ("parallel.dp_replicate", "2"),
+        ("parallel.dp_shard", "2"),
+        ("parallel.schedule", schedule),
+        ("parallel.gradient_sync", sync),
+        ("model.num_layers", "4"),
+        ("model.tied_embeddings", "false"),
+        ("train.global_batch", "16"),
+        ("train.microbatch", "1"),
+    )
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    counts: dict[str, int] = {}
+    for _ in range(2):
+        counts = counted_step(built, job, plan, nullcontext())[0].by_axis(built.mesh)
+    # A unit for each block, and the root of a stage with the embedding or the head.
+    names = [name.split(".") for part in built.parts for name, _ in part.named_parameters()]
+    units = len({parts[1] if parts[0] == "layers" else "root" for parts in names})
+    if len(plan.pipeline.stages) == 4 and schedule.startswith("ZBV"):  # type: ignore[union-attr]
+        units += 1 - built.mesh.at["pp"]  # the first rank has both ends, in two stages
+    # One more sum over the replicas tells how many tokens the step has.
+    return counts["reduce_scatter dp_shard"], counts["all_reduce dp_replicate"] - 1, units
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_two_hops_in_a_pipeline(schedule: str) -> None:
+    """MiCS: inside the shard group with each of 4 microbatches, over the replicas once."""
+    for scatters, sums, units in run_ranks(count_reductions, 8, schedule, "microbatch"):
+        assert (scatters, sums) == (4 * units, units)
+
+
+def test_one_reduction_in_a_pipeline() -> None:
+    for scatters, sums, units in run_ranks(count_reductions, 8, "1F1B", "step"):
+        assert scatters == sums == units
+
+
+def test_collectives_under_their_new_names() -> None:
+    renamed = hasattr(dist, "all_gather_single")
+    assert renamed == (torch.__version__ >= "2.13")

@@ -1,0 +1,156 @@
+"""What weft uses of PyTorch that is private, or differs between the versions it works with.
+
+Each name says what is needed, and why the public interface does not give it.  The rest of weft
+imports from here, but for the operators of attention, which fill a file of their own
+(`weft.parallel.attention_ops`).  ``tests/parallel/test_private.py`` fails when one of them changes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Placement
+
+# --------------------------------------------------------------------------- collectives
+
+# torch 2.13 renamed them and warns of the old names, which are the only ones before.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Collectives that stay in the graph under torch.compile, where the pass for asynchronous tensor
+# parallelism looks for them.  The public ones break the graph.
+traceable = torch.ops._c10d_functional
+
+
+def hide_exchanges(group: dist.ProcessGroup) -> None:
+    """Switch on compile's pass for asynchronous tensor parallelism, for ``group``."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)
+
+
+# --------------------------------------------------------------------------- tensors and meshes
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values to ask for, because a program is traced."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_strided(placement: Placement) -> bool:
+    """Whether it is what FSDP gives to a parameter cut twice on one dim."""
+    return type(placement).__name__ == "_StridedShard"
+
+
+def split_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of one axis as one of several.  All ranks of the world call it: it makes groups."""
+    return mesh._unflatten(0, sizes, names)
+
+
+@contextmanager
+def resharding_over(smaller: DeviceMesh) -> Iterator[None]:
+    """In this context `fully_shard` takes ``smaller`` (copies, kept) to reshard over some ranks.
+
+    By itself it makes a mesh for every block, which costs process groups (pytorch#153302) and
+    hangs where there are other shard groups, whose process groups get the same names.
+    """
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
+    original, module.DeviceMesh = module.DeviceMesh, lambda *args: smaller
+    try:
+        yield
+    finally:
+        module.DeviceMesh = original
+
+
+# --------------------------------------------------------------------------- pipelines
+
+
+def schedule_from_file(path: str, stages: list[Any], microbatches: int, **options: Any) -> Any:
+    """A schedule whose order is a CSV file: only the private runtime takes one."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    runtime: Any = _PipelineScheduleRuntime
+    schedule = runtime(stages, microbatches, **options)
+    schedule._load_csv(path)
+    return schedule
+
+
+@contextmanager
+def forward_only(schedule: Any) -> Iterator[None]:
+    """Inside, the schedule's order is its forward passes alone.
+
+    Its own ``eval`` runs the training order and leaves out what is backward, which fails where a
+    forward and a backward are one action (DualPipeV).
+    """
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    private: Any = torch_schedules
+    if not isinstance(schedule, private._PipelineScheduleRuntime):
+        yield  # one stage per rank: its eval is right
+        return
+    whole = schedule.pipeline_order_with_comms
+    forwards = {
+        rank: private._add_unshard_reshard(
+            [action for action in _parts(order) if action.computation_type.value == "F"]
+        )
+        for rank, order in schedule.pipeline_order.items()
+    }
+    homes = schedule.stage_index_to_group_rank
+    schedule.pipeline_order_with_comms = private._add_send_recv(
+        forwards, stage_to_rank=lambda stage: homes[stage], num_stages=schedule._num_stages
+    )
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = whole
+
+
+def _parts(order: Iterable[Any]) -> Iterator[Any]:
+    """The actions of one rank, one that overlaps two as both."""
+    for action in order:
+        if action is not None:
+            yield from action.sub_actions or (action,)
+
+
+def reduce_each_microbatch(stage: Any) -> None:
+    """Let a pipeline stage reduce-scatter its gradients after every microbatch but the last.
+
+    A schedule reduces once, after the last: until then whole gradients add up on every rank, in
+    the dtype of the reduction.  With this they are shards from the first on, and only the last
+    one's reduction goes on over the replicas.
+    """
+    if not isinstance(stage.submod, FSDPModule):
+        return
+    backward = stage.backward_maybe_with_nosync
+    state: Any = fully_shard.state(stage.submod)  # type: ignore[attr-defined]
+
+    def backward_and_reduce(kind: str, arguments: Any, last_backward: bool = False) -> Any:
+        result = backward(kind, arguments, last_backward)
+        if kind != "input" and not last_backward:  # of inputs only: no gradients of weights yet
+            stage.submod.set_requires_gradient_sync(True)  # sets both
+            stage.submod.set_requires_all_reduce(False)
+            for unit in state._state_ctx.all_states:
+                for params in _param_groups(unit):
+                    params.post_backward()
+            state._root_post_backward_final_callback()
+            stage.submod.set_requires_gradient_sync(False)
+        return result
+
+    stage.backward_maybe_with_nosync = backward_and_reduce
+
+
+def _param_groups(unit: Any) -> list[Any]:
+    if hasattr(unit, "_fsdp_param_groups"):
+        return list(unit._fsdp_param_groups)
+    return [unit._fsdp_param_group] if unit._fsdp_param_group else []  # torch 2.11
