@@ -181,7 +181,9 @@ class TrainSection(Section):
     seq_len: Positive = key(1024, "tokens per sequence")
     global_batch: Positive = key(64, "sequences per optimizer step, over all ranks")
     microbatch: Positive | Auto = key(
-        "auto", "sequences per rank and forward pass; auto: the rank's whole share"
+        "auto",
+        "sequences per rank and forward pass; auto: the rank's whole share, but several in a "
+        "pipeline",
     )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
     eval_sequences: Positive = key(64, "held-out sequences per evaluation")
@@ -252,7 +254,8 @@ class ParallelSection(Section):
     gradient_sync: Literal["auto", "microbatch", "step"] = key(
         "auto",
         "microbatch: reduce-scatter gradients with each one, and all-reduce replicas once a step; "
-        "step: add them up whole and do both once; auto: step if reshard_after_forward is never",
+        "step: add them up whole and do both once; auto: step where weights are kept whole, too, "
+        "or gradients take less than 2 GiB",
     )
     hierarchical_gather: bool = key(
         False, "gather parameters across nodes first, then inside each node"

@@ -134,7 +134,7 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if gather is not None:
-            unit.set_customall_gather(gather)
+            unit.set_custom_all_gather(gather)
         unit.stays_gathered = unit is model or reshard_blocks is False
     _set_prefetch([model, *blocks], parallel.prefetch)
 

@@ -153,7 +153,10 @@ def _sharding(plan: Plan) -> str:
     to = plan.reshard_after_forward
     freed = kept[to] if isinstance(to, bool) else f"left over {to} ranks after forward"
     including = f" (dp_shard {plan.dp_shard} x cp {plan.cp})" if plan.cp > 1 else ""
-    return f"parameters over {shards:,} ranks{including}, gathered ones {freed}"
+    gathered = f"parameters over {shards:,} ranks{including}, gathered ones {freed}"
+    if plan.accumulation == 1:
+        return gathered
+    return f"{gathered}; gradients reduced each {plan.gradient_sync}"
 
 
 def _pipeline(plan: Plan) -> str:

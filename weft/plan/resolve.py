@@ -42,6 +42,8 @@ Device = Literal["cpu", "cuda"]
 
 # On CPU the ranks of one machine share its cores; more than this many only add traffic.
 MAX_AUTO_CPU_WORKERS = 4
+# Float32 gradients that a rank keeps whole over a step, to reduce them once, without being asked.
+WHOLE_GRADIENT_BYTES = 2 * 2**30
 # More are refused: each takes a quarter of a GiB before it has done anything.
 MAX_CPU_WORKERS = 64
 
@@ -181,7 +183,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         per_param = state_bytes_per_param(
             degrees.shards,
             kept_gathered=reshard is False,
-            kept_gradients=_gradient_sync(job, reshard) == "step",
+            kept_gradients=_gradient_sync(job, reshard, family.num_params(model), degrees)
+            == "step",
             compute_bytes=compute_bytes,
         )
         pipeline, microbatch, found = resolve_pipeline(
@@ -208,7 +211,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         accumulation=num_microbatches(local, microbatch),
         pipeline=pipeline,
         reshard_after_forward=reshard,
-        gradient_sync=_gradient_sync(job, reshard),
+        gradient_sync=_gradient_sync(job, reshard, family.num_params(model), degrees),
         tokens_per_step=train.global_batch * train.seq_len,
         compute_dtype=compute,
         reduce_dtype=job.precision.reduce,
@@ -235,10 +238,15 @@ def _reshard(job: Job, degrees: Degrees) -> bool | int:
     return asked == "always"
 
 
-def _gradient_sync(job: Job, reshard: bool | int) -> Literal["microbatch", "step"]:
-    """``parallel.gradient_sync``: by itself, where weights are kept whole, gradients are, too."""
+def _gradient_sync(
+    job: Job, reshard: bool | int, params: int, degrees: Degrees
+) -> Literal["microbatch", "step"]:
+    """``parallel.gradient_sync``: by itself, one reduction unless whole gradients are large."""
     asked = job.parallel.gradient_sync
-    return asked if asked != "auto" else "step" if reshard is False else "microbatch"
+    if asked != "auto":
+        return asked
+    small = 4 * params / (degrees.tp * degrees.pp) <= WHOLE_GRADIENT_BYTES
+    return "step" if reshard is False or small else "microbatch"
 
 
 def _fit(
@@ -274,7 +282,8 @@ def _fit(
             per_param=state_bytes_per_param(
                 shard * degrees.cp,
                 kept_gathered=reshard is False,
-                kept_gradients=_gradient_sync(job, reshard) == "step",
+                kept_gradients=_gradient_sync(job, reshard, family.num_params(model), degrees)
+                == "step",
                 compute_bytes=compute_bytes,
             ),
             compute_bytes=compute_bytes,
