@@ -26,6 +26,7 @@ MODEL: Overrides = [
     ("train.seq_len", "64"),
     ("train.global_batch", "16"),
 ]
+BATCH: Overrides = [("train.global_batch", "128"), ("model.tied_embeddings", "false")]
 CUDA = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, peer_access=True)
 
 
@@ -149,6 +150,10 @@ def test_every_mistake_at_once() -> None:
     """Rules about different keys are all told."""
     keys = {p.key for p in refused("tp=16 pp=2 schedule=Nonsense cp=2 train.seq_len=63", 64)}
     assert keys >= {"parallel.tp", "parallel.schedule", "train.seq_len"}
+    # Nor does a wrong number of ranks hide what is wrong with heads and sequence.
+    rules = [p.rule for p in refused("dp_shard=2 tp=16 cp=2 train.seq_len=63", 8)]
+    for part in ("not the number of ranks", "num_heads = 8", "into the 4 pieces"):
+        assert any(part in rule for rule in rules), rules
 
 
 def test_async_tensor_parallel_where_the_hardware_has_it() -> None:
@@ -194,6 +199,24 @@ def test_degrees_fill_the_world() -> None:
 )
 def test_resharding(layout: str, expected: bool | int) -> None:
     assert planned(layout, 8).reshard_after_forward is expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("", "step"),  # small: one reduction, and nobody misses the memory
+        ("model.preset=8b", "microbatch"),  # 4 bytes for each of 8 billion
+        ("model.preset=8b tp=8 pp=8", "step"),
+        ("model.preset=8b reshard_after_forward=never", "step"),
+        ("model.preset=8b reshard_after_forward=never gradient_sync=microbatch", "microbatch"),
+        ("gradient_sync=microbatch", "microbatch"),
+    ],
+)
+def test_when_gradients_are_reduced(layout: str, expected: str) -> None:
+    job, _, problems = read_job("demo", [*BATCH, *(pair(word) for word in layout.split())])
+    assert problems == []
+    machine = Machine("cpu", 64, world_size=64)
+    assert resolve(job, machine).gradient_sync == expected
 
 
 def test_microbatches_of_a_pipeline_fill_it() -> None:

@@ -162,12 +162,15 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     local_world = machine.local_world_size or world
     degrees, found = find_degrees(parallel, world)
     problems += found
-    if found or model is None:
-        # The rest judges by degrees or sizes that there are not.
+    if model is None:
+        # The rest judges by sizes that there are not.
         problems += [] if found else _check_batch(job, degrees)
         raise InvalidJob(problems)
-
     family = load_family(job.model.kind)
+    if found:
+        # Batch and stages depend on how many ranks are left for them; heads and sequence do not.
+        raise InvalidJob([*problems, *check_layout(job, model, family, degrees)])
+
     if parallel.dp_shard == "fit" and not problems:
         degrees, found = _fit(job, model, family, machine, degrees, compute_bytes, local_world)
         problems += found
