@@ -193,6 +193,7 @@ def test_context_parallel_with_other_axes(method: str, others: str, store_path: 
         "dp_shard2 cp2 gradient_sync=microbatch",
         "dp_shard2 pp2 gradient_sync=microbatch",
         "dp_replicate2 pp2 gradient_sync=microbatch",
+        "dp_shard2 pp2 schedule=ZBVZeroBubble gradient_sync=microbatch",
         "dp_shard2 dp_replicate2 pp2 gradient_sync=microbatch",
         "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
         "dp_shard2 tp2 persist_below=100",

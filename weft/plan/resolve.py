@@ -27,7 +27,7 @@ from weft.plan.layout import (
     find_degrees,
     fixed,
 )
-from weft.plan.memory import rank_bytes, smallest_shard, state_bytes_per_param
+from weft.plan.memory import USABLE, rank_bytes, smallest_shard, state_bytes_per_param
 from weft.plan.pipeline import PipelinePlan, num_microbatches, resolve_pipeline
 from weft.plan.placement import (
     AXES,
@@ -296,7 +296,7 @@ def _fit(
     shard = smallest_shard(choices, needed, available)
     if shard is None:
         rule = f"needs about {needed[-1] / 2**30:.1f} GiB a rank even over {choices[-1]} ranks, "
-        rule += f"a rank has {available / 2**30:.1f}"
+        rule += f"and {USABLE:.0%} of a rank's memory is {USABLE * available / 2**30:.1f}"
         remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch"
         return degrees, [Problem(key, "fit", rule, remedy, DEGREE_KEYS)]
     replicas = degrees.dp // shard
