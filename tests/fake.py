@@ -10,7 +10,8 @@ Three things need help, and are helped here only:
   fake: FSDP looks at the mesh's real tensor while it shards, so only ``allocate`` sees fake ones.
 * Initial weights are computed on values.  They are skipped.
 * A pipeline of torch 2.13 first asks round whether every stage knows its shapes, and reads the
-  answer from a tensor.  Here each stage is asked by itself, and has to say yes.
+  answer from a tensor.  Here each stage is asked by itself, and has to say yes.  In torch 2.11
+  stages greet their neighbours instead; that is left out, so that both are counted alike.
 
 Fake tensors are on the CPU: a build of PyTorch without CUDA cannot fake cuda tensors.
 """
@@ -27,7 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +56,10 @@ def fake_world(rank: int, world_size: int) -> Iterator[FakeTensorMode]:
             if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
                 stack.enter_context(
                     patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
+                )
+            else:
+                stack.enter_context(
+                    patch.object(PipelineStage, "_get_init_p2p_neighbors_ops", lambda stage: [])
                 )
             yield FakeTensorMode(allow_non_fake_inputs=True)
     finally:

@@ -693,7 +693,7 @@ def pipeline(name: str, layout: Layout) -> dict[str, Any]:
     schedule = kind(stages if len(stages) > 1 else stages[0], 4, loss_fn=loss_of, scale_grads=False)
     at = mesh[AXES].get_coordinate()
     index, ranks = at[0] * layout.shards + at[1], layout.ranks
-    tokens_BT, targets_BT = (x[index::ranks] for x in data())
+    tokens_BT, targets_BT = (x[index::ranks].contiguous() for x in data())
     for _ in range(2):  # the second step finds what the first one left
         for stage in stages:
             stage.submod.zero_grad()

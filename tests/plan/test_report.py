@@ -114,7 +114,7 @@ def test_the_screen_of_405b() -> None:
         ("llama3-8b", [("train.microbatch", "auto")], "4 sequences for each of 128 data-parallel "),
         ("llama3-8b", [("train.microbatch", "auto")], "ranks, at once\n"),
         ("llama3-8b", [("parallel.reshard_after_forward", "8")], "left over 8 ranks after forward"),
-        ("llama3-8b", [], "gathered ones freed after forward\n"),
+        ("llama3-8b", [], "gathered ones freed after forward; gradients reduced each microbatch\n"),
         ("llama3-8b", [("model.dim", "2048")], "llama-8b with dim 2048: "),
         ("llama3-405b-128k", [], "parameters over 16 ranks (dp_shard 1 x cp 16)"),
         ("three-servers", [], "none: every rank has its part of the model whole\n"),

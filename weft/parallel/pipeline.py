@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from weft.parallel.private import reduce_each_microbatch, schedule_from_file
+from weft.parallel.private import greet_others_only, reduce_each_microbatch, schedule_from_file
 from weft.plan.resolve import Plan
 from weft.plan.timetable import is_file
 
@@ -69,8 +69,9 @@ def build_schedule(
         )
         for stage, part in zip(pipeline.stages_of(group.rank()), parts, strict=True)
     ]
-    if plan.gradient_sync == "microbatch":
-        for each in stages:
+    for each in stages:
+        greet_others_only(each)
+        if plan.gradient_sync == "microbatch":
             reduce_each_microbatch(each)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if is_file(pipeline.schedule):

@@ -123,6 +123,20 @@ def _parts(order: Iterable[Any]) -> Iterator[Any]:
             yield from action.sub_actions or (action,)
 
 
+def greet_others_only(stage: Any) -> None:
+    """Keep a pipeline stage from a message to its own rank, which gloo cannot send.
+
+    In its first step a stage of torch 2.11 sends a number to both neighbours, and in a V the two
+    stages at the bottom are on one rank.
+    """
+    greetings = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if greetings is not None:
+        own = stage.group_rank
+        stage._get_init_p2p_neighbors_ops = lambda: [
+            greeting for greeting in greetings() if greeting.group_peer != own
+        ]
+
+
 def reduce_each_microbatch(stage: Any) -> None:
     """Let a pipeline stage reduce-scatter its gradients after every microbatch but the last.
 
