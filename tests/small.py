@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.shards import ShardReader, parse_contents
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import checkpoints
+from weft.checkpoint.store import checkpoints, read_manifest
 from weft.data.loader import Loader
 from weft.data.store import open_store
 from weft.job import Job, read_job
@@ -138,12 +138,12 @@ def newest_state(folder: Path) -> dict[str, torch.Tensor]:
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
-    reader = FileSystemReader(path)
+    contents = parse_contents(read_manifest(path))
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        for name, entry in contents.tensors.items()
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=ShardReader(path, contents), no_dist=True)
     return state

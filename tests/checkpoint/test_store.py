@@ -18,7 +18,14 @@ from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint import store
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import CheckpointError, checkpoints, load, read_manifest, save
+from weft.checkpoint.store import (
+    CheckpointError,
+    DamagedCheckpoint,
+    checkpoints,
+    load,
+    read_manifest,
+    save,
+)
 from weft.train.setup import build
 
 JOB = [("run.dir", "/nonexistent")]
@@ -73,7 +80,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     run_ranks(save_many, 2, str(tmp_path))
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000015", "step-100000000"]
     assert sorted(os.listdir(tmp_path)) == ["step-00000015", "step-100000000"]
-    assert read_manifest(checkpoints(tmp_path)[-1]) == {"step": 100_000_000}
+    assert read_manifest(checkpoints(tmp_path)[-1])["step"] == 100_000_000
 
 
 def test_a_committed_checkpoint_is_never_written_again(tmp_path: Path) -> None:
@@ -86,7 +93,8 @@ def test_a_committed_checkpoint_is_never_written_again(tmp_path: Path) -> None:
 def test_one_that_lost_its_manifest_is_saved_again(tmp_path: Path) -> None:
     run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)
     (tmp_path / "step-00000005/manifest.json").unlink()
-    assert checkpoints(tmp_path) == []
+    with pytest.raises(DamagedCheckpoint, match="No such file"):
+        read_manifest(tmp_path / "step-00000005")
     again = run_ranks(save_once, 2, str(tmp_path), 5, -1e-3)[0]
     on_disk = read_state(checkpoints(tmp_path)[-1])
     assert all(on_disk[name].equal(again[name]) for name in again)
@@ -171,13 +179,16 @@ def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "none") == []
     for name in ("step-5", "step-00000005", ".tmp-step-00000006-ab", "best"):
         (tmp_path / name).mkdir()
-    assert checkpoints(tmp_path) == []  # step-00000005 has no manifest
-    with pytest.raises(CheckpointError, match="manifest cannot be read"):
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"]
+    with pytest.raises(DamagedCheckpoint, match="manifest is damaged"):
         read_manifest(tmp_path / "step-00000005")
-    for text in ("{", "{}", "[]", '{"step": "5"}'):
+    for text in ("{", "[]", '{"format": 2}', "[" * 100_000):
         (tmp_path / "step-00000005/manifest.json").write_text(text)
-        with pytest.raises(CheckpointError, match="manifest cannot be read"):
+        with pytest.raises(DamagedCheckpoint, match="manifest is damaged"):
             read_manifest(tmp_path / "step-00000005")
+    (tmp_path / "step-00000005/manifest.json").write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match="of format 1, not 2"):
+        read_manifest(tmp_path / "step-00000005")
 
 
 def load_damaged(folder: str) -> str:

@@ -1,10 +1,15 @@
-"""Checkpoints on disk: ``checkpoints/step-00000100``, whole or not there.
+"""Checkpoints on disk: ``checkpoints/step-00000100``, whole or not there, and true or not taken.
 
-torch's distributed checkpoint shards and reshards the bytes; the commit is ours.  A
-checkpoint is written into a fresh hidden folder, then ``manifest.json`` (step, position
-in the data, layout, versions) is added, everything is forced to the disk, and one rename
-makes it visible.  A folder of that name is therefore always complete, is never written
-again, and 'the newest' is simply the largest step.
+*Commit.*  A checkpoint is written into a fresh hidden folder; ``manifest.json`` (step, position in
+the data, layout, versions, what lies where, hashes of the files, fingerprints of the tensors, its
+own hash) is added, everything is forced to the disk, and one rename makes it visible.  A folder of
+that name is therefore always complete, is never written again, and 'the newest' is simply the
+largest step.
+
+*Verify.*  The fingerprint of a tensor is taken from live memory before it is copied anywhere, and
+compared with what lies in live memory after loading, on whatever layout.  So everything in between
+is covered, what was read is read once, and the price is a pass over memory.  All ranks come to the
+same verdict.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -21,18 +27,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft.checkpoint.state import State, allocate_optimizer_state, model_state, optimizer_state
+from weft.checkpoint.fingerprint import fingerprint
+from weft.checkpoint.shards import (
+    Damaged,
+    ShardReader,
+    ShardWriter,
+    damaged_file,
+    parse_contents,
+)
+from weft.checkpoint.state import (
+    State,
+    allocate_optimizer_state,
+    model_state,
+    named_parameters,
+    optimizer_state,
+)
 from weft.job import WeftError
+from weft.parallel.init import shard_offsets
 
-ASIDE = "move it away to go on from the checkpoint before it"
+FORMAT = 2
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -41,30 +63,55 @@ class CheckpointError(WeftError):
     """A checkpoint could not be written or read; the message says which and why."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """What a checkpoint holds is not what was saved; every rank has the same error."""
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08}"
 
 
+def checkpoint_step(path: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    return int(path.name.removeprefix("step-"))
+
+
 def checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints in ``folder``, oldest first."""
+    """Committed checkpoints in ``folder``, oldest first; whether they are sound `load` tells."""
     if not folder.is_dir():
         return []
     found = [
         (int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
     ]
-    return [path for _, path in sorted(found) if (path / "manifest.json").is_file()]
+    return [path for _, path in sorted(found)]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a committed checkpoint."""
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        DamagedCheckpoint: if it is not, to the byte, what was written.
+    """
     try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text("utf-8"))
-        if not isinstance(manifest["step"], int):
-            raise TypeError(f"step = {manifest['step']!r}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"its manifest cannot be read: {type(error).__name__}: {error}"
-        raise CheckpointError(f"{path}: {reason}; {ASIDE}") from error
+        text = (path / "manifest.json").read_text("utf-8")
+        manifest: dict[str, Any] = json.loads(text)
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{path}: is of format {manifest.get('format')}, not {FORMAT}")
+        if text != manifest_text({name: v for name, v in manifest.items() if name != "hash"}):
+            raise ValueError("its hash is another")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"its manifest is damaged: {type(error).__name__}: {error}"
+        raise DamagedCheckpoint(f"{path}: {reason}") from error
     return manifest
+
+
+def manifest_text(manifest: dict[str, Any]) -> str:
+    """A manifest as it is written: in one possible way, with its own hash."""
+
+    def text(values: dict[str, Any]) -> str:
+        return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+    return text(manifest | {"hash": xxhash.xxh3_128_hexdigest(text(manifest).encode())}) + "\n"
 
 
 def save(
@@ -88,7 +135,10 @@ def save(
     final = checkpoint_path(folder, manifest["step"])
     # One rank decides: another could already see what the first one does next.
     temporary, exists = _from_rank_0(
-        lambda: (folder / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}", final in checkpoints(folder))
+        lambda: (
+            folder / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}",
+            (final / "manifest.json").is_file(),
+        )
     )
     if exists:
         return final
@@ -96,15 +146,16 @@ def save(
         if _rank() == 0:
             for leftover in folder.glob(".tmp-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        # One thread: with more, a failed write is reported as a success (pytorch#191391).
-        writer = FileSystemWriter(temporary, thread_count=1, sync_files=True)
+        writer = ShardWriter(temporary)
+        planner = DefaultSavePlanner(flatten_state_dict=False)
         state = model_state(parts) | optimizer_state(parts, optimizer)
-        save_sharded(state, storage_writer=writer)
+        save_sharded(state, storage_writer=writer, planner=planner)
     except (Exception, CheckpointException) as error:
         if _rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: could not be written: {_cause(error)}") from error
-    failure = _from_rank_0(lambda: _commit(temporary, final, manifest, keep))
+    whole = manifest | {"format": FORMAT} | writer.contents
+    failure = _from_rank_0(lambda: _commit(temporary, final, whole, keep))
     if failure:
         raise CheckpointError(f"{final}: could not be written: {failure}")
     return final
@@ -114,12 +165,12 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
     """Make ``temporary`` visible as ``final``; the reason if that failed."""
     try:
         with (temporary / "manifest.json").open("w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=2)
+            file.write(manifest_text(manifest))
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(temporary)
         if final.exists():  # without a manifest: no checkpoint any more, whatever happened to it
-            final.rename(final.with_name(f".tmp-{final.name}-damaged"))
+            set_aside(final)
         temporary.rename(final)
         _sync_folder(final.parent)
         for old in checkpoints(final.parent)[:-keep]:
@@ -133,40 +184,126 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
     return None
 
 
-def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is out of the way and not lost."""
+    return path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+
+
+def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) -> dict[str, Any]:
     """Load ``path`` in place, into any layout; every rank of the process group calls it.
 
     Without an optimizer only the parameters are read.  Works without a process group, too.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DamagedCheckpoint: if it does not hold what was saved; the parameters are undefined then.
+        CheckpointError: if it is of another model, or cannot be read.
     """
-    reader = FileSystemReader(path)
+    manifest: dict[str, Any]
+    manifest, unreadable = _from_rank_0(lambda: _manifest_or_error(path))
+    if unreadable is not None:
+        raise unreadable
+    contents = parse_contents(manifest)
     try:
         state: State = model_state(parts)
         if optimizer is not None:
-            entries = reader.read_metadata().state_dict_metadata
-            saved = {
-                name: (entry.size, entry.properties.dtype)
-                for name, entry in entries.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
+            saved = {name: (e.size, e.properties.dtype) for name, e in contents.tensors.items()}
             allocate_optimizer_state(parts, optimizer, saved)
             state |= optimizer_state(parts, optimizer)
         with torch.no_grad(), warnings.catch_warnings():
             # That there is no process group is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
+            load_sharded(
+                state,
+                storage_reader=ShardReader(path, contents),
+                planner=DefaultLoadPlanner(flatten_state_dict=False),
+                no_dist=not dist.is_initialized(),
+            )
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{path}: could not be loaded: {_cause(error)}; {ASIDE}") from error
+        cause = _first(error)
+        kind = (
+            DamagedCheckpoint if isinstance(cause, Damaged | FileNotFoundError) else CheckpointError
+        )
+        raise kind(f"{path}: could not be loaded: {_cause(error)}") from error
+    wrong = _other_than(contents.fingerprints, state, dict(named_parameters(parts)))
+    if wrong:
+        named = _from_rank_0(lambda: damaged_file(path, contents, lambda count: None))
+        reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
+        raise DamagedCheckpoint(f"{path}: {reason}")
+    return manifest
 
 
-def _cause(error: BaseException) -> str:
-    """The text of what went wrong first: torch wraps the ranks' own exceptions.
+def _manifest_or_error(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
+    try:
+        manifest = read_manifest(path)
+        parse_contents(manifest)
+    except Damaged as error:
+        return {}, DamagedCheckpoint(f"{path}: {error}")
+    except CheckpointError as error:
+        return {}, error
+    return manifest, None
+
+
+def _other_than(
+    expected: dict[str, int], state: State, params: dict[str, nn.Parameter]
+) -> list[str]:
+    """The tensors whose fingerprint, over all ranks, is not the expected one."""
+    device = next(iter(params.values())).device if params else torch.device("cpu")
+    names = list(expected)
+    # What no rank loaded (the optimizer's, where only the model is wanted) is not judged.
+    sums = torch.zeros((2, len(names)), dtype=torch.int64, device=device)
+    for i, name in enumerate(names):
+        tensor = state.get(name)
+        if tensor is None:
+            continue
+        sums[1, i] = 1
+        kind, _, rest = name.partition(".")
+        if _counts(tensor, params[rest if kind == "model" else rest.rpartition(".")[0]]):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            sums[0, i] = fingerprint(local, shard_offsets(tensor), tensor.shape)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    found, loaded = sums.tolist()
+    return [
+        name
+        for name, mark, there in zip(names, found, loaded, strict=True)
+        if there and mark != expected[name]
+    ]
+
+
+def _counts(tensor: torch.Tensor, param: nn.Parameter) -> bool:
+    """Whether this rank's part of a tensor is the first of its copies."""
+    whole = param if isinstance(param, DTensor) else None
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        copies = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
+    elif whole is not None:
+        mesh = whole.device_mesh
+        copies = list(range(mesh.ndim))
+    else:
+        return True
+    return all(mesh.get_local_rank(axis) == 0 for axis in copies)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first: torch wraps the ranks' own exceptions.
 
     Its wrapper is a BaseException: ``except Exception`` would let it pass.
     """
     if isinstance(error, CheckpointException) and error.failures:
-        rank, (wrapped, _) = min(error.failures.items())
-        return f"rank {rank}: {type(wrapped).__name__}: {wrapped}"
-    return f"{type(error).__name__}: {error}"
+        _, (wrapped, _) = min(error.failures.items())
+        return wrapped
+    return error
+
+
+def _cause(error: BaseException) -> str:
+    rank = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank = f"rank {min(error.failures)}: "
+    first = _first(error)
+    return f"{rank}{type(first).__name__}: {first}"
 
 
 def _sync_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import weft
-from weft.checkpoint.store import checkpoints, read_manifest
+from weft.checkpoint.store import checkpoint_step, checkpoints
 from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store
@@ -43,7 +43,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, store)
         done = checkpoints(folder / "checkpoints")[-1:]
-        step = read_manifest(done[0])["step"] if done else 0
+        step = checkpoint_step(done[0]) if done else 0
         if step < job.train.steps:
             if step:
                 console.print(f"going on from {done[0]}{changes}", soft_wrap=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,13 +86,29 @@ def _fill_normal(
     local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int, std: float
 ) -> None:
     """Fill ``local``, the box of ``shape`` at ``offsets``, with std * N(0, 1) cut at 3 sigma."""
+    edge = math.erf(TRUNCATE_AT / math.sqrt(2.0))
+    for part, index in flat_index(local, offsets, shape, CHUNK):
+        bits = _mix(index * _GOLDEN + stream)
+        # The 53 highest bits, centred in their interval: strictly inside (0, 1).
+        uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+        normal = torch.erfinv((2.0 * uniform - 1.0) * edge) * math.sqrt(2.0)
+        part.copy_(normal * std)
+
+
+def flat_index(
+    local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], elements: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """``local``, the box at ``offsets`` of a whole of ``shape``, in parts of so many elements.
+
+    Yields:
+        A view of some rows, and the places of its elements in the whole, row by row: int64, of a
+        shape that broadcasts to it.
+    """
     if local.numel() == 0:
         return
-    inner = math.prod(local.shape[1:])
-    rows = max(1, CHUNK // max(1, inner))
-    edge = math.erf(TRUNCATE_AT / math.sqrt(2.0))
-    for begin in range(0, local.shape[0], rows):
-        part = local[begin : begin + rows]
+    rows = max(1, elements // math.prod(local.shape[1:]))
+    for begin in range(0, local.shape[0] if local.dim() else 1, rows):
+        part = local[begin : begin + rows] if local.dim() else local
         index = torch.zeros((), dtype=torch.int64, device=local.device)
         stride = 1
         for dim in reversed(range(part.dim())):
@@ -100,11 +116,7 @@ def _fill_normal(
             along = torch.arange(first, first + part.shape[dim], device=local.device) * stride
             index = index + along.view([-1 if d == dim else 1 for d in range(part.dim())])
             stride *= shape[dim]
-        bits = _mix(index * _GOLDEN + stream)
-        # The 53 highest bits, centred in their interval: strictly inside (0, 1).
-        uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
-        normal = torch.erfinv((2.0 * uniform - 1.0) * edge) * math.sqrt(2.0)
-        part.copy_(normal * std)
+        yield part, index
 
 
 def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:

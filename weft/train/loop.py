@@ -46,7 +46,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
     """
     folder, steps = Path(plan.run_dir), job.train.steps
     parts, mesh, engine, optimizer, decay = build(job, plan, rank)
-    at = resume(folder / "checkpoints", parts, optimizer)
+    at = resume(folder / "checkpoints", parts, optimizer, console.print)
     loader = Loader(
         store.tokens("train"),
         seq_len=job.train.seq_len,

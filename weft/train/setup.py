@@ -13,7 +13,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,14 @@ from torch.optim import Optimizer
 
 import weft
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import checkpoints, load, read_manifest
+from weft.checkpoint.store import (
+    CheckpointError,
+    DamagedCheckpoint,
+    checkpoints,
+    load,
+    read_manifest,
+    set_aside,
+)
 from weft.data.loader import check_length
 from weft.data.source import check_path
 from weft.data.store import Store
@@ -237,10 +244,15 @@ def check_store(job: Job, plan: Plan, store: Store) -> None:
     """
     problems = check_length(store.manifest.train.tokens, job.train.seq_len)
     problems += _check_vocabulary(job, plan, store.manifest.vocab_size)
-    for newest in checkpoints(Path(plan.run_dir) / "checkpoints")[-1:]:
-        if read_manifest(newest).get("data") != store.fingerprint:
-            rule = f"is not, or no longer, the text that {newest} was trained on"
+    for path in reversed(checkpoints(Path(plan.run_dir) / "checkpoints")):
+        try:
+            data = read_manifest(path).get("data")
+        except DamagedCheckpoint:
+            continue  # loading will tell
+        if data != store.fingerprint:
+            rule = f"is not, or no longer, the text that {path} was trained on"
             problems.append(Problem("data.path", job.data.path, rule, "use another --run.dir"))
+        break
     if problems:
         raise InvalidJob(problems)
 
@@ -334,7 +346,6 @@ class Position:
     def manifest(self, plan: Plan, store: Store) -> dict[str, Any]:
         """What a checkpoint says of itself, as JSON values."""
         return {
-            "format": 1,
             "step": self.step,
             "samples": self.samples,
             "data": store.fingerprint,
@@ -344,17 +355,36 @@ class Position:
         }
 
 
-def resume(folder: Path, parts: list[nn.Module], optimizer: Optimizer) -> Position:
-    """Load the newest checkpoint in ``folder``; the start of the run if there is none."""
+def resume(
+    folder: Path, parts: list[nn.Module], optimizer: Optimizer, warn: Callable[[str], None]
+) -> Position:
+    """Load the newest sound checkpoint in ``folder``; the start of the run if there is none at all.
+
+    A damaged one is renamed, so that it is out of the way and not lost.
+
+    Args:
+        warn: told what is damaged, on every rank.
+
+    Raises:
+        CheckpointError: if all are damaged: to start from scratch is not for weft to decide.
+    """
     # One decision for all ranks, each of which might see the folder at another moment.
-    newest = [checkpoints(folder)[-1:] if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(newest, src=0)
-    if not newest[0]:
-        return Position(0, 0)
-    path = newest[0][0]
-    manifest = read_manifest(path)
-    load(path, parts, optimizer)
-    return Position(manifest["step"], manifest["samples"])
+    found = [checkpoints(folder)[::-1] if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(found, src=0)
+    for path in found[0]:
+        try:
+            manifest = load(path, parts, optimizer)
+        except DamagedCheckpoint as error:
+            dist.barrier()  # nobody reads it any more
+            if dist.get_rank() == 0:
+                set_aside(path)
+            warn(f"damaged: {error}; taking the one before")
+            continue
+        return Position(manifest["step"], manifest["samples"])
+    if found[0]:
+        rule = "every checkpoint is damaged; nothing was started"
+        raise CheckpointError(f"{folder}: {rule}: move the folder away to start from scratch")
+    return Position(0, 0)
 
 
 # --------------------------------------------------------------------------- the run's folder

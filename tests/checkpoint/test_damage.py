@@ -1,0 +1,362 @@
+"""Whatever happens to a checkpoint's files: it is noticed, and the one before is taken, exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import RankError, run_ranks
+from tests.small import plan_here, small_job, this_rank, whole
+from weft.checkpoint import shards, store
+from weft.checkpoint.fingerprint import fingerprint, wrapped
+from weft.checkpoint.state import named_parameters
+from weft.checkpoint.store import (
+    CheckpointError,
+    DamagedCheckpoint,
+    checkpoints,
+    load,
+    manifest_text,
+    read_manifest,
+    save,
+)
+from weft.train.setup import build, resume
+
+JOB = [("run.dir", "/nonexistent")]
+SHAPE = (5, 6, 7)
+
+
+# --------------------------------------------------------------------------- fingerprints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_shards_add_up_to_the_whole(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (1000 * torch.randn(SHAPE, dtype=torch.float64)).to(dtype)
+    alone = int(fingerprint(x, (0, 0, 0), SHAPE))
+    for dim, size in enumerate(SHAPE):
+        for at in range(size + 1):
+            parts = [x.narrow(dim, 0, at), x.narrow(dim, at, size - at)]
+            begins = [[0, 0, 0], [at if d == dim else 0 for d in range(3)]]
+            sums = [int(fingerprint(p, b, SHAPE)) for p, b in zip(parts, begins, strict=True)]
+            assert wrapped(sum(sums)) == alone
+
+
+def test_a_fingerprint_sees_one_bit_and_an_exchange() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64)
+    before = int(fingerprint(x, (0,), (64,)))
+    seen = {before}
+    for i in range(64):
+        for bit in range(32):
+            y = x.clone()
+            y.view(torch.int32)[i] ^= -(1 << 31) if bit == 31 else 1 << bit
+            seen.add(int(fingerprint(y, (0,), (64,))))
+    assert len(seen) == 1 + 64 * 32
+    for i in range(63):
+        y = x.clone()
+        y[[i, i + 1]] = x[[i + 1, i]]
+        assert int(fingerprint(y, (0,), (64,))) != before
+    scalar = torch.tensor(3.0)
+    assert int(fingerprint(scalar, (), ())) == int(scalar.view(torch.int32))
+
+
+# --------------------------------------------------------------------------- corruption
+
+
+def stepped(value: float) -> tuple[Any, Any]:
+    job = small_job(*JOB)
+    parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
+    torch.manual_seed(int(1e6 * value))
+    for _, param in named_parameters(parts):
+        param.grad = torch.randn_like(param.data) * value
+    optimizer.step()
+    optimizer.zero_grad()
+    return parts, optimizer
+
+
+def everything(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    state = store.model_state(parts) | store.optimizer_state(parts, optimizer)
+    return {name: whole(tensor).clone() for name, tensor in state.items()}
+
+
+def save_two(folder: str) -> dict[str, torch.Tensor]:
+    """Steps 1 and 2; the state of step 1."""
+    parts, optimizer = stepped(1e-3)
+    save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, keep=9)
+    first = everything(parts, optimizer)
+    for _, param in named_parameters(parts):
+        param.grad = torch.randn_like(param.data)
+    optimizer.step()
+    save(Path(folder), parts, optimizer, {"step": 2, "samples": 16}, keep=9)
+    return first
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_two, 2, str(folder))
+    return folder
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    """Steps 1 and 2 of two ranks, to be spoilt."""
+    return Path(shutil.copytree(saved_once, tmp_path / "checkpoints"))
+
+
+def flip(path: Path, source: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[source.randrange(len(content))] ^= 1 << source.randrange(8)
+    path.write_bytes(content)
+
+
+def blank(path: Path, source: random.Random) -> None:
+    """A page of zeros where there was something."""
+    content = bytearray(path.read_bytes())
+    while True:
+        at = source.randrange(len(content))
+        end = min(at + 4096, len(content))
+        if any(content[at:end]):
+            content[at:end] = bytes(end - at)
+            return void(path.write_bytes(content))
+
+
+def cut(path: Path, source: random.Random) -> None:
+    os.truncate(path, source.randrange(path.stat().st_size))
+
+
+def append(path: Path, source: random.Random) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def lengthen(path: Path, source: random.Random) -> None:
+    content = path.read_bytes()
+    at = source.randrange(len(content))
+    path.write_bytes(content[:at] + source.randbytes(8) + content[at:])
+
+
+def stale(path: Path, source: random.Random) -> None:
+    shutil.copy(path.parent.parent / "step-00000001" / path.name, path)
+
+
+def swap(path: Path, source: random.Random) -> None:
+    other = next(p for p in path.parent.glob("shard-*.bin") if p != path)
+    path.rename(path.with_suffix(".old"))
+    other.rename(path)
+    path.with_suffix(".old").rename(other)
+
+
+def remove(path: Path, source: random.Random) -> None:
+    path.unlink()
+
+
+def void(unused: object) -> None:
+    pass
+
+
+OF_SHARDS = [
+    (flip, 250),
+    (blank, 120),
+    (cut, 60),
+    (lengthen, 40),
+    (append, 2),
+    (stale, 4),
+    (swap, 2),
+    (remove, 4),
+]
+OF_MANIFEST = [(flip, 200), (blank, 10), (cut, 40), (lengthen, 20), (stale, 1), (remove, 1)]
+
+
+def corrupt(folder: str, times: float) -> tuple[int, list[str]]:
+    """Every corruption of step 2, each followed by a resume: (how many, what went unnoticed)."""
+    home = Path(folder)
+    parts, optimizer = stepped(1.0)
+    source = random.Random(0)
+    spare = home.parent / "spare"
+    shutil.copytree(home / "step-00000002", spare)
+    expected = torch.load(home.parent / "first.pt")
+    done, unnoticed = 0, []
+    files = [f"shard-0000{rank}.bin" for rank in range(2)]
+    kinds: list[tuple[Callable[..., None], int, list[str]]] = [
+        *((kind, count, files) for kind, count in OF_SHARDS),
+        *((kind, count, ["manifest.json"]) for kind, count in OF_MANIFEST),
+    ]
+    for kind, count, names in kinds:
+        for _ in range(max(1, int(count * times))):
+            name = source.choice(names)
+            kind(home / "step-00000002" / name, source)
+            said: list[str] = []
+            at = resume(home, parts, optimizer, said.append)
+            state = everything(parts, optimizer)
+            exact = all(state[key].equal(value) for key, value in expected.items())
+            if at.step != 1 or not exact or "step-00000002" not in "".join(said):
+                unnoticed.append(f"{kind.__name__} of {name}: step {at.step}, {said}")
+            done += 1
+            for aside in home.glob("damaged-*"):
+                shutil.rmtree(aside)
+            shutil.rmtree(home / "step-00000002", ignore_errors=True)
+            shutil.copytree(spare, home / "step-00000002")
+    # And undamaged it is taken.
+    assert resume(home, parts, optimizer, unnoticed.append).step == 2
+    return done, unnoticed
+
+
+def corruptions(tmp_path: Path, times: float) -> int:
+    home = tmp_path / "checkpoints"
+    torch.save(run_ranks(save_two, 2, str(home))[0], tmp_path / "first.pt")
+    ((done, unnoticed),) = run_ranks(corrupt, 1, str(home), times, timeout=280)
+    assert unnoticed == []
+    return done
+
+
+def test_damage_is_noticed_and_the_one_before_taken(tmp_path: Path) -> None:
+    assert corruptions(tmp_path, 0.15) >= 100
+
+
+@pytest.mark.slow
+def test_seven_hundred_times(tmp_path: Path) -> None:
+    assert corruptions(tmp_path, 1.0) >= 700
+
+
+def resume_all(folder: str) -> tuple[int, list[str], dict[str, torch.Tensor]]:
+    parts, optimizer = stepped(1.0)
+    said: list[str] = []
+    at = resume(Path(folder), parts, optimizer, said.append)
+    return at.step, said, everything(parts, optimizer)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_fall_back_together(ranks: int, tmp_path: Path) -> None:
+    """Also those whose own part is sound."""
+    first = run_ranks(save_two, 2, str(tmp_path))[0]
+    flip(tmp_path / "step-00000002/shard-00001.bin", random.Random(1))
+    for step, said, state in run_ranks(resume_all, ranks, str(tmp_path)):
+        assert step == 1
+        assert all(state[name].equal(tensor) for name, tensor in first.items())
+        assert "shard-00001.bin is not what was written" in said[0]
+    names = sorted(os.listdir(tmp_path))
+    assert names[0].startswith("damaged-step-00000002")
+    assert names[1:] == ["step-00000001"]
+
+
+def test_never_silently_from_scratch(tmp_path: Path) -> None:
+    run_ranks(save_two, 2, str(tmp_path))
+    for path in checkpoints(tmp_path):
+        flip(path / "shard-00000.bin", random.Random(2))
+    with pytest.raises(RankError, match="every checkpoint is damaged; nothing was started"):
+        run_ranks(resume_all, 2, str(tmp_path))
+
+
+def test_what_changes_between_memory_and_disk_is_noticed(tmp_path: Path) -> None:
+    """Files and hashes agree with each other, and not with what was to be saved."""
+    run_ranks(save_otherwise, 1, str(tmp_path))
+    with pytest.raises(RankError, match="is not what was saved, though its file is as it was"):
+        run_ranks(load_newest, 1, str(tmp_path))
+
+
+def save_otherwise(folder: str) -> None:
+    raw = shards.raw
+
+    def changed(tensor: torch.Tensor) -> memoryview:
+        return raw(tensor + (tensor.dim() == 1))
+
+    shards.raw = changed
+    parts, optimizer = stepped(1e-3)
+    save(Path(folder), parts, optimizer, {"step": 1}, keep=9)
+
+
+def load_newest(folder: str) -> None:
+    parts, optimizer = stepped(1.0)
+    load(checkpoints(Path(folder))[-1], parts, optimizer)
+
+
+# --------------------------------------------------------------------------- malice
+
+
+def change_of(manifest: dict[str, Any], name: str, value: Any) -> None:
+    tensor = next(iter(manifest["tensors"].values()))
+    if name == "file":
+        manifest["files"][0]["name"] = value
+    elif name == "position":
+        tensor["shards"][0][3] = value
+    elif name == "sizes":
+        tensor["shards"][0][1] = value
+    elif name == "shards":
+        tensor["shards"] = value
+    else:
+        tensor[name] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("file", "../../outside.bin"),
+        ("file", "/etc/passwd"),
+        ("file", "shard-00000.bin/../../x"),
+        ("file", None),
+        ("position", -4),
+        ("position", 10**15),
+        ("position", 0.5),
+        ("sizes", [10**9, 10**9]),
+        ("sizes", [True, 1]),
+        ("shards", []),
+        ("shards", "all"),
+        ("dtype", "object"),
+        ("dtype", "__class__"),
+        ("shape", [-1, 32]),
+        ("shape", [10**12, 10**12]),
+        ("fingerprint", "0"),
+        ("fingerprint", 1 << 64),
+    ],
+)
+def test_a_hostile_table_is_refused(name: str, value: Any, saved: Path) -> None:
+    """With a hash that is right: anybody can compute it."""
+    path = checkpoints(saved)[-1]
+    manifest = read_manifest(path)
+    change_of(manifest, name, value)
+    del manifest["hash"]
+    (path / "manifest.json").write_text(manifest_text(manifest))
+    with pytest.raises(shards.Damaged):
+        shards.parse_contents(read_manifest(path))
+    if name == "file":
+        with pytest.raises(RankError, match="step-00000002: its table of contents"):
+            run_ranks(load_newest, 1, str(saved))
+
+
+def test_no_file_is_a_program(saved: Path) -> None:
+    """JSON and raw numbers: nothing in a checkpoint is a pickle."""
+    for path in checkpoints(saved):
+        names = sorted(file.name for file in path.iterdir())
+        assert names == ["manifest.json", "shard-00000.bin", "shard-00001.bin"]
+        total = sum((path / name).stat().st_size for name in names[1:])
+        entries = json.loads((path / "manifest.json").read_text())["tensors"].values()
+        assert total == sum(
+            torch.Size(e["shape"]).numel() * shards.DTYPES[e["dtype"]].itemsize for e in entries
+        )
+
+
+def test_an_error_of_the_disk_is_no_damage(saved: Path) -> None:
+    run_ranks(refuse_reading, 2, str(saved))
+    assert sorted(os.listdir(saved)) == ["step-00000001", "step-00000002"]
+
+
+def refuse_reading(folder: str) -> None:
+    def refused(*args: Any) -> torch.Tensor:
+        raise OSError(5, "Input/output error")
+
+    if dist.get_rank() == 1:
+        shards.read_part = refused
+    parts, optimizer = stepped(1.0)
+    with pytest.raises(CheckpointError, match=r"rank 1: OSError.*Input/output error") as caught:
+        resume(Path(folder), parts, optimizer, print)
+    assert not isinstance(caught.value, DamagedCheckpoint)
