@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,7 +47,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
     """
     folder, steps = Path(plan.run_dir), job.train.steps
     parts, mesh, engine, optimizer, decay = build(job, plan, rank)
-    at = resume(folder / "checkpoints", parts, optimizer, console.print)
+    say = partial(console.print, soft_wrap=True) if rank.rank == 0 else lambda text: None
+    at = resume(folder / "checkpoints", parts, optimizer, say)
     loader = Loader(
         store.tokens("train"),
         seq_len=job.train.seq_len,
