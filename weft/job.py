@@ -297,6 +297,12 @@ class CheckpointSection(Section):
     keep: Positive = key(2, "newest checkpoints that are kept")
 
 
+class ResilienceSection(Section):
+    time_limit: Annotated[float, Field(ge=0)] = key(
+        0.0, "seconds of training after which to save and stop, with exit status 75; 0: none"
+    )
+
+
 class ObserveSection(Section):
     log_interval: Positive = key(10, "steps between records")
     tensorboard: bool = key(True, "write TensorBoard event files beside metrics.jsonl")
@@ -315,6 +321,7 @@ class Job(Section):
     precision: PrecisionSection = PrecisionSection()
     compile: CompileSection = CompileSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    resilience: ResilienceSection = ResilienceSection()
     observe: ObserveSection = ObserveSection()
 
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,13 +24,14 @@ from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store
 from weft.job import InvalidJob, Job, Problem, WeftError, difference, read_job, to_toml
-from weft.launch import FAILED, INTERRUPTED, MISTAKE
-from weft.launch.local import Failure, launch
+from weft.launch import FAILED, INTERRUPTED, MISTAKE, REQUEUE
+from weft.launch.local import Failure, Stopped, launch
 from weft.launch.worker import leave, log_path, redirect, write_error
 from weft.observe.sinks import duration, quiet_console, read_records
 from weft.plan.placement import AXES
 from weft.plan.report import stage_lines
 from weft.plan.resolve import Plan
+from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.loop import train
 from weft.train.setup import Rank, check_store, connect
 
@@ -37,6 +39,8 @@ from weft.train.setup import Rank, check_store, connect
 def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int:
     """Prepare the text, start this host's ranks, and report; returns the exit status."""
     folder = Path(plan.run_dir)
+    for number in STOP_SIGNALS:  # until there are ranks that can save
+        signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
     store = prepare_text(job, plan, console)
     with owning(folder):
         describe(plan, recipe, console)
@@ -49,6 +53,9 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
                 console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
             try:
                 failure = launch(plan, store.path)
+            except Stopped:
+                console.print(f"stopped and saved; {how_to_go_on(folder)}", soft_wrap=True)
+                return REQUEUE
             except KeyboardInterrupt:
                 print(f"\ninterrupted; {how_to_go_on(folder)}", file=sys.stderr)
                 return INTERRUPTED
@@ -93,6 +100,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
     """Be one rank under a launcher that is already there, and end the process."""
     folder = Path(plan.run_dir)
     rank = int(os.environ["RANK"])
+    listen()
     terminal = redirect(folder, rank)
     console = quiet_console(terminal, quiet=rank != 0)
     try:
@@ -104,8 +112,11 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
                 describe(plan, recipe, console)
                 open_run(folder, job, base, recipe, store)
             dist.barrier()
-            train(job, plan, store, ranks, console)
-            if rank == 0:
+            whole = train(job, plan, store, ranks, console)
+            dist.barrier()  # a launcher kills the others as soon as one leaves before the end
+            if rank == 0 and not whole:
+                console.print(f"stopped and saved; {how_to_go_on(folder)}", soft_wrap=True)
+            elif rank == 0:
                 show_end(folder, recipe, store, console)
     except BaseException as error:
         write_error(folder, rank, error)
@@ -115,7 +126,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
             print(f"weft: rank {rank} failed: {kind}: {error}", file=terminal)
             print(f"  log: {log_path(folder, rank)}", file=terminal, flush=True)
         leave(MISTAKE if mistake else FAILED)
-    leave(0)
+    leave(0 if whole else REQUEUE)
 
 
 def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) -> Store:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from weft.job import WeftError
+from weft.launch import FAILED, REQUEUE
+from weft.resilience.signals import listen
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -98,9 +100,12 @@ def main() -> None:
     folder, store_folder = Path(sys.argv[1]), Path(sys.argv[2])
     rank = int(os.environ["RANK"])
     die_with_parent()
+    listen()
     sys.path.append(os.getcwd())  # for module:attribute of the user's own
     terminal = redirect(folder, rank)
     try:
+        import torch.distributed as dist
+
         from weft.data.store import open_store
         from weft.job import read_job
         from weft.observe.sinks import quiet_console
@@ -111,11 +116,13 @@ def main() -> None:
         job, _, _ = read_job(str(folder / "job.toml"))
         plan = resolve(job, detect_machine(job.run.device))
         with connect(plan) as ranks:
-            train(job, plan, open_store(store_folder), ranks, quiet_console(terminal))
+            whole = train(job, plan, open_store(store_folder), ranks, quiet_console(terminal))
+            # The launcher kills the others as soon as one leaves before the end.
+            dist.barrier()
     except BaseException as error:
         write_error(folder, rank, error)
-        leave(1)
-    leave(0)
+        leave(FAILED)
+    leave(0 if whole else REQUEUE)
 
 
 if __name__ == "__main__":

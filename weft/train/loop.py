@@ -29,6 +29,7 @@ from weft.observe.sinks import Sink, open_sinks
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Plan
+from weft.resilience.signals import Stopping
 from weft.train.setup import Position, Rank, build, resume, write_plan
 from weft.train.step import batch_to, held_out
 
@@ -37,13 +38,18 @@ class TrainingError(WeftError):
     """The run cannot go on; the message says why, for people."""
 
 
-def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> None:
+def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> bool:
     """Train until ``train.steps``, from the newest checkpoint of the run if there is one.
+
+    On a signal or at ``resilience.time_limit`` the step is finished and a checkpoint saved.
 
     Args:
         store: the tokenised text.
         rank: this process, in a process group that is already up.
         console: where rank 0 shows progress; the other ranks show nothing.
+
+    Returns:
+        Whether all steps are done; the same on every rank.
     """
     folder, steps = Path(plan.run_dir), job.train.steps
     parts, mesh, engine, optimizer, decay = build(job, plan, rank)
@@ -71,7 +77,9 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
             stack.enter_context(closing(sink))
 
         clock = Clock()
+        stopping = Stopping(job.resilience.time_limit)
         for step in range(at.step + 1, steps + 1):
+            stopping.ask()
             with naming(step):
                 with clock.waiting_for_data():
                     batches = [batch_to(batch, rank.device) for batch in loader.batch(at.samples)]
@@ -85,8 +93,9 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
                 at = Position(step, at.samples + job.train.global_batch)
                 clock.count_step()
 
+                stop = stopping.answer()
                 evaluating = due(step, job.train.eval_interval, steps)
-                saving = due(step, job.checkpoint.interval, steps)
+                saving = stop or due(step, job.checkpoint.interval, steps)
                 logging = step == 1 or due(step, job.observe.log_interval, steps)
                 if not (logging or evaluating or saving):
                     continue
@@ -117,6 +126,9 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> N
                     manifest = at.manifest(plan, store)
                     save(folder / "checkpoints", parts, optimizer, manifest, job.checkpoint.keep)
                 clock.restart()  # neither evaluating nor saving is part of a step
+                if stop:
+                    break
+    return at.step >= steps
 
 
 def due(step: int, interval: int, last: int) -> bool:

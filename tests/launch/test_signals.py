@@ -1,0 +1,158 @@
+"""Signals to the launcher, a rank or all: the step is finished and saved, the status tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed.elastic.multiprocessing.api as multiprocessing
+
+from tests.launch.conftest import WEFT
+from tests.launch.test_local import run, start_and_wait
+from tests.small import losses, newest_state, records
+from weft.checkpoint.store import checkpoint_step, checkpoints
+from weft.launch import REQUEUE
+from weft.launch.local import statuses
+
+pytestmark = pytest.mark.timeout(400)
+
+SLOW = ["--checkpoint.interval", "0"]  # nothing is saved but on the signal
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """The ranks of a run, in order."""
+    found = [pid for pid, fields in statuses() if fields["PPid"] == str(process.pid)]
+
+    def rank(pid: int) -> int:
+        pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        return int(dict(pair.split("=", 1) for pair in pairs if "=" in pair)["RANK"])
+
+    return sorted(found, key=rank)
+
+
+TO: dict[str, Callable[[subprocess.Popen[str]], list[int]]] = {
+    "the launcher": lambda process: [process.pid],
+    "one rank": lambda process: workers(process)[1:],
+    "all of them": lambda process: [process.pid, *workers(process)],
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        (signal.SIGTERM, "the launcher"),
+        (signal.SIGTERM, "one rank"),
+        pytest.param(signal.SIGTERM, "all of them", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "the launcher", marks=pytest.mark.slow),
+    ],
+)
+def test_saved_and_to_be_queued_again(
+    number: signal.Signals,
+    to: str,
+    arguments: list[str],
+    tmp_path: Path,
+) -> None:
+    process = start_and_wait([*arguments, *SLOW, "--train.steps", "100000"], tmp_path, 5)
+    for pid in TO[to](process):
+        os.kill(pid, number)
+    assert process.wait(timeout=60) == REQUEUE
+    said = (tmp_path / "log").read_text()
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert "Traceback" not in said
+    assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
+    # It goes on from there, with the losses of a run that nobody stopped.
+    more = checkpoint_step(saved) + 3
+    done = run([*arguments, *SLOW, "--train.steps", str(more)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"going on from {saved}" in done.stdout
+
+
+def test_the_time_limit(arguments: list[str], tmp_path: Path) -> None:
+    """Stopped again and again, it ends with the bits of a run that was not."""
+    limited = [*arguments, *SLOW, "--train.steps", "3", "--optim.schedule", "linear"]
+    for _ in range(20):
+        done = run([*limited, "--resilience.time_limit", "0.001"], tmp_path)
+        if done.returncode == 0:
+            break
+        assert done.returncode == REQUEUE, done.stderr
+        assert "stopped and saved; the same command goes on from" in done.stdout
+    undisturbed = run([*limited, "--run.dir", "whole"], tmp_path)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert losses(tmp_path / "run")[-1] == losses(tmp_path / "whole")[-1]
+    a, b = newest_state(tmp_path / "run"), newest_state(tmp_path / "whole")
+    assert all(a[name].equal(b[name]) for name in b)
+
+
+def test_a_second_signal_kills(arguments: list[str], tmp_path: Path) -> None:
+    """Also a rank that stands still, at once and not after half a minute."""
+    process = start_and_wait([*arguments, *SLOW, "--train.steps", "100000"], tmp_path, 3)
+    os.kill(workers(process)[1], signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 130
+
+
+def test_a_dead_rank_ends_one_that_stands_still(
+    arguments: list[str],
+    tmp_path: Path,
+) -> None:
+    process = start_and_wait([*arguments, *SLOW, "--train.steps", "100000"], tmp_path, 3)
+    first, second = workers(process)
+    os.kill(first, signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    assert process.wait(timeout=10) == 1
+    assert "rank 1 failed: SIGKILL" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [1.5, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.0, 0.3, 1.0, 2.0, 3.0, 4.0))],
+)
+def test_before_the_first_step(
+    seconds: float,
+    arguments: list[str],
+    tmp_path: Path,
+) -> None:
+    """While Python starts, text is prepared, torch is imported, ranks meet."""
+    command = [*arguments, *SLOW, "--train.steps", "100000"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, text=True)
+        ready = time.monotonic() + 30
+        while "SigCgt" in (text := Path(f"/proc/{process.pid}/status").read_text()):
+            caught = next(line for line in text.splitlines() if line.startswith("SigCgt"))
+            if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+                break
+            assert time.monotonic() < ready
+        time.sleep(seconds)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=90) == REQUEUE, (tmp_path / "log").read_text()
+    done = run([*arguments, *SLOW, "--train.steps", "6"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_inside_torchrun(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = start_and_wait([*command, "--train.steps", "100000"], tmp_path, 5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) != 0
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
+
+
+def test_what_is_private() -> None:
+    """torch's agent asks this function for the signal that ends the ranks beside a failed one."""
+    assert callable(multiprocessing._get_default_signal)
+    names = multiprocessing.PContext.close.__code__.co_names
+    assert "_get_default_signal" in names

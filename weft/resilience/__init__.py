@@ -1,0 +1,1 @@
+"""Going on when something goes wrong."""
