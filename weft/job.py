@@ -297,10 +297,27 @@ class CheckpointSection(Section):
     keep: Positive = key(2, "newest checkpoints that are kept")
 
 
+class Fault(Section):
+    """One fault of a drill; see `weft.resilience.faults`, which lists the sites."""
+
+    site: Text = key("step", "where: one of the sites of weft.resilience.faults")
+    kind: Literal["kill", "stop", "slow", "raise", "error", "corrupt"] = key(
+        "kill",
+        "kill or stop the process, sleep, raise an exception or an error of the disk, or multiply "
+        "what is there by factor",
+    )
+    rank: NonNegative = key(0, "on which rank")
+    passing: Positive = key(1, "the how manieth time that the rank comes by")
+    seconds: Annotated[float, Field(ge=0)] = key(1.0, "of slow")
+    error: Literal["EIO", "ENOSPC", "EDQUOT", "EACCES"] = key("ENOSPC", "of error")
+    factor: float = key(1e4, "of corrupt")
+
+
 class ResilienceSection(Section):
     time_limit: Annotated[float, Field(ge=0)] = key(
         0.0, "seconds of training after which to save and stop, with exit status 75; 0: none"
     )
+    faults: tuple[Fault, ...] = key((), "faults to inject, for a drill: [[resilience.faults]]")
 
 
 class ObserveSection(Section):
@@ -431,9 +448,8 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
     literal = _literal(text)
     try:
         if isinstance(literal, list):
-            value = getattr(
-                model.model_validate_json(json.dumps({last: literal}), strict=True), last
-            )
+            model.model_validate_json(json.dumps({last: literal}), strict=True)
+            value: Any = literal
         else:
             value = getattr(model.model_validate_strings({last: text}), last)
     except ValidationError as error:

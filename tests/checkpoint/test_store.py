@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -98,38 +97,6 @@ def test_one_that_lost_its_manifest_is_saved_again(tmp_path: Path) -> None:
     again = run_ranks(save_once, 2, str(tmp_path), 5, -1e-3)[0]
     on_disk = read_state(checkpoints(tmp_path)[-1])
     assert all(on_disk[name].equal(again[name]) for name in again)
-
-
-def save_and_die(folder: str, moment: str) -> None:
-    """Save step 1 well, then be killed inside the saving of step 2."""
-    parts, optimizer = stepped(1e-3)
-    save(Path(folder), parts, optimizer, {"step": 1}, keep=2)
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        if dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-
-    if moment == "before the shards":
-        store.save_sharded = die
-    elif moment == "before the manifest":
-        store._commit = die
-    elif moment == "before the rename":
-        store._sync_folder = die
-    save(Path(folder), parts, optimizer, {"step": 2}, keep=2)
-
-
-@pytest.mark.parametrize(
-    "moment", ["before the shards", "before the manifest", "before the rename"]
-)
-def test_a_killed_save_leaves_the_one_before(moment: str, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(save_and_die, 2, str(tmp_path), moment)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
-    run_ranks(load_newest, 1, str(tmp_path))
-    run_ranks(save_once, 2, str(tmp_path), 2, 2e-3)
-    # What the killed one left is gone.
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
 def save_with_little_room(folder: str, limit: int) -> str:

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from weft.checkpoint.fingerprint import fingerprint, wrapped
+from weft.resilience.faults import at
 
 Json = dict[str, Any]
 
@@ -118,6 +119,7 @@ class ShardWriter(StorageWriter):
         path = self.folder / f"shard-{rank:05}.bin"
         written: list[tuple[MetadataIndex, int, int, Tensor]] = []
         position, digest = 0, xxhash.xxh3_128()
+        at("checkpoint.shards")
         if plan.items:
             with path.open("xb") as file:
                 for item in plan.items:
@@ -131,6 +133,7 @@ class ShardWriter(StorageWriter):
                     digest.update(content)
                     written.append((item.index, position, len(content), mark))
                     position += len(content)
+                at("checkpoint.written")
                 file.flush()
                 os.fsync(file.fileno())
         results = [

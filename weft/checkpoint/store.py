@@ -53,6 +53,7 @@ from weft.checkpoint.state import (
 )
 from weft.job import WeftError
 from weft.parallel.init import shard_offsets
+from weft.resilience.faults import at
 
 FORMAT = 2
 
@@ -133,19 +134,12 @@ def save(
         CheckpointError: on every rank, whichever failed.  Nothing half-written stays behind.
     """
     final = checkpoint_path(folder, manifest["step"])
+    at("checkpoint")
     # One rank decides: another could already see what the first one does next.
-    temporary, exists = _from_rank_0(
-        lambda: (
-            folder / f".tmp-{final.name}-{uuid.uuid4().hex[:8]}",
-            (final / "manifest.json").is_file(),
-        )
-    )
+    temporary, exists = _from_rank_0(lambda: _begin(final))
     if exists:
         return final
     try:
-        if _rank() == 0:
-            for leftover in folder.glob(".tmp-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
         writer = ShardWriter(temporary)
         planner = DefaultSavePlanner(flatten_state_dict=False)
         state = model_state(parts) | optimizer_state(parts, optimizer)
@@ -155,15 +149,28 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: could not be written: {_cause(error)}") from error
     whole = manifest | {"format": FORMAT} | writer.contents
-    failure = _from_rank_0(lambda: _commit(temporary, final, whole, keep))
+    failure = _from_rank_0(lambda: _commit(temporary, final, whole))
     if failure:
         raise CheckpointError(f"{final}: could not be written: {failure}")
+    failure = _from_rank_0(lambda: _delete(checkpoints(folder)[:-keep]))
+    if failure:
+        raise CheckpointError(f"{final} is saved, but an older one could not be deleted: {failure}")
+    at("checkpoint.saved")
     return final
 
 
-def _commit(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> str | None:
+def _begin(final: Path) -> tuple[Path, bool]:
+    """A new folder's name, and whether the checkpoint is there already; clears what others left."""
+    for leftover in final.parent.glob(".tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = final.with_name(f".tmp-{final.name}-{uuid.uuid4().hex[:8]}")
+    return temporary, (final / "manifest.json").is_file()
+
+
+def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> str | None:
     """Make ``temporary`` visible as ``final``; the reason if that failed."""
     try:
+        at("checkpoint.manifest")
         with (temporary / "manifest.json").open("w", encoding="utf-8") as file:
             file.write(manifest_text(manifest))
             file.flush()
@@ -171,15 +178,26 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -
         _sync_folder(temporary)
         if final.exists():  # without a manifest: no checkpoint any more, whatever happened to it
             set_aside(final)
+        at("checkpoint.rename")
         temporary.rename(final)
+        at("checkpoint.renamed")
         _sync_folder(final.parent)
-        for old in checkpoints(final.parent)[:-keep]:
-            # First out of sight, in one step: nothing half-deleted may look whole.
-            doomed = old.with_name(f".tmp-{old.name}-deleted")
-            old.rename(doomed)
-            shutil.rmtree(doomed)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        return str(error)
+    return None
+
+
+def _delete(doomed: list[Path]) -> str | None:
+    """Delete checkpoints; the reason if that failed."""
+    try:
+        for old in doomed:
+            # First out of sight, in one step: nothing half-deleted may look whole.
+            at("checkpoint.delete")
+            hidden = old.rename(old.with_name(f".tmp-{old.name}-deleted"))
+            at("checkpoint.deleting")
+            shutil.rmtree(hidden)
+    except OSError as error:
         return str(error)
     return None
 
@@ -201,6 +219,7 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         DamagedCheckpoint: if it does not hold what was saved; the parameters are undefined then.
         CheckpointError: if it is of another model, or cannot be read.
     """
+    at("load")
     manifest: dict[str, Any]
     manifest, unreadable = _from_rank_0(lambda: _manifest_or_error(path))
     if unreadable is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import save
+from weft.checkpoint.store import CheckpointError, save
 from weft.data.loader import Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
@@ -29,6 +28,8 @@ from weft.observe.sinks import Sink, open_sinks
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Plan
+from weft.resilience.faults import arm
+from weft.resilience.faults import at as fault_at
 from weft.resilience.signals import Stopping
 from weft.train.setup import Position, Rank, build, resume, write_plan
 from weft.train.step import batch_to, held_out
@@ -52,9 +53,15 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         Whether all steps are done; the same on every rank.
     """
     folder, steps = Path(plan.run_dir), job.train.steps
+    arm(job.resilience.faults, rank.rank, folder / "logs")
     parts, mesh, engine, optimizer, decay = build(job, plan, rank)
-    say = partial(console.print, soft_wrap=True) if rank.rank == 0 else lambda text: None
-    at = resume(folder / "checkpoints", parts, optimizer, say)
+
+    def say(text: str) -> None:
+        if rank.rank == 0:
+            console.print(text, soft_wrap=True)
+
+    home = folder / "checkpoints"
+    at = resume(home, parts, optimizer, say)
     loader = Loader(
         store.tokens("train"),
         seq_len=job.train.seq_len,
@@ -80,11 +87,13 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         stopping = Stopping(job.resilience.time_limit)
         for step in range(at.step + 1, steps + 1):
             stopping.ask()
+            fault_at("step")
             with naming(step):
                 with clock.waiting_for_data():
                     batches = [batch_to(batch, rank.device) for batch in loader.batch(at.samples)]
 
                 share_of_loss = engine.forward_backward(batches)
+                fault_at("gradients", (param.grad for param in params))
                 grad_norm = clip_grad_norm(params, job.optim.max_grad_norm, stages)
                 lr = learning_rate(step, steps, job.optim, decay)
                 set_learning_rate(optimizer, lr)
@@ -104,6 +113,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 loss = finite(global_sum(share_of_loss).item(), "loss")
                 times, eval_loss = clock.read(), None
                 if evaluating:
+                    fault_at("evaluate")
                     held_out_text = held_out(job, plan, store, mesh)
                     eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
                 record = StepRecord.of(
@@ -124,7 +134,12 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     sink.write(record)
                 if saving:
                     manifest = at.manifest(plan, store)
-                    save(folder / "checkpoints", parts, optimizer, manifest, job.checkpoint.keep)
+                    try:
+                        save(home, parts, optimizer, manifest, job.checkpoint.keep)
+                    except CheckpointError as error:
+                        if stop or step == steps:
+                            raise
+                        say(f"warning: {error}; going on without it")
                 clock.restart()  # neither evaluating nor saving is part of a step
                 if stop:
                     break

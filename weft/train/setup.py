@@ -47,6 +47,7 @@ from weft.parallel.init import init_params
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.plan.timetable import is_file
+from weft.resilience.faults import SITES
 from weft.train.step import Engine
 
 T = TypeVar("T")
@@ -164,6 +165,10 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
         else:
             if plan is not None:
                 yield from _check_vocabulary(job, plan, vocab_entries(tokenizer))
+    for fault in job.resilience.faults:
+        if fault.site not in SITES:
+            rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
+            yield Problem("resilience.faults", fault.site, rule, remedy)
     for name, value, table in (
         ("optim.kind", job.optim.kind, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),

@@ -1,0 +1,90 @@
+"""Faults on purpose: for tests, and for a drill on one's own cluster.
+
+The product passes named *sites*, ``at("checkpoint.rename")``, which do nothing.  A fault is data in
+the job, and makes one of them do something on one rank:
+
+    [[resilience.faults]]
+    site = "checkpoint.rename"
+    kind = "kill"
+    rank = 1
+    passing = 2          # the second time that this rank comes by
+
+Each happens once in a run, also if the rank that it killed comes by again after a restart: a file
+in the run's folder remembers it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.job import Fault
+
+# Every site, in the order in which a step comes by.
+SITES = {
+    "load": "before a checkpoint is loaded",
+    "step": "before a step",
+    "gradients": "after the backward pass, with this rank's gradients",
+    "evaluate": "before an evaluation",
+    "checkpoint": "before a checkpoint is saved",
+    "checkpoint.shards": "before this rank writes its shards",
+    "checkpoint.written": "after this rank has written its shards, before they are forced out",
+    "checkpoint.manifest": "on rank 0, before the manifest is written",
+    "checkpoint.rename": "on rank 0, before the checkpoint becomes visible",
+    "checkpoint.renamed": "on rank 0, right after that",
+    "checkpoint.delete": "on rank 0, before an old one is deleted",
+    "checkpoint.deleting": "on rank 0, when the old one is out of sight",
+    "checkpoint.saved": "after a checkpoint is saved",
+}
+
+_armed: list[tuple[Fault, Path]] = []
+_passed: dict[str, int] = {}
+
+
+def arm(faults: Sequence[Fault], rank: int, folder: Path) -> None:
+    """From now on these faults happen in this process, if they are this rank's."""
+    _passed.clear()
+    _armed[:] = [
+        (fault, folder / f"fault-{index}.happened")
+        for index, fault in enumerate(faults)
+        if fault.rank == rank
+    ]
+
+
+def at(site: str, tensors: Iterable[Any] = ()) -> None:
+    """The product is at ``site``; ``tensors`` are what a fault may corrupt there."""
+    if not _armed:
+        return
+    _passed[site] = _passed.get(site, 0) + 1
+    for fault, happened in _armed:
+        if fault.site == site and fault.passing == _passed[site] and not happened.exists():
+            happened.parent.mkdir(parents=True, exist_ok=True)
+            with happened.open("w") as file:
+                file.write(f"{fault}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            _happen(fault, tensors)
+
+
+def _happen(fault: Fault, tensors: Iterable[Any]) -> None:
+    print(f"injected fault: {fault}", flush=True)
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "slow":
+            time.sleep(fault.seconds)
+        case "raise":
+            raise RuntimeError(f"injected fault at {fault.site}")
+        case "error":
+            number = getattr(errno, fault.error)
+            raise OSError(number, os.strerror(number), f"injected at {fault.site}")
+        case "corrupt":
+            for tensor in tensors:
+                tensor.mul_(fault.factor)
