@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoint.test_store import everything, stepped
 from tests.harness import RankError, run_ranks
-from tests.small import plan_here, small_job, this_rank, whole
-from weft.checkpoint import shards, store
+from weft.checkpoint import shards
 from weft.checkpoint.fingerprint import fingerprint, wrapped
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import (
@@ -28,9 +28,8 @@ from weft.checkpoint.store import (
     read_manifest,
     save,
 )
-from weft.train.setup import build, resume
+from weft.train.setup import resume
 
-JOB = [("run.dir", "/nonexistent")]
 SHAPE = (5, 6, 7)
 
 
@@ -70,22 +69,6 @@ def test_a_fingerprint_sees_one_bit_and_an_exchange() -> None:
 
 
 # --------------------------------------------------------------------------- corruption
-
-
-def stepped(value: float) -> tuple[Any, Any]:
-    job = small_job(*JOB)
-    parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
-    torch.manual_seed(int(1e6 * value))
-    for _, param in named_parameters(parts):
-        param.grad = torch.randn_like(param.data) * value
-    optimizer.step()
-    optimizer.zero_grad()
-    return parts, optimizer
-
-
-def everything(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    state = store.model_state(parts) | store.optimizer_state(parts, optimizer)
-    return {name: whole(tensor).clone() for name, tensor in state.items()}
 
 
 def save_two(folder: str) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from tests.launch.test_local import run, start_and_wait
 from tests.small import losses, newest_state, records
 from weft.checkpoint.store import checkpoint_step, checkpoints
 from weft.launch import REQUEUE
-from weft.launch.local import statuses
+from weft.launch.local import status
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -27,7 +27,8 @@ SLOW = ["--checkpoint.interval", "0"]  # nothing is saved but on the signal
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
     """The ranks of a run, in order."""
-    found = [pid for pid, fields in statuses() if fields["PPid"] == str(process.pid)]
+    everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    found = [pid for pid in everyone if status(pid).get("PPid") == str(process.pid)]
 
     def rank(pid: int) -> int:
         pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")

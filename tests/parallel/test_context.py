@@ -29,12 +29,17 @@ from weft.parallel.context import (
     gathered_blocks,
     join,
     ring_blocks,
-    token_order,
 )
 
 METHODS: list[Method] = ["ring", "allgather", "ulysses"]
 
 # --------------------------------------------------------------------------- who holds what
+
+
+def token_order(num_tokens: int, cp_size: int, balance: bool) -> Tensor:
+    """Which tokens of a row each rank holds, in order: ``[cp_size, num_tokens / cp_size]``."""
+    row_1T = torch.arange(num_tokens).unsqueeze(0)
+    return torch.cat([cut(row_1T, rank, cp_size, balance) for rank in range(cp_size)])
 
 
 @pytest.mark.parametrize("balance", [False, True])

@@ -359,7 +359,7 @@ def test_the_table() -> None:
     stages = cut_stages(units(PRESETS["8b"], SEQ_LEN), [4, 3, 2, 1], 1024, 0.25)
     assert stages is not None
     assert stage_table(stages) == GOLDEN
-    assert names_of_ranks(stages, 2) == [
+    assert names_of_ranks([stages[0::2], stages[1::2]]) == [
         "embed_tokens + layers 0-6; layers 16-24",
         "layers 7-15; layers 25-31 + head",
     ]
@@ -376,7 +376,10 @@ def test_the_table_sums_up_the_stages_of_a_rank() -> None:
         Stage(4, 7, "layer 3 + norm + head", 1, 0.4, 3 * kept, 3 * kept, 1),
     ]
     assert stage_table(stages, 2, "v") == GOLDEN_V
-    assert names_of_ranks(stages, 2, "v")[0] == "embed + layer 0; layer 3 + norm + head"
+    assert (
+        names_of_ranks([[stages[0], stages[3]], stages[1:3]])[0]
+        == "embed + layer 0; layer 3 + norm + head"
+    )
 
 
 def test_the_table_stays_readable_with_many_stages() -> None:

@@ -224,7 +224,10 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
     manifest, unreadable = _from_rank_0(lambda: _manifest_or_error(path))
     if unreadable is not None:
         raise unreadable
-    contents = parse_contents(manifest)
+    try:
+        contents = parse_contents(manifest)  # every rank has the same one to judge
+    except Damaged as error:
+        raise DamagedCheckpoint(f"{path}: {error}") from error
     try:
         state: State = model_state(parts)
         if optimizer is not None:
@@ -248,7 +251,7 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         raise kind(f"{path}: could not be loaded: {_cause(error)}") from error
     wrong = _other_than(contents.fingerprints, state, dict(named_parameters(parts)))
     if wrong:
-        named = _from_rank_0(lambda: damaged_file(path, contents, lambda count: None))
+        named = _from_rank_0(lambda: damaged_file(path, contents))
         reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
         raise DamagedCheckpoint(f"{path}: {reason}")
     return manifest
@@ -256,13 +259,9 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
 
 def _manifest_or_error(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
     try:
-        manifest = read_manifest(path)
-        parse_contents(manifest)
-    except Damaged as error:
-        return {}, DamagedCheckpoint(f"{path}: {error}")
+        return read_manifest(path), None
     except CheckpointError as error:
         return {}, error
-    return manifest, None
 
 
 def _other_than(

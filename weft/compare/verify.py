@@ -37,11 +37,9 @@ from weft.compare.measure import (
 )
 from weft.compare.ranks import run_ranks
 from weft.compare.shrink import Case, plan_of_recipe, shrink
-from weft.job import InvalidJob, Job, Problem, read_job, suggest
-from weft.optim.optimizer import OPTIMIZERS
-from weft.optim.schedule import SCHEDULES
+from weft.job import InvalidJob, Job, Problem, read_job
 from weft.plan.stages import align
-from weft.train.setup import lookup
+from weft.train.setup import check_names
 
 
 @dataclass(frozen=True)
@@ -122,14 +120,7 @@ def read_recipe(
         plan_of_recipe(job)
     except InvalidJob as error:
         later += error.problems
-    for key, value, table in (
-        ("optim.kind", job.optim.kind, OPTIMIZERS),
-        ("optim.schedule", job.optim.schedule, SCHEDULES),
-    ):
-        try:
-            lookup(value, table)
-        except LookupError as error:
-            later.append(Problem(key, value, str(error), suggest(value, table)))
+    later += check_names(job)
     bad = {problem.key for problem in problems}
     # What only echoes a mistake that is already listed is left out.
     problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]

@@ -136,7 +136,8 @@ def children() -> set[int]:
     """The process ids of this process's children that have not ended."""
     mine = str(os.getpid())
     if sys.platform.startswith("linux"):
-        found = {pid for pid, fields in statuses() if fields["PPid"] == mine}
+        processes = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        found = {process for process in processes if status(process).get("PPid") == mine}
     else:
         listed = subprocess.run(["pgrep", "-P", mine], capture_output=True, text=True, check=False)
         found = {int(line) for line in listed.stdout.split()}
@@ -152,16 +153,16 @@ def catches(child: int, number: int) -> bool:
     """Whether a process has a handler for a signal; where that cannot be told, it has."""
     if not sys.platform.startswith("linux"):
         return True
-    caught = next((f["SigCgt"] for pid, f in statuses() if pid == child), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    return bool(int(status(child).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
-def statuses() -> Iterator[tuple[int, dict[str, str]]]:
-    """Linux's view of all processes: id and fields of ``/proc/ID/status``."""
-    for path in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):  # it has ended meanwhile
-            lines = (line.split(":", 1) for line in path.read_text("utf-8", "replace").splitlines())
-            yield int(path.parent.name), {name: value.strip() for name, value in lines}
+def status(process: int) -> dict[str, str]:
+    """Linux's ``/proc/ID/status``; empty if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
 
 
 def first_cause(

@@ -140,19 +140,6 @@ def pieces_of(cp_rank: int, cp_size: int, balance: bool) -> list[int]:
     return [cp_rank, 2 * cp_size - 1 - cp_rank] if balance else [cp_rank]
 
 
-def token_order(num_tokens: int, cp_size: int, balance: bool) -> Tensor:
-    """Which tokens of a row each rank holds, in order.
-
-    Returns:
-        int64 ``[cp_size, num_tokens / cp_size]``.
-
-    Raises:
-        ValueError: if the row cannot be cut evenly.
-    """
-    row_1T = torch.arange(num_tokens).unsqueeze(0)
-    return torch.cat([cut(row_1T, rank, cp_size, balance) for rank in range(cp_size)])
-
-
 def cut(x_BT: Tensor, cp_rank: int, cp_size: int, balance: bool) -> Tensor:
     """One rank's tokens of each row.
 

@@ -17,7 +17,15 @@ from weft.plan.devices import CPU, Cluster, parse_cluster
 from weft.plan.memory import USABLE, rank_bytes, state_bytes_per_param
 from weft.plan.placement import rank_map
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.plan.stages import GIB, Stage, Style, align, stage_table, stages_of_rank
+from weft.plan.stages import (
+    GIB,
+    Stage,
+    Style,
+    align,
+    names_of_ranks,
+    stage_table,
+    stages_of_rank,
+)
 
 # A table of more stages than these shows the first and the last ones only.
 MOST_STAGES = 24
@@ -240,7 +248,7 @@ def _homes(pp: int, count: int, style: Style) -> list[int]:
 
 def _table_of_ranks(plan: Plan) -> list[str]:
     rows = []
-    for rank, (name, mine) in enumerate(zip(rank_names(plan), _held(plan), strict=True)):
+    for rank, (name, mine) in enumerate(zip(names_of_ranks(_held(plan)), _held(plan), strict=True)):
         share = 100 * math.fsum(stage.share for stage in mine)
         memory = math.fsum(stage.memory_bytes for stage in mine) / GIB
         rows.append([str(rank), name, f"{share:.1f}", f"{memory:.2f}"])
@@ -255,11 +263,6 @@ def _held(plan: Plan) -> list[list[Stage]]:
     return [[pipeline.stages[s] for s in pipeline.stages_of(rank)] for rank in range(plan.pp)]
 
 
-def rank_names(plan: Plan) -> list[str]:
-    """What each rank of the pipeline holds, as ``layers 0-3; layers 16-19``; none without one."""
-    return ["; ".join(stage.name for stage in mine) for mine in _held(plan)]
-
-
 def map_of_ranks(plan: Plan) -> str:
     """Which rank is where, with the units of each pipeline rank."""
-    return rank_map(plan.sizes, plan.local_world_size, rank_names(plan), plan.order)
+    return rank_map(plan.sizes, plan.local_world_size, names_of_ranks(_held(plan)), plan.order)

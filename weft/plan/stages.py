@@ -351,13 +351,9 @@ def stages_of_rank(rank: int, pp: int, stages_per_rank: int, style: Style = "loo
     ]
 
 
-def names_of_ranks(stages: Sequence[Stage], pp: int, style: Style = "loop") -> list[str]:
-    """The units of each pipeline rank, as ``layers 0-3; layers 16-19``."""
-    per_rank = _stages_per_rank(stages, pp)
-    return [
-        "; ".join(stages[s].name for s in stages_of_rank(rank, pp, per_rank, style))
-        for rank in range(pp)
-    ]
+def names_of_ranks(held: Sequence[Sequence[Stage]]) -> list[str]:
+    """The units of each pipeline rank, as ``layers 0-3; layers 16-19``, from its stages."""
+    return ["; ".join(stage.name for stage in mine) for mine in held]
 
 
 def imbalance(values: Sequence[float]) -> float:

@@ -165,6 +165,11 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
         else:
             if plan is not None:
                 yield from _check_vocabulary(job, plan, vocab_entries(tokenizer))
+    yield from check_names(job)
+
+
+def check_names(job: Job) -> Iterator[Problem]:
+    """Does everything exist that the job calls by name?  Of files only modules are looked at."""
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
