@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.shards import ShardReader, parse_contents
+from weft.checkpoint.shards import overlaps, parse_contents, read_shards
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import checkpoints, read_manifest
 from weft.data.loader import Loader
@@ -139,11 +137,11 @@ def newest_state(folder: Path) -> dict[str, torch.Tensor]:
 def read_state(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
     contents = parse_contents(read_manifest(path))
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in contents.tensors.items()
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(state, storage_reader=ShardReader(path, contents), no_dist=True)
+    state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
+    wanted = [
+        part
+        for name, tensor in state.items()
+        for part in overlaps(contents.tensors[name], [0] * tensor.dim(), tensor)
+    ]
+    read_shards(path, contents, wanted)
     return state

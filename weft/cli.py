@@ -163,6 +163,13 @@ def parser() -> Parser:
     sub.add_argument("--top-k", type=count, default=50, help="among so many; 0: all (50)")
     sub.add_argument("--seed", type=count, default=0, help="of the sampling (0)")
 
+    sub = add("rollback", rollback, "Let a run go on from an earlier checkpoint.")
+    sub.add_argument("run", type=Path, help="folder of the run")
+    sub.add_argument("step", type=count, help="of the checkpoint; 0: from the beginning")
+    sub.epilog = (
+        "later checkpoints stay until the run has come past them, but do not count any more"
+    )
+
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
     return top
 
@@ -307,6 +314,14 @@ def generate(options: argparse.Namespace) -> int:
     ):
         print(text, end="", flush=True)
     print()
+    return 0
+
+
+def rollback(options: argparse.Namespace) -> int:
+    """Make an earlier checkpoint the newest one that counts."""
+    from weft.launch.start import rollback
+
+    print(rollback(options.run.resolve(), options.step))
     return 0
 
 

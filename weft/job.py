@@ -293,7 +293,18 @@ class CompileSection(Section):
 
 
 class CheckpointSection(Section):
-    interval: NonNegative = key(100, "steps between checkpoints; 0: only at the end")
+    interval: NonNegative | Auto = key(
+        100,
+        "steps between checkpoints; 0: only at the end; auto: what loses least time, given the "
+        "measured cost of a checkpoint and mtbf_hours",
+    )
+    mtbf_hours: Annotated[float, Field(gt=0)] = key(
+        24.0, "interval auto: mean time between failures of the whole job"
+    )
+    background: bool = key(True, "copy the state, and write it while training goes on")
+    dir: Text = key(
+        "auto", "folder or s3://bucket/prefix of the checkpoints; auto: checkpoints in run.dir"
+    )
     keep: Positive = key(2, "newest checkpoints that are kept")
 
 

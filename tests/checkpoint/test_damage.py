@@ -338,7 +338,7 @@ def refuse_reading(folder: str) -> None:
         raise OSError(5, "Input/output error")
 
     if dist.get_rank() == 1:
-        shards.read_part = refused
+        shards.read_range = refused
     parts, optimizer = stepped(1.0)
     with pytest.raises(CheckpointError, match=r"rank 1: OSError.*Input/output error") as caught:
         resume(Path(folder), parts, optimizer, print)

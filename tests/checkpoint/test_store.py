@@ -30,9 +30,9 @@ from weft.train.setup import build
 JOB = [("run.dir", "/nonexistent")]
 
 
-def stepped(value: float) -> tuple[Any, Any]:
+def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
     """Parts of the model and optimizer of this layout after a step with gradients ``value``."""
-    job = small_job(*JOB)
+    job = small_job(*JOB, *overrides)
     parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
     for _, param in named_parameters(parts):
         param.grad = torch.full_like(param.data, value)
@@ -149,12 +149,12 @@ def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"]
     with pytest.raises(DamagedCheckpoint, match="manifest is damaged"):
         read_manifest(tmp_path / "step-00000005")
-    for text in ("{", "[]", '{"format": 2}', "[" * 100_000):
+    for text in ("{", "[]", '{"format": 3}', "[" * 100_000):
         (tmp_path / "step-00000005/manifest.json").write_text(text)
         with pytest.raises(DamagedCheckpoint, match="manifest is damaged"):
             read_manifest(tmp_path / "step-00000005")
     (tmp_path / "step-00000005/manifest.json").write_text('{"format": 1}')
-    with pytest.raises(CheckpointError, match="of format 1, not 2"):
+    with pytest.raises(CheckpointError, match="of format 1, not 3"):
         read_manifest(tmp_path / "step-00000005")
 
 

@@ -47,16 +47,31 @@ def undisturbed(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 def check_end(folder: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     state = newest_state(folder)
     assert all(state[name].equal(tensor) for name, tensor in undisturbed.items())
-    assert sorted(os.listdir(folder / "checkpoints")) == ["step-00000006", "step-00000008"]
+    names = sorted(os.listdir(folder / "checkpoints"))
+    assert [name for name in names if not name.startswith("lease-")] == [
+        "step-00000006",
+        "step-00000008",
+    ]
 
 
+@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("site", "rank"), PLACES)
 def test_killed_while_saving(
-    site: str, rank: int, store_path: Path, tmp_path: Path, undisturbed: dict[str, Any]
+    site: str,
+    rank: int,
+    background: str,
+    store_path: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Any],
 ) -> None:
     # The third save is the first one with something to delete.
     passing = 1 if "delet" in site else 3
-    overrides = [*STEPS, ("run.dir", str(tmp_path)), *fault(site=site, rank=rank, passing=passing)]
+    overrides = [
+        *STEPS,
+        ("run.dir", str(tmp_path)),
+        ("checkpoint.background", background),
+        *fault(site=site, rank=rank, passing=passing),
+    ]
     with pytest.raises(RankError, match=f"rank {rank} of 2 .*SIGKILL"):
         run_ranks(train_rank, 2, overrides, str(store_path))
     # Step 4 had been committed; step 6 is there as soon as it is visible.

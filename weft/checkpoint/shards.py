@@ -1,10 +1,9 @@
 """The bytes of a checkpoint: a raw file from each rank, and a table of contents in JSON.
 
-torch's distributed checkpoint decides who writes and who reads what, under any two layouts.  Its
-own file format is not used: its table of contents is a pickle, which is a program; no content
-is checked when it is read; and a reader fetches whole archives.  Here a file holds the elements of
-one shard after the other, row by row, in the machine's byte order (little-endian on all that
-PyTorch supports), and the table is data: numbers and names, checked before they are believed.
+A file holds the elements of one shard after the other, row by row, in the machine's byte order
+(little-endian on all that PyTorch supports).  The table says which box of which tensor lies where;
+so any layout can pick from it the boxes that it needs.  It is data, numbers and names, checked
+before they are believed, and never a program as a pickle is.
 
     "tensors": {NAME: {"dtype": "float32", "shape": [512, 32], "fingerprint": -81...,
                        "shards": [[[0, 0], [256, 32], FILE, POSITION], ...]}}
@@ -16,34 +15,18 @@ A shard is (offsets, sizes, index of its file, first byte).
 from __future__ import annotations
 
 import math
-import os
 import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
-from weft.checkpoint.fingerprint import fingerprint, wrapped
-from weft.resilience.faults import at
+from weft.checkpoint.fingerprint import wrapped
+from weft.checkpoint.storage import read_range, size_of
 
 Json = dict[str, Any]
 
@@ -66,19 +49,13 @@ DTYPES = {
     )
 }
 
+READ_BYTES = 64 << 20  # at most, of one request
+WASTE = 0.05  # of a request, at most, that is read for nothing
+READERS = 4  # requests at a time
+
 
 class Damaged(Exception):
     """What a checkpoint holds is not what was written."""
-
-
-class Stored(NamedTuple):
-    """Where a shard was written, and the file once it was closed."""
-
-    file: str
-    position: int
-    fingerprint: int
-    file_bytes: int
-    file_hash: str
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -90,107 +67,77 @@ def raw(tensor: Tensor) -> memoryview:
 # --------------------------------------------------------------------------- writing
 
 
-class ShardWriter(StorageWriter):
-    """Writes this rank's shards into one file of a new folder, forced to the disk.
+class Staged(NamedTuple):
+    """A box of a tensor, as it was when the checkpoint was taken."""
 
-    After the save ``contents`` on rank 0 is the table of contents.
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    fingerprint: int  # partial sum, of the live tensor
+    content: Tensor  # on the CPU
+
+
+def write_shards(file: IO[bytes], name: str, boxes: Iterable[Staged]) -> Json:
+    """Write boxes one after the other; what is to be known of them, for `table_of_contents`."""
+    position, digest, shards = 0, xxhash.xxh3_128(), []
+    for box in boxes:
+        content = raw(box.content)
+        file.write(content)
+        digest.update(content)
+        dtype = str(box.content.dtype).removeprefix("torch.")
+        place = [list(box.offsets), list(box.content.shape), position]
+        shards.append([box.name, dtype, list(box.shape), box.fingerprint, place])
+        position += len(content)
+    return {"file": {"name": name, "bytes": position, "xxh3": digest.hexdigest()}, "shards": shards}
+
+
+def table_of_contents(written: Iterable[Json]) -> Json:
+    """What the ranks have written, as the manifest has it.
+
+    Raises:
+        Damaged: if it does not make up whole tensors.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.contents: Json = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:
-            self.folder.mkdir(parents=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        path = self.folder / f"shard-{rank:05}.bin"
-        written: list[tuple[MetadataIndex, int, int, Tensor]] = []
-        position, digest = 0, xxhash.xxh3_128()
-        at("checkpoint.shards")
-        if plan.items:
-            with path.open("xb") as file:
-                for item in plan.items:
-                    live, about = planner.resolve_data(item), item.tensor_data
-                    assert isinstance(live, Tensor), "only tensors are saved"
-                    assert about is not None
-                    # Of the live tensor, before it is copied anywhere.
-                    mark = fingerprint(live, about.chunk.offsets, about.size)
-                    content = raw(live.cpu())
-                    file.write(content)
-                    digest.update(content)
-                    written.append((item.index, position, len(content), mark))
-                    position += len(content)
-                at("checkpoint.written")
-                file.flush()
-                os.fsync(file.fileno())
-        results = [
-            WriteResult(index, size, Stored(path.name, at, int(mark), position, digest.hexdigest()))
-            for index, at, size, mark in written
-        ]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        stored = {result.index: result.storage_data for rank in results for result in rank}
-        names = sorted({place.file for place in stored.values()})
-        by_name = {place.file: place for place in stored.values()}
-        tensors: Json = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            places = [stored[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
-            tensors[name] = {
-                "dtype": str(entry.properties.dtype).removeprefix("torch."),
-                "shape": list(entry.size),
-                "fingerprint": wrapped(sum(place.fingerprint for place in places)),
-                "shards": [
-                    [list(c.offsets), list(c.sizes), names.index(place.file), place.position]
-                    for c, place in zip(entry.chunks, places, strict=True)
-                ],
-            }
-        self.contents = {
-            "tensors": tensors,
-            "files": [
-                {"name": n, "bytes": by_name[n].file_bytes, "xxh3": by_name[n].file_hash}
-                for n in names
-            ],
-        }
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+    tensors: Json = {}
+    files: list[Json] = []
+    for rank in written:
+        for name, dtype, shape, mark, (offsets, sizes, position) in rank["shards"]:
+            entry = tensors.setdefault(
+                name, {"dtype": dtype, "shape": shape, "fingerprint": 0, "shards": []}
+            )
+            entry["fingerprint"] = wrapped(entry["fingerprint"] + mark)
+            entry["shards"].append([offsets, sizes, len(files), position])
+        files.append(rank["file"])
+    contents = {"tensors": tensors, "files": files}
+    parse_contents(contents)
+    return contents
 
 
 # --------------------------------------------------------------------------- reading
 
 
 class Shard(NamedTuple):
-    """Where a shard lies."""
+    """A box of a tensor, and where it lies."""
 
-    file: str
-    position: int
+    offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    file: str
+    position: int
+
+
+class Entry(NamedTuple):
+    """A tensor in a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fingerprint: int
+    shards: list[Shard]
 
 
 class Contents(NamedTuple):
     """A table of contents that makes sense."""
 
-    tensors: dict[str, TensorStorageMetadata]
-    shards: dict[MetadataIndex, Shard]
-    fingerprints: dict[str, int]
+    tensors: dict[str, Entry]
     files: dict[str, tuple[int, str]]  # bytes, hash
 
 
@@ -205,28 +152,26 @@ def parse_contents(manifest: Json) -> Contents:
         files = {each["name"]: (each["bytes"], each["xxh3"]) for each in manifest["files"]}
         names = list(files)
         _check(all(FILE_NAME.fullmatch(name) for name in names), "a file name that is none")
-        tensors, shards, marks = {}, {}, {}
+        _check(len(names) == len(manifest["files"]), "a file that is there twice")
+        tensors = {}
         for name, entry in manifest["tensors"].items():
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
             _check(all(type(n) is int and n >= 0 for n in shape), f"a shape of {name}")
-            marks[name] = entry["fingerprint"]
-            _check(type(marks[name]) is int and -(1 << 63) <= marks[name] < 1 << 63, "a number")
-            chunks, elements = [], 0
+            mark = entry["fingerprint"]
+            _check(type(mark) is int and -(1 << 63) <= mark < 1 << 63, "a number")
+            shards, elements = [], 0
             for offsets, sizes, file, position in entry["shards"]:
                 numbers = [*offsets, *sizes, file, position]
                 _check(all(type(n) is int and n >= 0 for n in numbers), f"a shard of {name}")
                 fits = all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
                 end = position + math.prod(sizes) * dtype.itemsize
                 _check(fits and end <= files[names[file]][0], f"a shard of {name}")
-                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                chunks.append(chunk)
-                place = Shard(names[file], position, tuple(sizes), dtype)
-                shards[MetadataIndex(name, chunk.offsets)] = place
+                place = Shard(tuple(offsets), tuple(sizes), dtype, names[file], position)
+                shards.append(place)
                 elements += math.prod(sizes)
             _check(elements == math.prod(shape), f"the shards of {name}")
-            properties = TensorProperties(dtype=dtype)
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-        return Contents(tensors, shards, marks, files)
+            tensors[name] = Entry(dtype, shape, mark, shards)
+        return Contents(tensors, files)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"its table of contents: {type(error).__name__}: {error}") from error
 
@@ -236,84 +181,116 @@ def _check(right: bool, what: str) -> None:
         raise ValueError(what)
 
 
-class ShardReader(StorageReader):
-    """Reads what a rank needs of a checkpoint's files: whole rows, in order, nothing twice."""
+class Wanted(NamedTuple):
+    """What one shard has of a box that is to be filled."""
 
-    def __init__(self, folder: Path, contents: Contents) -> None:
-        self.folder, self.contents = folder, contents
+    shard: Shard
+    begin: tuple[int, ...]  # of the overlap, in the shard
+    target: Tensor  # the part of the box that it fills
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+    def rows(self) -> tuple[int, int]:
+        """First byte in the file, and the one after the last: the rows are read whole."""
+        sizes, itemsize = self.shard.sizes, self.shard.dtype.itemsize
+        row = math.prod(sizes[1:]) * itemsize
+        first, rows = (self.begin[0], self.target.shape[0]) if sizes else (0, 1)
+        start = self.shard.position + first * row
+        return start, start + rows * row
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(dict(self.contents.tensors))
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[int, ReadItem, Shard]]] = {}
-        for item in plan.items:
-            shard = self.contents.shards[item.storage_index]
-            by_file.setdefault(shard.file, []).append((shard.position, item, shard))
-        for name, items in by_file.items():
-            with (self.folder / name).open("rb") as file:
-                size, expected = os.fstat(file.fileno()).st_size, self.contents.files[name][0]
-                if size != expected:
-                    raise Damaged(f"{name} has {size:,} bytes, not {expected:,}")
-                for _, item, shard in sorted(items, key=lambda each: each[0]):
-                    part = read_part(file, shard, item.storage_offsets, item.lengths)
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(part)
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+    def fill(self, content: memoryview) -> None:
+        """From the bytes of those rows."""
+        shape = (-1, *self.shard.sizes[1:]) if self.shard.sizes else ()
+        rows = torch.frombuffer(content, dtype=self.shard.dtype).view(shape)
+        for dim in range(1, rows.dim()):
+            rows = rows.narrow(dim, self.begin[dim], self.target.shape[dim])
+        self.target.copy_(rows)
 
 
-def read_part(file: BinaryIO, shard: Shard, offsets: torch.Size, lengths: torch.Size) -> Tensor:
-    """A box of a shard: the rows that it lies in are read whole."""
-    first, rows = (offsets[0], lengths[0]) if lengths else (0, 1)
-    row = math.prod(shard.sizes[1:])
-    size = rows * row * shard.dtype.itemsize
-    buffer = torch.empty(size, dtype=torch.uint8)
-    file.seek(shard.position + first * row * shard.dtype.itemsize)
-    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-    got = 0
-    while got < size:
-        count = file.readinto(view[got:])  # type: ignore[attr-defined]
-        if not count:
-            raise Damaged(f"{shard.file} ends {size - got} bytes too early")
-        got += count
-    tensor = buffer.view(shard.dtype).view((rows, *shard.sizes[1:]) if lengths else ())
-    for dim, (offset, length) in enumerate(zip(offsets[1:], lengths[1:], strict=True), 1):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
+def overlaps(entry: Entry, offsets: Sequence[int], box: Tensor) -> Iterator[Wanted]:
+    """What each shard of a tensor has of ``box``, which begins at ``offsets`` of the whole."""
+    for shard in entry.shards:
+        begin = [max(a, b) for a, b in zip(offsets, shard.offsets, strict=True)]
+        end = [
+            min(a + m, b + n)
+            for a, m, b, n in zip(offsets, box.shape, shard.offsets, shard.sizes, strict=True)
+        ]
+        if any(b >= e for b, e in zip(begin, end, strict=True)):
+            continue
+        target = box
+        for dim, (b, e, o) in enumerate(zip(begin, end, offsets, strict=True)):
+            target = target.narrow(dim, b - o, e - b)
+        inside = tuple(b - o for b, o in zip(begin, shard.offsets, strict=True))
+        yield Wanted(shard, inside, target)
+
+
+class Request(NamedTuple):
+    """Bytes of a file that are read at once."""
+
+    file: str
+    begin: int
+    end: int
+    serves: list[Wanted]
+
+
+def joined(file: str, wanted: Iterable[Wanted]) -> Iterator[Request]:
+    """What is wanted of a file in few requests, with hardly anything read for nothing."""
+    begin = end = useful = 0
+    serves: list[Wanted] = []
+    for each in sorted(wanted, key=Wanted.rows):
+        start, stop = each.rows()
+        more = max(0, stop - max(start, end))
+        whole = max(stop, end) - begin
+        if serves and (whole > READ_BYTES or useful + more < (1 - WASTE) * whole):
+            yield Request(file, begin, end, serves)
+            serves = []
+        if not serves:
+            begin, useful, more, end = start, 0, stop - start, start
+        serves.append(each)
+        end, useful = max(end, stop), useful + more
+    if serves:
+        yield Request(file, begin, end, serves)
+
+
+def read_shards(folder: Path, contents: Contents, wanted: Iterable[Wanted]) -> None:
+    """Fill what is wanted: each byte is read once, neighbours in one request, some at a time.
+
+    Raises:
+        Damaged: if a file is not as long as it should be.
+        FileNotFoundError, OSError: if it is not there, or cannot be read.
+    """
+    by_file: dict[str, list[Wanted]] = {}
+    for each in wanted:
+        by_file.setdefault(each.shard.file, []).append(each)
+    requests: list[Request] = []
+    for name, some in by_file.items():
+        size, expected = size_of(folder / name), contents.files[name][0]
+        if size != expected:
+            raise Damaged(f"{name} has {size:,} bytes, not {expected:,}")
+        requests += joined(name, some)
+
+    def serve(request: Request) -> None:
+        name, begin, end, some = request
+        content = memoryview(read_range(folder / name, begin, end))
+        if len(content) != end - begin:
+            raise Damaged(f"{name} ends {end - begin - len(content)} bytes too early")
+        for each in some:
+            start, stop = each.rows()
+            each.fill(content[start - begin : stop - begin])
+
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(serve, requests):
+            pass
 
 
 def damaged_file(folder: Path, contents: Contents) -> str:
     """The first file that is not as it was written, for people; empty if all are."""
     for name, (size, expected) in contents.files.items():
+        digest, found = xxhash.xxh3_128(), 0
         try:
-            digest, found = xxhash.xxh3_128(), 0
-            with (folder / name).open("rb") as file:
-                while block := file.read(1 << 22):
-                    digest.update(block)
-                    found += len(block)
+            while block := read_range(folder / name, found, min(found + READ_BYTES, size + 1)):
+                digest.update(block)
+                found += len(block)
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{name}: {error.strerror or error}"
         if found != size:
             return f"{name} has {found:,} bytes, not {size:,}"
         if digest.hexdigest() != expected:

@@ -1,15 +1,22 @@
-"""Checkpoints on disk: ``checkpoints/step-00000100``, whole or not there, and true or not taken.
+"""Checkpoints: ``checkpoints/step-00000100``, whole or not there, and true or not taken.
 
 *Commit.*  A checkpoint is written into a fresh hidden folder; ``manifest.json`` (step, position in
 the data, layout, versions, what lies where, hashes of the files, fingerprints of the tensors, its
 own hash) is added, everything is forced to the disk, and one rename makes it visible.  A folder of
 that name is therefore always complete, is never written again, and 'the newest' is simply the
-largest step.
+largest step.  In an object store, where nothing can be renamed, the manifest is what makes a
+checkpoint visible: it is put last, and only if there is none.
 
 *Verify.*  The fingerprint of a tensor is taken from live memory before it is copied anywhere, and
 compared with what lies in live memory after loading, on whatever layout.  So everything in between
 is covered, what was read is read once, and the price is a pass over memory.  All ranks come to the
 same verdict.
+
+*Belong.*  Every start of a run, and every return to an earlier step, takes the run anew: it writes
+``lease-NNNNNN.json``, of which there can be only one of a number (its *epoch*), with the step that
+it goes on from.  A checkpoint carries the epoch of its writer, and counts only if no later epoch
+went on from an earlier step.  So a writer that has lost the run, asleep or cut off until then, can
+neither bring back an abandoned branch nor come between; and the newest is never of one.
 """
 
 from __future__ import annotations
@@ -17,32 +24,36 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import socket
+import threading
 import time
 import uuid
-import warnings
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
 from weft.checkpoint.shards import (
+    Contents,
     Damaged,
-    ShardReader,
-    ShardWriter,
+    Json,
+    Staged,
+    Wanted,
     damaged_file,
+    overlaps,
     parse_contents,
+    read_shards,
+    table_of_contents,
+    write_shards,
 )
 from weft.checkpoint.state import (
     State,
@@ -51,13 +62,17 @@ from weft.checkpoint.state import (
     named_parameters,
     optimizer_state,
 )
+from weft.checkpoint.storage import create, is_remote, put_new, remove, sync_folder
 from weft.job import WeftError
 from weft.parallel.init import shard_offsets
 from weft.resilience.faults import at
 
-FORMAT = 2
+FORMAT = 3
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"step-(\d{8,})")
+_LEASE = re.compile(r"lease-(\d{6,})\.json")
 
 
 class CheckpointError(WeftError):
@@ -66,6 +81,10 @@ class CheckpointError(WeftError):
 
 class DamagedCheckpoint(CheckpointError):
     """What a checkpoint holds is not what was saved; every rank has the same error."""
+
+
+class Superseded(CheckpointError):
+    """Another process has taken over the run: this one must not go on."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -78,16 +97,73 @@ def checkpoint_step(path: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints in ``folder``, oldest first; whether they are sound `load` tells."""
+    """Committed checkpoints in ``folder``, oldest first; whether they are sound `load` tells.
+
+    Those of an abandoned branch are not among them.
+    """
+    taken = leases(folder)
+    return [path for path in _committed(folder) if _counts(path, taken)]
+
+
+def _committed(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [
         (int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
     ]
-    return [path for _, path in sorted(found)]
+    if is_remote(folder):  # without a manifest it is not there yet, or no more
+        found = [(step, path) for step, path in found if (path / "manifest.json").exists()]
+    return [path for _, path in sorted(found, key=lambda each: each[0])]
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def _counts(path: Path, taken: list[tuple[int, int]]) -> bool:
+    """Whether no later epoch than a checkpoint's own went on from an earlier step."""
+    if not taken:
+        return True
+    try:
+        epoch = read_manifest(path).get("epoch", 0)
+    except CheckpointError:
+        return True  # whoever loads it will hear of it
+    return all(later <= epoch or step >= checkpoint_step(path) for later, step in taken)
+
+
+def leases(folder: Path) -> list[tuple[int, int]]:
+    """(epoch, step that it went on from) of everybody who took the run, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        if match := _LEASE.fullmatch(path.name):
+            found.append((int(match[1]), int(json.loads(path.read_text("utf-8"))["step"])))
+    return sorted(found)
+
+
+def take(folder: Path, step: int) -> int:
+    """Go on from ``step`` as the only one: later checkpoints of others do not count any more.
+
+    Every rank calls it.
+
+    Returns:
+        The epoch.
+    """
+    return _from_rank_0(lambda: _take(folder, step), f"{folder}: could not be taken")
+
+
+def _take(folder: Path, step: int) -> int:
+    if not is_remote(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    about = {"step": step, "host": socket.gethostname(), "process": os.getpid()}
+    content = json.dumps(about | {"time": time.time()}).encode()
+    while True:
+        epoch = 1 + max((epoch for epoch, _ in leases(folder)), default=0)
+        try:
+            put_new(folder / f"lease-{epoch:06}.json", content)
+        except FileExistsError:
+            continue  # somebody else was quicker: the later one has the run
+        return epoch
+
+
+def read_manifest(path: Path) -> Json:
     """The manifest of a committed checkpoint.
 
     Raises:
@@ -95,7 +171,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     try:
         text = (path / "manifest.json").read_text("utf-8")
-        manifest: dict[str, Any] = json.loads(text)
+        manifest: Json = json.loads(text)
         if manifest.get("format") != FORMAT:
             raise CheckpointError(f"{path}: is of format {manifest.get('format')}, not {FORMAT}")
         if text != manifest_text({name: v for name, v in manifest.items() if name != "hash"}):
@@ -106,108 +182,292 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def manifest_text(manifest: dict[str, Any]) -> str:
+def manifest_text(manifest: Json) -> str:
     """A manifest as it is written: in one possible way, with its own hash."""
 
-    def text(values: dict[str, Any]) -> str:
+    def text(values: Json) -> str:
         return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     return text(manifest | {"hash": xxhash.xxh3_128_hexdigest(text(manifest).encode())}) + "\n"
 
 
-def save(
-    folder: Path,
-    parts: Sequence[nn.Module],
-    optimizer: Optimizer,
-    manifest: dict[str, Any],
-    keep: int,
-) -> Path:
-    """Write and commit the checkpoint of ``manifest["step"]``; every rank calls it.
+# --------------------------------------------------------------------------- saving
 
-    Args:
-        folder: of all checkpoints of the run.
-        parts: of the model, on this rank.
-        manifest: JSON values; ``step`` is required.
-        keep: newest checkpoints that are kept; older ones are removed.
 
-    Raises:
-        CheckpointError: on every rank, whichever failed.  Nothing half-written stays behind.
+class Saver:
+    """Saves the checkpoints of a run, one at a time.
+
+    The state is copied while training waits, and then, in the background, written by each rank and
+    committed by rank 0.  All ranks hear the same of how it went.
     """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        *,
+        background: bool = False,
+        epoch: int = 0,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Every rank makes one.
+
+        Args:
+            folder: of all checkpoints of the run.
+            keep: newest checkpoints that are kept; older ones are removed.
+            background: whether training goes on while files are written.
+            epoch: see `take`.
+            say: told of failures.
+        """
+        self.folder, self.keep, self.background, self.epoch = folder, keep, background, epoch
+        self.stall_seconds = 0.0  # of the last save
+        self.write_seconds = 0.0  # of the last one that is done
+        self._say = say
+        self._failures = 0  # in a row
+        self._error: CheckpointError | None = None  # of the last save
+        self._told = True
+        self._thread: threading.Thread | None = None
+        self._copies: dict[str, Tensor] = {}
+        # What is said in the background must not come between what training says.
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = dist.new_group(backend="gloo") if background and not alone else None
+
+    def save(self, parts: Sequence[nn.Module], optimizer: Optimizer, manifest: Json) -> None:
+        """Copy the state and begin to write it as checkpoint of ``manifest["step"]``.
+
+        Every rank calls it.  Waits for the one before, if need be.
+        """
+        began = time.perf_counter()
+        self._join()
+        self._tell()
+        at("checkpoint")
+        boxes = self._stage(parts, optimizer)
+        self._thread = threading.Thread(target=self._write, args=(boxes, manifest), daemon=True)
+        self._thread.start()
+        if not self.background:
+            self._join()
+        self.stall_seconds = time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Until the last save is done.
+
+        Raises:
+            CheckpointError: on every rank, whichever failed.  Nothing half-written stays behind.
+        """
+        self._join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Let a save that is under way come to its end, whatever that is."""
+        self._join()
+
+    def wants_again(self) -> bool:
+        """Whether the last save has ended in an error, and is worth another try at once.
+
+        Does not wait for it.  A failure is told, the first one in a row is tried again.
+
+        Raises:
+            Superseded: if the run is not this process's any more.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        return self._tell() and self._failures == 1
+
+    def _tell(self) -> bool:
+        """Tell a failure that was not told yet; whether there was one."""
+        if self._told or self._error is None:
+            return False
+        if isinstance(self._error, Superseded):
+            raise self._error
+        self._told = True
+        self._say(f"warning: {self._error}; going on without it")
+        return True
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _stage(self, parts: Sequence[nn.Module], optimizer: Optimizer) -> list[Staged]:
+        """This rank's boxes with their fingerprints, copied so that training can go on."""
+        params = dict(named_parameters(parts))
+        boxes, marks = [], []
+        for name, tensor in (model_state(parts) | optimizer_state(parts, optimizer)).items():
+            if not _owns(name, tensor, params[_parameter(name)]):
+                continue
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            if local.numel() == 0 and tensor.numel() > 0:
+                continue  # others have it all
+            offsets = shard_offsets(tensor)
+            # Of the live tensor, before it is copied anywhere.
+            marks.append(fingerprint(local, offsets, tensor.shape))
+            boxes.append((name, tuple(tensor.shape), tuple(offsets), self._copy(name, local)))
+        numbers = torch.stack(marks).tolist() if marks else []  # waits for the copies, too
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        staged = [
+            Staged(name, shape, offsets, mark, copy)
+            for (name, shape, offsets, copy), mark in zip(boxes, numbers, strict=True)
+        ]
+        # What every rank needs of every other, step counts, is small: together, it is one request.
+        return sorted(staged, key=lambda box: box.content.nbytes)
+
+    def _copy(self, name: str, live: Tensor) -> Tensor:
+        """A copy on the CPU in memory that is used again by the next save."""
+        if not self.background and live.device.type == "cpu":
+            return live
+        copy = self._copies.get(name)
+        if copy is None or copy.shape != live.shape or copy.dtype != live.dtype:
+            pinned = live.device.type == "cuda"
+            copy = torch.empty(live.shape, dtype=live.dtype, pin_memory=pinned)
+            self._copies[name] = copy
+        return copy.copy_(live, non_blocking=True)
+
+    def _write(self, boxes: list[Staged], manifest: Json) -> None:
+        began, self._error = time.perf_counter(), None
+        try:
+            _write(self.folder, boxes, manifest | {"epoch": self.epoch}, self.keep, self._group)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # a peer is gone
+            self._error = CheckpointError(f"step {manifest['step']}: {_cause(error)}")
+        self._told = False
+        self._failures = 0 if self._error is None else self._failures + 1
+        self.write_seconds = time.perf_counter() - began
+
+
+def save(
+    folder: Path, parts: Sequence[nn.Module], optimizer: Optimizer, manifest: Json, keep: int
+) -> Path:
+    """Save one checkpoint and wait for it; see `Saver`, whose errors it raises."""
+    saver = Saver(folder, keep)
+    saver.save(parts, optimizer, manifest)
+    saver.wait()
+    return checkpoint_path(folder, manifest["step"])
+
+
+def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: Any) -> None:
+    """Every rank writes its boxes; rank 0 commits."""
     final = checkpoint_path(folder, manifest["step"])
-    at("checkpoint")
+    failed = f"{final}: could not be written"
     # One rank decides: another could already see what the first one does next.
-    temporary, exists = _from_rank_0(lambda: _begin(final))
+    temporary, exists = _from_rank_0(lambda: _begin(final), failed, group)
     if exists:
-        return final
+        return
     try:
-        writer = ShardWriter(temporary)
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        state = model_state(parts) | optimizer_state(parts, optimizer)
-        save_sharded(state, storage_writer=writer, planner=planner)
-    except (Exception, CheckpointException) as error:
-        if _rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{final}: could not be written: {_cause(error)}") from error
-    whole = manifest | {"format": FORMAT} | writer.contents
-    failure = _from_rank_0(lambda: _commit(temporary, final, whole))
-    if failure:
-        raise CheckpointError(f"{final}: could not be written: {failure}")
-    failure = _from_rank_0(lambda: _delete(checkpoints(folder)[:-keep]))
-    if failure:
-        raise CheckpointError(f"{final} is saved, but an older one could not be deleted: {failure}")
+        mine: tuple[Json | None, str] = _write_shards(temporary, boxes), ""
+    except Exception as error:
+        mine = None, f"rank {_rank()}: {_cause(error)}"
+    ranks: list[Any] = [mine]
+    if dist.is_initialized():
+        ranks = ranks * dist.get_world_size(group)
+        dist.gather_object(mine, ranks if _rank() == 0 else None, group=group, group_dst=0)
+
+    def commit() -> None:
+        try:
+            for _, failure in ranks:
+                if failure:
+                    raise CheckpointError(f"{failed}: {failure}")
+            table = table_of_contents(written for written, _ in ranks if written is not None)
+            inside = {"inside": temporary.name} if is_remote(final) else {}
+            _commit(temporary, final, manifest | {"format": FORMAT} | inside | table)
+        except Exception:
+            with suppress(OSError):
+                remove(temporary)
+            raise
+
+    _from_rank_0(commit, failed, group)
+    late = f"{final} is saved, but an older one could not be deleted"
+    _from_rank_0(lambda: _delete_old(folder, keep), late, group)
     at("checkpoint.saved")
-    return final
 
 
 def _begin(final: Path) -> tuple[Path, bool]:
     """A new folder's name, and whether the checkpoint is there already; clears what others left."""
-    for leftover in final.parent.glob(".tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary = final.with_name(f".tmp-{final.name}-{uuid.uuid4().hex[:8]}")
-    return temporary, (final / "manifest.json").is_file()
+    home, unique = final.parent, uuid.uuid4().hex[:8]
+    if is_remote(final):
+        for path in home.iterdir() if home.is_dir() else []:
+            if _NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
+                remove(path)
+        temporary = final / f"{unique}"
+    else:
+        home.mkdir(parents=True, exist_ok=True)
+        for leftover in home.glob(".tmp-*"):
+            remove(leftover)
+        temporary = final.with_name(f".tmp-{final.name}-{unique}")
+        temporary.mkdir()
+    exists = (final / "manifest.json").is_file() and _counts(final, leases(home))
+    return temporary, exists
 
 
-def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> str | None:
-    """Make ``temporary`` visible as ``final``; the reason if that failed."""
-    try:
-        at("checkpoint.manifest")
-        with (temporary / "manifest.json").open("w", encoding="utf-8") as file:
-            file.write(manifest_text(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(temporary)
-        if final.exists():  # without a manifest: no checkpoint any more, whatever happened to it
-            set_aside(final)
+def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
+    at("checkpoint.shards")
+    if not boxes:
+        return None
+    name = f"shard-{_rank():05}.bin"
+    with create(temporary / name) as file:
+        written = write_shards(file, name, boxes)
+        at("checkpoint.written")
+    return written
+
+
+def _commit(temporary: Path, final: Path, manifest: Json) -> None:
+    """Make ``temporary`` visible as ``final``."""
+    newest = max((epoch for epoch, _ in leases(final.parent)), default=0)
+    if newest > manifest["epoch"] > 0:
+        said = (final.parent / f"lease-{newest:06}.json").read_text("utf-8")
+        raise Superseded(f"another process has taken over the run: {said}")
+    at("checkpoint.manifest")
+    text = manifest_text(manifest).encode()
+    if (final / "manifest.json").exists() or (final.exists() and not is_remote(final)):
+        # Of an abandoned branch, or without a manifest: no checkpoint any more.
+        set_aside(final, "abandoned")
+    if is_remote(final):
         at("checkpoint.rename")
-        temporary.rename(final)
+        put_new(final / "manifest.json", text)
         at("checkpoint.renamed")
-        _sync_folder(final.parent)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        return str(error)
-    return None
+        return
+    with create(temporary / "manifest.json") as file:
+        file.write(text)
+    sync_folder(temporary)
+    at("checkpoint.rename")
+    temporary.rename(final)
+    at("checkpoint.renamed")
+    sync_folder(final.parent)
 
 
-def _delete(doomed: list[Path]) -> str | None:
-    """Delete checkpoints; the reason if that failed."""
-    try:
-        for old in doomed:
-            # First out of sight, in one step: nothing half-deleted may look whole.
-            at("checkpoint.delete")
+def _delete_old(folder: Path, keep: int) -> None:
+    """Delete all but the newest ``keep``, and what is older than they are of abandoned branches."""
+    kept = checkpoints(folder)[-keep:]
+    for old in _committed(folder):
+        if old in kept or checkpoint_step(old) > checkpoint_step(kept[-1]):
+            continue
+        # First out of sight, in one step: nothing half-deleted may look whole.
+        at("checkpoint.delete")
+        if is_remote(old):
+            (old / "manifest.json").unlink()
+            hidden = old
+        else:
             hidden = old.rename(old.with_name(f".tmp-{old.name}-deleted"))
-            at("checkpoint.deleting")
-            shutil.rmtree(hidden)
-    except OSError as error:
-        return str(error)
-    return None
+        at("checkpoint.deleting")
+        remove(hidden)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is out of the way and not lost."""
-    return path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+def set_aside(path: Path, why: str) -> None:
+    """Rename a checkpoint that does not count, so that it is out of the way and not lost."""
+    if is_remote(path):  # its manifest, without which it is none
+        manifest = path / "manifest.json"
+        put_new(path / f"manifest.{why}-{time.time_ns()}.json", manifest.read_bytes())
+        manifest.unlink()
+    else:
+        path.rename(path.with_name(f"{why}-{path.name}-{time.time_ns()}"))
 
 
-def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) -> dict[str, Any]:
+# --------------------------------------------------------------------------- loading
+
+
+def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) -> Json:
     """Load ``path`` in place, into any layout; every rank of the process group calls it.
 
     Without an optimizer only the parameters are read.  Works without a process group, too.
@@ -220,56 +480,78 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         CheckpointError: if it is of another model, or cannot be read.
     """
     at("load")
-    manifest: dict[str, Any]
-    manifest, unreadable = _from_rank_0(lambda: _manifest_or_error(path))
-    if unreadable is not None:
-        raise unreadable
+    manifest = _from_rank_0(lambda: read_manifest(path), f"{path}: could not be read")
     try:
         contents = parse_contents(manifest)  # every rank has the same one to judge
     except Damaged as error:
         raise DamagedCheckpoint(f"{path}: {error}") from error
-    try:
-        state: State = model_state(parts)
-        if optimizer is not None:
-            saved = {name: (e.size, e.properties.dtype) for name, e in contents.tensors.items()}
-            allocate_optimizer_state(parts, optimizer, saved)
-            state |= optimizer_state(parts, optimizer)
-        with torch.no_grad(), warnings.catch_warnings():
-            # That there is no process group is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load_sharded(
-                state,
-                storage_reader=ShardReader(path, contents),
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                no_dist=not dist.is_initialized(),
-            )
-    except (Exception, CheckpointException) as error:
-        cause = _first(error)
-        kind = (
-            DamagedCheckpoint if isinstance(cause, Damaged | FileNotFoundError) else CheckpointError
-        )
-        raise kind(f"{path}: could not be loaded: {_cause(error)}") from error
-    wrong = _other_than(contents.fingerprints, state, dict(named_parameters(parts)))
+    state: State = model_state(parts)
+    if optimizer is not None:
+        saved = {
+            name: (torch.Size(entry.shape), entry.dtype) for name, entry in contents.tensors.items()
+        }
+        allocate_optimizer_state(parts, optimizer, saved)
+        state |= optimizer_state(parts, optimizer)
+    folder = _folder_of_shards(path, manifest)
+    _together(path, lambda: _read(folder, contents, state))
+    wrong = _other_than(contents, state, dict(named_parameters(parts)))
     if wrong:
-        named = _from_rank_0(lambda: damaged_file(path, contents))
+        named = _from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
         reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
         raise DamagedCheckpoint(f"{path}: {reason}")
     return manifest
 
 
-def _manifest_or_error(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
+def _folder_of_shards(path: Path, manifest: Json) -> Path:
+    inside = str(manifest.get("inside", ""))
+    if inside and not re.fullmatch("[0-9a-f]{8}", inside):
+        raise DamagedCheckpoint(f"{path}: a folder that is none: {inside!r}")
+    return path / inside if inside else path
+
+
+def _read(folder: Path, contents: Contents, state: State) -> None:
+    """Fill the local part of every tensor."""
+    wanted: list[Wanted] = []
+    problems = []
+    for name, tensor in state.items():
+        entry = contents.tensors.get(name)
+        if entry is None:
+            problems.append(f"{name} is not in it")
+        elif entry.shape != tuple(tensor.shape):
+            problems.append(f"{name} has shape {entry.shape} in it, not {tuple(tensor.shape)}")
+        else:
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            wanted += overlaps(entry, shard_offsets(tensor), local)
+    if problems:
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise ValueError(f"it is of another model: {problems[0]}{more}")
+    read_shards(folder, contents, wanted)
+
+
+def _together(path: Path, work: Callable[[], None]) -> None:
+    """Do something on every rank; if it fails on any, all raise the same."""
+    failure: tuple[str, str] | None = None
     try:
-        return read_manifest(path), None
-    except CheckpointError as error:
-        return {}, error
+        work()
+    except (Damaged, FileNotFoundError) as error:
+        failure = "damaged", _cause(error)
+    except Exception as error:
+        failure = "failed", _cause(error)
+    found = [failure]
+    if dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, failure)
+    for rank, each in enumerate(found):
+        if each is not None:
+            kind, why = each
+            error_kind = DamagedCheckpoint if kind == "damaged" else CheckpointError
+            raise error_kind(f"{path}: could not be loaded: rank {rank}: {why}")
 
 
-def _other_than(
-    expected: dict[str, int], state: State, params: dict[str, nn.Parameter]
-) -> list[str]:
-    """The tensors whose fingerprint, over all ranks, is not the expected one."""
+def _other_than(contents: Contents, state: State, params: dict[str, nn.Parameter]) -> list[str]:
+    """The tensors whose fingerprint, over all ranks, is not the one that was saved."""
     device = next(iter(params.values())).device if params else torch.device("cpu")
-    names = list(expected)
+    names = list(contents.tensors)
     # What no rank loaded (the optimizer's, where only the model is wanted) is not judged.
     sums = torch.zeros((2, len(names)), dtype=torch.int64, device=device)
     for i, name in enumerate(names):
@@ -277,8 +559,7 @@ def _other_than(
         if tensor is None:
             continue
         sums[1, i] = 1
-        kind, _, rest = name.partition(".")
-        if _counts(tensor, params[rest if kind == "model" else rest.rpartition(".")[0]]):
+        if _owns(name, tensor, params[_parameter(name)]):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             sums[0, i] = fingerprint(local, shard_offsets(tensor), tensor.shape)
     if dist.is_initialized():
@@ -287,59 +568,65 @@ def _other_than(
     return [
         name
         for name, mark, there in zip(names, found, loaded, strict=True)
-        if there and mark != expected[name]
+        if there and mark != contents.tensors[name].fingerprint
     ]
 
 
-def _counts(tensor: torch.Tensor, param: nn.Parameter) -> bool:
-    """Whether this rank's part of a tensor is the first of its copies."""
-    whole = param if isinstance(param, DTensor) else None
+# --------------------------------------------------------------------------- helpers
+
+
+def _parameter(name: str) -> str:
+    """The parameter that an entry of the state belongs to."""
+    kind, _, rest = name.partition(".")
+    return rest if kind == "model" else rest.rpartition(".")[0]
+
+
+def _owns(name: str, tensor: Tensor, param: nn.Parameter) -> bool:
+    """Whether this rank's copy of its part of a tensor is the one that is written and counted.
+
+    Of several copies it is now this one, now that: so replicas share the work.
+    """
+    lot = zlib.crc32(name.encode())
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
-    elif whole is not None:
-        mesh = whole.device_mesh
+    elif isinstance(param, DTensor):
+        mesh = param.device_mesh
         copies = list(range(mesh.ndim))
     else:
-        return True
-    return all(mesh.get_local_rank(axis) == 0 for axis in copies)
-
-
-def _first(error: BaseException) -> BaseException:
-    """What went wrong first: torch wraps the ranks' own exceptions.
-
-    Its wrapper is a BaseException: ``except Exception`` would let it pass.
-    """
-    if isinstance(error, CheckpointException) and error.failures:
-        _, (wrapped, _) = min(error.failures.items())
-        return wrapped
-    return error
+        return not dist.is_initialized() or lot % dist.get_world_size() == dist.get_rank()
+    for axis in copies:
+        lot, chosen = divmod(lot, mesh.size(axis))
+        if mesh.get_local_rank(axis) != chosen:
+            return False
+    return True
 
 
 def _cause(error: BaseException) -> str:
-    rank = ""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank = f"rank {min(error.failures)}: "
-    first = _first(error)
-    return f"{rank}{type(first).__name__}: {first}"
-
-
-def _sync_folder(path: Path) -> None:
-    """Force a folder's entries to the disk: a rename is durable only then."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return f"{type(error).__name__}: {error}"
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _from_rank_0(compute: Any) -> Any:
-    """What ``compute()`` returns on rank 0, on every rank."""
-    result = [compute() if _rank() == 0 else None]
+def _from_rank_0(compute: Callable[[], T], failed: str, group: Any = None) -> T:
+    """What ``compute()`` returns on rank 0, on every rank; so with its error.
+
+    Args:
+        failed: what an error means, for people.
+    """
+    answer: list[Any] = [None, None]
+    if _rank() == 0:
+        try:
+            answer[0] = compute()
+        except CheckpointError as error:
+            answer[1] = error
+        except Exception as error:
+            answer[1] = CheckpointError(f"{failed}: {_cause(error)}")
     if dist.is_initialized():
-        dist.broadcast_object_list(result, src=0)
-    return result[0]
+        dist.broadcast_object_list(answer, src=0, group=group)
+    result, failure = answer
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import weft
-from weft.checkpoint.store import checkpoint_step, checkpoints
+from weft.checkpoint.store import checkpoint_step, checkpoints, take
 from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store
@@ -33,7 +33,7 @@ from weft.plan.report import stage_lines
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.loop import train
-from weft.train.setup import Rank, check_store, connect
+from weft.train.setup import Rank, check_store, connect, home_of
 
 
 def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int:
@@ -46,7 +46,8 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
         describe(plan, recipe, console)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, store)
-        done = checkpoints(folder / "checkpoints")[-1:]
+        home = home_of(job.checkpoint.dir, folder)
+        done = checkpoints(home)[-1:]
         step = checkpoint_step(done[0]) if done else 0
         if step < job.train.steps:
             if step:
@@ -54,15 +55,17 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
             try:
                 failure = launch(plan, store.path)
             except Stopped:
-                console.print(f"stopped and saved; {how_to_go_on(folder)}", soft_wrap=True)
+                console.print(
+                    f"stopped and saved; {how_to_go_on(checkpoints(home))}", soft_wrap=True
+                )
                 return REQUEUE
             except KeyboardInterrupt:
-                print(f"\ninterrupted; {how_to_go_on(folder)}", file=sys.stderr)
+                print(f"\ninterrupted; {how_to_go_on(checkpoints(home))}", file=sys.stderr)
                 return INTERRUPTED
             finally:
                 console.show_cursor(True)  # a killed progress line leaves it hidden
             if failure is not None:
-                return show_failure(failure, folder)
+                return show_failure(failure, home)
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
@@ -91,6 +94,26 @@ def owning(folder: Path) -> Iterator[None]:
         yield
 
 
+def rollback(folder: Path, step: int) -> str:
+    """Let the run in ``folder`` go on from an earlier step; what is to be said of it.
+
+    Raises:
+        InvalidJob: if it is no run, has no such checkpoint, or is being trained.
+    """
+    if not (folder / "job.toml").is_file():
+        rule = "is not the folder of a run"
+        raise InvalidJob([Problem("run", str(folder), rule, "name the one with job.toml in it")])
+    job, _, _ = read_job(str(folder / "job.toml"))
+    home = home_of(job.checkpoint.dir, folder)
+    with owning(folder):
+        there = [checkpoint_step(path) for path in checkpoints(home)]
+        if step not in [0, *there]:
+            rule = "no checkpoint of that step counts"
+            raise InvalidJob([Problem("step", step, rule, f"use one of {[0, *there]}")])
+        take(home, step)
+    return f"{how_to_go_on(checkpoints(home))}; no longer: {[s for s in there if s > step]}"
+
+
 def unwritable(folder: Path, error: OSError) -> WeftError:
     """What to say of a run's folder that turned out not to take what was written."""
     return WeftError(f"{error.filename or folder}: cannot be written: {error.strerror}")
@@ -115,7 +138,8 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
             whole = train(job, plan, store, ranks, console)
             dist.barrier()  # a launcher kills the others as soon as one leaves before the end
             if rank == 0 and not whole:
-                console.print(f"stopped and saved; {how_to_go_on(folder)}", soft_wrap=True)
+                newest = how_to_go_on(checkpoints(home_of(job.checkpoint.dir, folder)))
+                console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
                 show_end(folder, recipe, store, console)
     except BaseException as error:
@@ -278,7 +302,7 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     )
 
 
-def show_failure(failure: Failure, folder: Path) -> int:
+def show_failure(failure: Failure, home: Path) -> int:
     """One rank's own error, and how to go on; returns the exit status."""
     print(f"weft: rank {failure.rank} failed: {failure.kind}: {failure.message}", file=sys.stderr)
     if failure.kind == "InvalidJob":
@@ -288,12 +312,11 @@ def show_failure(failure: Failure, folder: Path) -> int:
             print(f"  | {line}", file=sys.stderr)
     print(f"  log: {failure.log}", file=sys.stderr)
     if not failure.foreseen or failure.kind != "CheckpointError":  # that says itself what to do
-        print(f"  {how_to_go_on(folder)}", file=sys.stderr)
+        print(f"  {how_to_go_on(checkpoints(home))}", file=sys.stderr)
     return FAILED
 
 
-def how_to_go_on(folder: Path) -> str:
-    """What the same command will do next."""
-    newest = checkpoints(folder / "checkpoints")[-1:]
-    where = f"goes on from {newest[0]}" if newest else "starts again: no checkpoint was saved yet"
+def how_to_go_on(found: list[Path]) -> str:
+    """What the same command will do next, given the checkpoints that there are."""
+    where = f"goes on from {found[-1]}" if found else "starts again: there is no checkpoint"
     return f"the same command {where}"

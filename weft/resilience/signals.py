@@ -28,28 +28,29 @@ def listen() -> None:
         signal.signal(number, lambda number, frame: _came.append(signal.Signals(number).name))
 
 
-class Stopping:
-    """Whether to stop after this step; see above."""
+class Wishes:
+    """What any rank wants all of them to do after a step: stop, or save; see above."""
 
     def __init__(self, seconds: float) -> None:
         """``seconds``: from now on, after which to stop of its own accord; 0: never."""
         self._deadline = time.monotonic() + seconds if seconds else None
-        self._flag: Any = None
+        self._flags: Any = None
         self._work: Any = None
 
-    def ask(self) -> None:
-        """At the beginning of a step: every rank tells the others whether it wants to stop."""
+    def ask(self, save: bool) -> None:
+        """At the beginning of a step: every rank tells the others what it wants."""
         import torch
         import torch.distributed as dist
 
-        wanted = bool(_came) or (self._deadline is not None and time.monotonic() > self._deadline)
-        self._flag = torch.tensor([wanted], dtype=torch.int32)
+        stop = bool(_came) or (self._deadline is not None and time.monotonic() > self._deadline)
+        self._flags = torch.tensor([stop, save], dtype=torch.int32)
         if dist.get_world_size() > 1:
-            self._work = dist.all_reduce(self._flag, async_op=True)
+            self._work = dist.all_reduce(self._flags, async_op=True)
 
-    def answer(self) -> bool:
-        """At the end of the step: whether any rank wants to stop; the same on all of them."""
+    def answer(self) -> tuple[bool, bool]:
+        """At the end of the step: whether to stop, and whether to save; the same on all ranks."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return bool(self._flag.item())
+        stop, save = self._flags.tolist()
+        return bool(stop), bool(save)

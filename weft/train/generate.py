@@ -13,6 +13,7 @@ from weft.checkpoint.store import checkpoints, load
 from weft.data.tokenizer import load_tokenizer, separator_id
 from weft.job import InvalidJob, Problem, read_job
 from weft.models import load_family, resolve_model
+from weft.train.setup import home_of
 
 
 def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer, int]:
@@ -26,15 +27,18 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokeni
     """
     is_run = (path / "job.toml").is_file()
     folder = path if is_run else path.parent.parent
-    found = checkpoints(path / "checkpoints")[-1:] if is_run else [path]
+    found = [path]
+    if (folder / "job.toml").is_file():
+        job, _, problems = read_job(str(folder / "job.toml"))
+        if is_run:
+            found = checkpoints(home_of(job.checkpoint.dir, path))[-1:]
     if (
-        not found
+        not (folder / "job.toml").is_file()
+        or not found
         or not (found[0] / "manifest.json").is_file()
-        or not (folder / "job.toml").is_file()
     ):
         rule = "is neither the folder of a run with a checkpoint nor a checkpoint in one"
         raise InvalidJob([Problem("checkpoint", str(path), rule, "train first: weft train demo")])
-    job, _, problems = read_job(str(folder / "job.toml"))
     config, more = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     if problems or more:
         raise InvalidJob(problems + more)

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from weft.checkpoint.interval import Saves
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import CheckpointError, save
+from weft.checkpoint.store import Saver, take
 from weft.data.loader import Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
@@ -30,8 +31,8 @@ from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Plan
 from weft.resilience.faults import arm
 from weft.resilience.faults import at as fault_at
-from weft.resilience.signals import Stopping
-from weft.train.setup import Position, Rank, build, resume, write_plan
+from weft.resilience.signals import Wishes
+from weft.train.setup import Position, Rank, build, home_of, resume, write_plan
 from weft.train.step import batch_to, held_out
 
 
@@ -60,8 +61,9 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         if rank.rank == 0:
             console.print(text, soft_wrap=True)
 
-    home = folder / "checkpoints"
+    home = home_of(job.checkpoint.dir, folder)
     at = resume(home, parts, optimizer, say)
+    epoch = take(home, at.step)
     loader = Loader(
         store.tokens("train"),
         seq_len=job.train.seq_len,
@@ -83,10 +85,13 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         for sink in sinks:
             stack.enter_context(closing(sink))
 
-        clock = Clock()
-        stopping = Stopping(job.resilience.time_limit)
+        section = job.checkpoint
+        saver = Saver(home, section.keep, background=section.background, epoch=epoch, say=say)
+        stack.enter_context(closing(saver))
+        clock, saves = Clock(), Saves(section, at.step, say)
+        wishes = Wishes(job.resilience.time_limit)
         for step in range(at.step + 1, steps + 1):
-            stopping.ask()
+            wishes.ask(save=saver.wants_again())
             fault_at("step")
             with naming(step):
                 with clock.waiting_for_data():
@@ -102,9 +107,10 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 at = Position(step, at.samples + job.train.global_batch)
                 clock.count_step()
 
-                stop = stopping.answer()
+                stop, again = wishes.answer()
                 evaluating = due(step, job.train.eval_interval, steps)
-                saving = stop or due(step, job.checkpoint.interval, steps)
+                last = stop or step == steps
+                saving = last or again or saves.due(step)
                 logging = step == 1 or due(step, job.observe.log_interval, steps)
                 if not (logging or evaluating or saving):
                     continue
@@ -133,13 +139,10 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 for sink in sinks:
                     sink.write(record)
                 if saving:
-                    manifest = at.manifest(plan, store)
-                    try:
-                        save(home, parts, optimizer, manifest, job.checkpoint.keep)
-                    except CheckpointError as error:
-                        if stop or step == steps:
-                            raise
-                        say(f"warning: {error}; going on without it")
+                    saver.save(parts, optimizer, at.manifest(plan, store))
+                    saves.saved(step, saver.stall_seconds, saver.write_seconds, times[0])
+                if last:
+                    saver.wait()
                 clock.restart()  # neither evaluating nor saving is part of a step
                 if stop:
                     break

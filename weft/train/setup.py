@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 import weft
 from weft.checkpoint.state import named_parameters
+from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import (
     CheckpointError,
     DamagedCheckpoint,
@@ -120,8 +121,10 @@ def prepare_job(
     later += _check_files(job, plan)
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
-    if job.run.dir != "auto":
-        later += _check_run_dir(job)
+    unreachable = list(_check_home(job.checkpoint.dir))
+    later += unreachable
+    if job.run.dir != "auto" and "://" not in job.run.dir:
+        later += _check_run_dir(job, bool(unreachable))
     # What only echoes a mistake that is already listed is left out.
     problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
     if problems or plan is None:
@@ -133,7 +136,7 @@ def _absolute(job: Job) -> Job:
     """Paths made absolute, so that job.toml means the same from any folder."""
 
     def full(value: str, word: str) -> str:
-        if value == word:
+        if value == word or "://" in value:
             return value
         try:
             return str(Path(value).expanduser().absolute())
@@ -149,6 +152,7 @@ def _absolute(job: Job) -> Job:
             "tokenizer": full(job.data.tokenizer, "train"),
             "cache": full(job.data.cache, "auto"),
         },
+        checkpoint={"dir": full(job.checkpoint.dir, "auto")},
         parallel={"schedule": full(schedule, "" if is_file(schedule) else schedule)},
     )
 
@@ -157,6 +161,10 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
     yield from check_path(job.data.path)
     if job.data.cache != "auto":
         yield from _check_writable("data.cache", job.data.cache)
+    for key, value in (("run.dir", job.run.dir), ("data.cache", job.data.cache)):
+        if "://" in value:
+            remedy = "use a folder; only checkpoint.dir may be s3://bucket/prefix"
+            yield Problem(key, value, "is no folder", remedy)
     if job.data.tokenizer != "train":
         try:
             tokenizer, _ = load_tokenizer(job.data.tokenizer)
@@ -166,6 +174,25 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
             if plan is not None:
                 yield from _check_vocabulary(job, plan, vocab_entries(tokenizer))
     yield from check_names(job)
+
+
+def _check_home(value: str) -> Iterator[Problem]:
+    key = "checkpoint.dir"
+    if "://" not in value:
+        if value != "auto":
+            yield from _check_writable(key, value)
+    elif "@" in value:
+        rule, remedy = (
+            "has credentials in it",
+            "put them into ~/.aws/credentials or AWS_* variables",
+        )
+        yield Problem(key, f"{value.split('://')[0]}://...", rule, remedy)
+    else:
+        try:
+            open_folder(value).exists()
+        except Exception as error:  # whatever the client of the store raises
+            rule = f"cannot be reached: {type(error).__name__}: {error}"
+            yield Problem(key, value, rule, "see AWS_ENDPOINT_URL, AWS_PROFILE, ~/.aws")
 
 
 def check_names(job: Job) -> Iterator[Problem]:
@@ -203,13 +230,13 @@ def _check_writable(key: str, value: str) -> Iterator[Problem]:
         yield Problem(key, value, rule, "use another folder")
 
 
-def _check_run_dir(job: Job) -> Iterator[Problem]:
-    """Is the run's folder writable, and is the run in it the same one?"""
+def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
+    """Is the run's folder writable, and is the run in it, whose checkpoints may be, the same?"""
     folder = Path(job.run.dir)
     unwritable = list(_check_writable("run.dir", job.run.dir))
     yield from unwritable
     before = folder / "job.toml"
-    if unwritable or not checkpoints(folder / "checkpoints"):
+    if unwritable or unreachable or not checkpoints(home_of(job.checkpoint.dir, folder)):
         return
     if not before.is_file():
         rule = "holds checkpoints but no job.toml: whether they are this run's cannot be told"
@@ -254,7 +281,7 @@ def check_store(job: Job, plan: Plan, store: Store) -> None:
     """
     problems = check_length(store.manifest.train.tokens, job.train.seq_len)
     problems += _check_vocabulary(job, plan, store.manifest.vocab_size)
-    for path in reversed(checkpoints(Path(plan.run_dir) / "checkpoints")):
+    for path in reversed(checkpoints(home_of(job.checkpoint.dir, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
         except DamagedCheckpoint:
@@ -365,6 +392,11 @@ class Position:
         }
 
 
+def home_of(value: str, run: Path) -> Path:
+    """Where the checkpoints of the run in folder ``run`` lie, by the value of checkpoint.dir."""
+    return run / "checkpoints" if value == "auto" else open_folder(value)
+
+
 def resume(
     folder: Path, parts: list[nn.Module], optimizer: Optimizer, warn: Callable[[str], None]
 ) -> Position:
@@ -387,7 +419,7 @@ def resume(
         except DamagedCheckpoint as error:
             dist.barrier()  # nobody reads it any more
             if dist.get_rank() == 0:
-                set_aside(path)
+                set_aside(path, "damaged")
             warn(f"damaged: {error}; taking the one before")
             continue
         return Position(manifest["step"], manifest["samples"])

@@ -1,0 +1,256 @@
+"""Checkpoints in an object store: a real S3 server, and what goes wrong on the way to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import s3
+from tests.checkpoint.test_store import everything, stepped
+from tests.harness import RankError, run_ranks
+from tests.small import Overrides, newest_state, train_rank
+from weft.checkpoint.shards import overlaps, parse_contents, read_shards
+from weft.checkpoint.storage import open_folder, put_new
+from weft.checkpoint.store import (
+    DamagedCheckpoint,
+    checkpoint_step,
+    checkpoints,
+    load,
+    read_manifest,
+    save,
+    take,
+)
+from weft.train.setup import resume
+
+pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
+pytest.importorskip("upath", reason="pip install 'weft[s3]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(s3.missing()), reason=f"no S3 server: {s3.missing()} not installed"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[int]:
+    with s3.server() as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(gateway: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3.Proxy]:
+    proxy = s3.Proxy(gateway)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def home(proxy: s3.Proxy, request: pytest.FixtureRequest) -> str:
+    bucket = f"test-{abs(hash(request.node.name)) % 10**8}"
+    run_ranks(make_bucket, 1, bucket)
+    return f"s3://{bucket}/runs/a"
+
+
+def make_bucket(bucket: str) -> None:
+    open_folder(f"s3://{bucket}").fs.mkdir(bucket)  # type: ignore[attr-defined]
+
+
+# Ranks, not the test process, speak with the store: its client starts threads, and the next
+# fork would be refused.
+
+
+def save_once(home: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
+    parts, optimizer = stepped(value)
+    save(open_folder(home), parts, optimizer, {"step": step}, keep)
+    return everything(parts, optimizer)
+
+
+def load_newest(home: str, *overrides: tuple[str, str]) -> tuple[dict[str, torch.Tensor], int]:
+    """The state, and the bytes of it that this rank needed."""
+    parts, optimizer = stepped(1.0, *overrides)
+    load(checkpoints(open_folder(home))[-1], parts, optimizer)
+    state = everything(parts, optimizer)
+    local = [p.data for part in parts for p in part.parameters()]
+    needed = sum(3 * getattr(t, "to_local", lambda t=t: t)().nbytes + 4 for t in local)
+    return state, needed
+
+
+def listed(home: str) -> list[str]:
+    folder = open_folder(home)
+    return sorted(path.rpartition(folder.path)[2] for path in folder.fs.find(folder.path))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 4), (4, 1)])
+def test_any_layout_loads_any_other(
+    before: int, after: int, home: str, proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = run_ranks(save_once, before, home, 3, 1e-3)[0]
+    proxy.fetched_bytes = 0
+    loaded = run_ranks(load_newest, after, home)
+    for state, _ in loaded:
+        assert all(state[name].equal(tensor) for name, tensor in saved.items())
+    needed = sum(bytes_ for _, bytes_ in loaded)
+    assert needed <= proxy.fetched_bytes <= 1.1 * needed
+
+
+def look(home: str) -> tuple[list[int], list[str]]:
+    return [checkpoint_step(path) for path in checkpoints(open_folder(home))], listed(home)
+
+
+def test_the_manifest_comes_last_and_old_ones_go(home: str, proxy: s3.Proxy) -> None:
+    order: list[str] = []
+
+    def watch(method: str, path: str, number: int) -> None:
+        if method == "PUT":
+            order.append(path.rpartition("/")[2].partition("?")[0])
+
+    proxy.spoil = watch
+    for step in (1, 2, 3):
+        run_ranks(save_once, 2, home, step, 1e-3 * step)
+    assert [name for name in order if name.startswith("manifest")] == ["manifest.json"] * 3
+    assert order[2] == order[5] == order[8] == "manifest.json"
+    ((steps, names),) = run_ranks(look, 1, home)
+    assert steps == [2, 3]
+    assert len(names) == 6
+
+
+def spoiled(home: str, parts: Any, optimizer: Any) -> list[str]:
+    """Change what is stored in many ways; those that are not noticed."""
+    folder, unnoticed = open_folder(home), []
+    (path,) = checkpoints(folder)
+    inside = path / read_manifest(path)["inside"]
+    for file in [*inside.iterdir(), path / "manifest.json"]:
+        sound = file.read_bytes()
+        for at in (0, len(sound) // 2, len(sound) - 1):
+            bad = bytearray(sound)
+            bad[at] ^= 4
+            for content in (bytes(bad), sound[:at]):
+                file.write_bytes(content)
+                try:
+                    load(path, parts, optimizer)
+                    unnoticed.append(f"{file} {at}")
+                except DamagedCheckpoint:
+                    pass
+        file.write_bytes(sound)
+    load(path, parts, optimizer)
+    return unnoticed
+
+
+def spoil_all(home: str) -> list[str]:
+    return spoiled(home, *stepped(1e-3))
+
+
+def test_damage_in_the_store_is_noticed(home: str) -> None:
+    run_ranks(save_once, 2, home, 1, 1e-3)
+    assert run_ranks(spoil_all, 1, home) == [[]]
+
+
+def fall_back(home: str) -> tuple[int, list[str], list[str]]:
+    folder, said = open_folder(home), list[str]()
+    parts, optimizer = stepped(1.0)
+    newest = checkpoints(folder)[-1]
+    file = next(iter((newest / read_manifest(newest)["inside"]).iterdir()))
+    file.write_bytes(file.read_bytes()[::-1])
+    at = resume(folder, parts, optimizer, said.append)
+    # It is out of the way, not lost, and the step can be saved again.
+    save(folder, parts, optimizer, {"step": 2}, 2)
+    return at.step, said, listed(home)
+
+
+def test_the_one_before_is_taken(home: str) -> None:
+    for step in (1, 2):
+        run_ranks(save_with_samples, 2, home, step)
+    ((step, said, names),) = run_ranks(fall_back, 1, home)
+    assert step == 1
+    assert "step-00000002" in said[0]
+    assert any("/manifest.damaged-" in name for name in names)
+    assert "/step-00000002/manifest.json" in names
+
+
+def save_with_samples(home: str, step: int) -> None:
+    parts, optimizer = stepped(1e-3 * step)
+    save(open_folder(home), parts, optimizer, {"step": step, "samples": 8 * step}, 2)
+
+
+# --------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("kind", [500, 503, 0], ids=["500", "slow down", "cut"])
+def test_what_passes_is_tried_again(kind: int, home: str, proxy: s3.Proxy) -> None:
+    """Every third request fails."""
+    proxy.spoil = lambda method, path, number: kind if number % 3 == 0 else None
+    saved = run_ranks(save_once, 2, home, 3, 1e-3, timeout=120)[0]
+    for state, _ in run_ranks(load_newest, 2, home, timeout=120):
+        assert all(state[name].equal(tensor) for name, tensor in saved.items())
+
+
+def test_what_does_not_pass_is_told_and_nothing_is_left(home: str, proxy: s3.Proxy) -> None:
+    run_ranks(save_once, 2, home, 1, 1e-3)
+    proxy.spoil = lambda method, path, number: (
+        403 if method in ("PUT", "POST") and "shard-00001" in path else None
+    )
+    with pytest.raises(RankError, match=r"step-00000002: could not be written: rank 1: ") as caught:
+        run_ranks(save_once, 2, home, 2, 2e-3, timeout=120)
+    assert s3.SECRET not in str(caught.value)
+    proxy.spoil = lambda method, path, number: None
+    ((steps, names),) = run_ranks(look, 1, home)
+    assert steps == [1]
+    assert all("step-00000001" in name for name in names)
+
+
+def race(home: str) -> tuple[list[int], str]:
+    folder = open_folder(home)
+    epochs = [take(folder, 0), take(folder, 0)]
+    put_new(folder / "x", b"one")
+    put_new(folder / "x", b"one")  # its own put, tried again
+    with pytest.raises(FileExistsError):
+        put_new(folder / "x", b"two")
+    return epochs, (folder / "x").read_text()
+
+
+def test_only_one_can_put(home: str) -> None:
+    assert run_ranks(race, 1, home) == [([1, 2], "one")]
+
+
+# --------------------------------------------------------------------------- a whole run
+
+
+def newest_of(home: str) -> dict[str, torch.Tensor]:
+    path = checkpoints(open_folder(home))[-1]
+    manifest = read_manifest(path)
+    contents = parse_contents(manifest)
+    state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
+    wanted = [
+        part
+        for name, tensor in state.items()
+        for part in overlaps(contents.tensors[name], [0] * tensor.dim(), tensor)
+    ]
+    read_shards(path / manifest["inside"], contents, wanted)
+    return state
+
+
+def test_a_run_is_killed_and_goes_on(home: str, store_path: Path, tmp_path: Path) -> None:
+    steps: Overrides = [("train.steps", "8"), ("checkpoint.interval", "2")]
+    run_ranks(train_rank, 2, [*steps, ("run.dir", str(tmp_path / "a"))], str(store_path))
+    change = '[{site = "checkpoint.rename", passing = 3}]'
+    overrides = [*steps, ("run.dir", str(tmp_path / "b")), ("checkpoint.dir", home)]
+    overrides += [("resilience.faults", change)]
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(train_rank, 2, overrides, str(store_path))
+    ((steps_left, _),) = run_ranks(look, 1, home)
+    assert steps_left == [2, 4]
+    run_ranks(train_rank, 2, overrides, str(store_path), timeout=120)
+    (state,) = run_ranks(newest_of, 1, home)
+    undisturbed = newest_state(tmp_path / "a")
+    assert all(state[name].equal(tensor) for name, tensor in undisturbed.items())
+    ((steps_left, names),) = run_ranks(look, 1, home)
+    assert steps_left == [6, 8]
+    assert {name.split("/")[1][:5] for name in names} == {"lease", "step-"}

@@ -1,0 +1,333 @@
+"""Saving beside training: the moment is saved, failures are told, and one process has the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.checkpoint.test_store import everything, stepped
+from tests.harness import ROOT, RankError, run_ranks
+from tests.small import (
+    Overrides,
+    newest_state,
+    plan_here,
+    read_state,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+)
+from weft.checkpoint import store
+from weft.checkpoint.interval import Saves, young_interval
+from weft.checkpoint.state import named_parameters
+from weft.checkpoint.store import (
+    Saver,
+    Superseded,
+    checkpoint_step,
+    checkpoints,
+    leases,
+    read_manifest,
+    save,
+    take,
+)
+from weft.data.store import open_store
+from weft.job import CheckpointSection
+from weft.resilience.faults import arm
+from weft.train.loop import train
+
+
+def write_late(folder: str, background: bool) -> tuple[dict[str, torch.Tensor], float, float]:
+    """The state at the save, which training changes before anything of it is written."""
+    parts, optimizer = stepped(1e-3)
+    saver = Saver(Path(folder), 9, background=background)
+    before = everything(parts, optimizer)
+    slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 1.0, "rank": this_rank().rank}
+    arm(
+        small_job(("resilience.faults", toml(slow))).resilience.faults,
+        this_rank().rank,
+        Path(folder),
+    )
+    saver.save(parts, optimizer, {"step": 1})
+    for _, param in named_parameters(parts):
+        param.grad = torch.ones_like(param.data)
+    optimizer.step()
+    saver.wait()
+    return before, saver.stall_seconds, saver.write_seconds
+
+
+def toml(fault: dict[str, Any]) -> str:
+    pairs = ", ".join(f"{k} = {v!r}".replace("'", '"') for k, v in fault.items())
+    return f"[{{{pairs}}}]"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_moment_of_the_save_is_saved(ranks: int, tmp_path: Path) -> None:
+    for before, stall, write in run_ranks(write_late, ranks, str(tmp_path), True):
+        on_disk = read_state(checkpoints(tmp_path)[-1])
+        assert all(on_disk[name].equal(tensor) for name, tensor in before.items())
+        assert write > 1.0 > stall
+
+
+def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
+    """Without waiting in between, so that each must wait for the one before."""
+    parts, optimizer = stepped(1e-3)
+    saver = Saver(Path(folder), 9, background=True)
+    states = []
+    for step in range(1, 6):
+        for _, param in named_parameters(parts):
+            param.grad = torch.full_like(param.data, 1e-3 * step)
+        optimizer.step()
+        states.append(everything(parts, optimizer))
+        saver.save(parts, optimizer, {"step": step})
+    saver.close()
+    return states
+
+
+def test_one_at_a_time_and_the_last_one_is_awaited(tmp_path: Path) -> None:
+    states = run_ranks(save_several, 2, str(tmp_path))[0]
+    saved = checkpoints(tmp_path)
+    assert [checkpoint_step(path) for path in saved] == [1, 2, 3, 4, 5]
+    for path, state in zip(saved, states, strict=True):
+        on_disk = read_state(path)
+        assert all(on_disk[name].equal(tensor) for name, tensor in state.items())
+
+
+def test_replicas_share_the_writing(tmp_path: Path) -> None:
+    """Every copy is written once, by now this rank, now that."""
+    run_ranks(save_replicas, 4, str(tmp_path))
+    (path,) = checkpoints(tmp_path)
+    sizes = [file["bytes"] for file in read_manifest(path)["files"]]
+    assert len(sizes) == 4, sizes
+    assert max(sizes) < 3 * min(sizes), sizes
+
+
+def save_replicas(folder: str) -> None:
+    parts, optimizer = stepped(1e-3, ("parallel.dp_replicate", "2"))
+    save(Path(folder), parts, optimizer, {"step": 1}, 1)
+
+
+# --------------------------------------------------------------------------- failures
+
+STEPS: Overrides = [
+    ("train.steps", "8"),
+    ("checkpoint.interval", "3"),
+    ("checkpoint.keep", "9"),
+    ("observe.log_interval", "1"),
+]
+
+
+def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
+    job = small_job(*overrides)
+    with open(f"{said}-{this_rank().rank}", "w", encoding="utf-8") as file:
+        console = Console(file=file, width=10_000)
+        train(job, plan_here(job), open_store(Path(store)), this_rank(), console)
+
+
+def steps_saved(run: Path) -> list[int]:
+    return [checkpoint_step(path) for path in checkpoints(run / "checkpoints")]
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_failed_save_is_tried_again_at_once(
+    background: str, store_path: Path, tmp_path: Path
+) -> None:
+    change = {"site": "checkpoint.written", "rank": 1, "kind": "error", "error": "ENOSPC"}
+    slow = {"site": "step", "passing": 5, "kind": "slow", "seconds": 1.0}  # it has ended by then
+    overrides = [
+        *STEPS,
+        ("run.dir", str(tmp_path / "run")),
+        ("checkpoint.background", background),
+        ("resilience.faults", toml(change)[:-1] + ", " + toml(slow)[1:]),
+    ]
+    run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
+    saved = steps_saved(tmp_path / "run")
+    assert saved in ([4, 6, 8], [5, 6, 8])
+    said = (tmp_path / "said-0").read_text()
+    assert "step-00000003: could not be written: rank 1: " in said
+    assert "No space left on device" in said
+
+
+def test_it_is_tried_again_once(store_path: Path, tmp_path: Path) -> None:
+    """A full disk must not cost a save every step."""
+    faults = ", ".join(
+        toml({"site": "checkpoint.rename", "passing": n, "kind": "error"})[1:-1] for n in (1, 2)
+    )
+    run = tmp_path / "run"
+    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.background", "false")]
+    overrides += [("resilience.faults", f"[{faults}]")]
+    run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
+    assert steps_saved(run) == [6, 8]
+    assert (tmp_path / "said-0").read_text().count("warning: ") == 2
+
+
+def test_a_save_under_way_is_awaited_when_training_fails(store_path: Path, tmp_path: Path) -> None:
+    slow = {"site": "checkpoint.shards", "rank": 1, "kind": "slow", "seconds": 1.0}
+    bad = {"site": "gradients", "passing": 4, "kind": "corrupt", "factor": 1e45}
+    run = tmp_path / "run"
+    overrides = [*STEPS, ("run.dir", str(run))]
+    overrides += [("resilience.faults", toml(slow)[:-1] + ", " + toml(bad)[1:])]
+    with pytest.raises(RankError, match="the gradient norm is"):
+        run_ranks(train_rank, 2, overrides, str(store_path))
+    assert steps_saved(run) == [3]
+    assert not list((run / "checkpoints").glob(".tmp-*"))
+
+
+# --------------------------------------------------------------------------- how often
+
+
+def test_youngs_interval_loses_least() -> None:
+    """The formula against the expected loss itself, over a range of intervals."""
+
+    def lost(between: float, cost: float, mtbf: float) -> float:
+        return cost / between + between / (2 * mtbf)
+
+    for cost, mtbf in ((0.5, 3600.0), (30.0, 4 * 3600.0), (2.0, 86400.0)):
+        best = young_interval(cost, mtbf)
+        assert all(lost(best, cost, mtbf) < lost(best * f, cost, mtbf) for f in (0.8, 0.95, 1.05))
+    assert young_interval(30, 4 * 3600) == pytest.approx(929.5, abs=0.1)
+
+
+def ask_when(mtbf_hours: float, stalls: list[float]) -> list[int]:
+    section = CheckpointSection(interval="auto", mtbf_hours=mtbf_hours)
+    saves, steps = Saves(section, 100, lambda text: None), []
+    for step in range(101, 500):
+        if saves.due(step):
+            # Ranks measure different costs and must come to one answer.
+            saves.saved(step, stalls[this_rank().rank], 0.0, 1.0 + this_rank().rank)
+            steps.append(step)
+    return steps
+
+
+def test_auto_follows_the_slowest_rank() -> None:
+    alone, together = (run_ranks(ask_when, 2, 1.0, stalls) for stalls in ([2.0, 2.0], [0.1, 2.0]))
+    assert alone[0] == alone[1] == together[0] == together[1]
+    # sqrt(2 * 2 s * 3600 s) = 120 s of steps of 2 s.
+    assert together[0] == list(range(110, 500, 60))
+
+
+def test_auto_in_a_run(store_path: Path, tmp_path: Path) -> None:
+    overrides = [
+        ("run.dir", str(tmp_path / "run")),
+        ("train.steps", "40"),
+        ("checkpoint.interval", "auto"),
+        ("checkpoint.mtbf_hours", "1e-9"),
+        ("checkpoint.keep", "99"),
+    ]
+    run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
+    saved = steps_saved(tmp_path / "run")
+    assert saved[0] == 10
+    assert saved[-1] == 40
+    assert len(saved) > 5
+    assert "holds training up for" in (tmp_path / "said-0").read_text()
+
+
+# --------------------------------------------------------------------------- whose the run is
+
+
+def take_and_save(folder: str, step: int, first: int, last: int) -> int:
+    """One incarnation: goes on from ``step``, saves the steps from ``first`` to ``last``."""
+    home = Path(folder)
+    epoch = take(home, step)
+    saver = Saver(home, 9, epoch=epoch)
+    parts, optimizer = stepped(1e-3 * epoch)
+    for step in range(first, last + 1):
+        saver.save(parts, optimizer, {"step": step})
+        saver.wait()
+    return epoch
+
+
+def saves_of(folder: Path) -> list[tuple[int, int]]:
+    return [(checkpoint_step(path), read_manifest(path)["epoch"]) for path in checkpoints(folder)]
+
+
+def test_an_abandoned_branch_does_not_count(tmp_path: Path) -> None:
+    run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 4)
+    assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 1), (4, 1)]
+    # Back to step 2: 3 and 4 do not count from that moment on, before anything is saved.
+    run_ranks(take_and_save, 2, str(tmp_path), 2, 3, 2)
+    assert saves_of(tmp_path) == [(1, 1), (2, 1)]
+    run_ranks(take_and_save, 2, str(tmp_path), 2, 3, 3)
+    assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 3)]
+    assert leases(tmp_path) == [(1, 0), (2, 2), (3, 2)]
+    # The new branch has come past what was abandoned, which may go.
+    run_ranks(take_and_save, 1, str(tmp_path), 3, 4, 5)
+    assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 3), (4, 4), (5, 4)]
+
+
+def be_superseded(folder: str) -> str:
+    home = Path(folder)
+    parts, optimizer = stepped(1e-3)
+    saver = Saver(home, 9, background=True, epoch=take(home, 0))
+    saver.save(parts, optimizer, {"step": 1})
+    saver.wait()
+    take(home, 1)  # another incarnation, while this one was asleep
+    saver.save(parts, optimizer, {"step": 2})
+    with pytest.raises(Superseded) as caught:
+        saver.wait()
+    with pytest.raises(Superseded):
+        saver.wants_again()
+    return str(caught.value)
+
+
+def test_an_old_incarnation_cannot_commit(tmp_path: Path) -> None:
+    for message in run_ranks(be_superseded, 2, str(tmp_path)):
+        assert "another process has taken over the run" in message
+        assert '"process": ' in message
+    assert sorted(os.listdir(tmp_path)) == [
+        "lease-000001.json",
+        "lease-000002.json",
+        "step-00000001",
+    ]
+
+
+def test_a_commit_that_comes_too_late_does_not_count(tmp_path: Path) -> None:
+    """It had looked for its lease just before another one took the run."""
+    run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
+    take(tmp_path, 2)
+    assert saves_of(tmp_path) == [(1, 1), (2, 1)]
+
+
+def take_many(folder: str) -> list[int]:
+    return [store._take(Path(folder), 0) for _ in range(20)]
+
+
+def test_of_several_who_take_the_run_each_has_its_own_epoch(tmp_path: Path) -> None:
+    taken = run_ranks(take_many, 3, str(tmp_path))
+    assert sorted(epoch for rank in taken for epoch in rank) == list(range(1, 61))
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+@pytest.mark.slow
+def test_a_sleeping_run_ends_when_it_wakes_up(store_path: Path, tmp_path: Path) -> None:
+    """Stopped by a fault in step 5, its run taken and finished by another, and woken up."""
+    run = tmp_path / "run"
+    stop = {"site": "checkpoint.manifest", "passing": 2, "kind": "slow", "seconds": 6.0}
+    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.background", "false")]
+    sleeper = [*overrides, ("resilience.faults", toml(stop))]
+    code = "from tests.harness import run_ranks; from tests.small import train_rank\n"
+    code += f"run_ranks(train_rank, 2, {sleeper!r}, {str(store_path)!r})"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as sleeping:
+        try:
+            until = time.monotonic() + 60
+            while not (run / "logs/fault-0.happened").exists() and time.monotonic() < until:
+                time.sleep(0.05)
+            run_ranks(train_rank, 2, overrides, str(store_path))
+            finished = newest_state(run)
+            _, errors = sleeping.communicate(timeout=60)
+        finally:
+            sleeping.kill()
+    assert "another process has taken over the run" in errors
+    again = newest_state(run)
+    assert all(again[name].equal(tensor) for name, tensor in finished.items())
+    assert [record["step"] for record in records(run)] == list(range(1, 9))
+    assert json.loads((run / "checkpoints/lease-000002.json").read_text())["step"] == 3

@@ -1,0 +1,141 @@
+"""Where checkpoints lie: a folder, local or shared, or a place in an object store.
+
+Both are paths: ``pathlib.Path``, or for ``s3://bucket/prefix`` universal_pathlib's, on fsspec and
+s3fs.  They differ in what makes a thing durable and whole, and that is all there is here.  A file
+system has fsync and an atomic rename of folders.  An object store has neither: an object is there,
+whole and durable, once its upload is completed, and a *conditional* put fails if there is one of
+that name already.
+
+Credentials, region and endpoint of a store are found where its own tools look for them
+(``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``~/.aws``, a role); weft neither takes nor shows
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+from weft.job import WeftError
+
+ATTEMPTS = 8  # at a request that fails for a reason that passes, waiting longer each time: ~30 s
+
+
+def open_folder(place: str | Path) -> Path:
+    """The folder of that name or URL, which need not exist.
+
+    Raises:
+        WeftError: if what reads such URLs is not installed.
+    """
+    if "://" not in str(place):
+        return Path(place)
+    try:
+        from upath import UPath
+
+        options: dict[str, Any] = {"use_listings_cache": False}  # which hides what others wrote
+        if str(place).startswith("s3://"):
+            options["config_kwargs"] = {"retries": {"max_attempts": ATTEMPTS, "mode": "standard"}}
+        folder: Any = UPath(place, **options)
+        assert folder.fs  # imports what reads it
+    except ImportError as error:
+        raise WeftError(f"{place}: needs {error.name}: pip install 'weft[s3]'") from error
+    return folder  # type: ignore[no-any-return]
+
+
+def is_remote(path: Path) -> bool:
+    """Whether a path lies in an object store."""
+    return not isinstance(path, PurePath)
+
+
+@contextmanager
+def create(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write, on the disk or in the store when this ends, and not there if it fails.
+
+    Raises:
+        FileExistsError: in a file system, if there is one.
+    """
+    if is_remote(path):
+        with path.open("wb") as file:
+            try:
+                yield file
+            except BaseException:
+                file.discard()  # type: ignore[attr-defined]
+                file.close = lambda: None  # type: ignore[method-assign]  # which would upload
+                raise
+        return
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put_new(path: Path, content: bytes) -> None:
+    """Write a small file that nobody else may have written: of several writers one succeeds.
+
+    Raises:
+        FileExistsError: if it is there.
+    """
+    if is_remote(path):
+        try:
+            path.fs.pipe_file(path.path, content, mode="create")  # type: ignore[attr-defined]
+        except OSError as error:
+            # Stores say it in different ways; and a put that was tried again may meet itself.
+            found = path.read_bytes() if path.exists() else None
+            if found is None:
+                raise
+            if found != content:
+                raise FileExistsError(f"{path} is there already") from error
+        return
+    # In one step with its contents: a reader must not see it empty.
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    finally:
+        temporary.unlink()
+    sync_folder(path.parent)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file."""
+    return path.stat().st_size
+
+
+def read_range(path: Path, start: int, stop: int) -> bytearray:
+    """The bytes of a file from ``start`` up to ``stop``, and no others; fewer at its end."""
+    if is_remote(path):
+        return bytearray(path.fs.cat_file(path.path, start=start, end=stop))  # type: ignore[attr-defined]
+    with path.open("rb", buffering=0) as file:
+        buffer = bytearray(stop - start)
+        file.seek(start)
+        view, got = memoryview(buffer), 0
+        while got < len(buffer) and (count := file.readinto(view[got:])):
+            got += count
+    view.release()
+    del buffer[got:]
+    return buffer
+
+
+def remove(path: Path) -> None:
+    """Delete a folder and what is in it; no error if it is not there."""
+    if is_remote(path):
+        if path.exists():
+            path.fs.rm(path.path, recursive=True)  # type: ignore[attr-defined]
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Force a folder's entries to the disk: a rename is durable only then."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
