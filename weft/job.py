@@ -185,6 +185,11 @@ class TrainSection(Section):
         "sequences per rank and forward pass; auto: the rank's whole share, but several in a "
         "pipeline",
     )
+    canonical: bool = key(
+        False,
+        "add up gradients row by row in the order of the global batch: the same weights, bit for "
+        "bit, on any number of ranks; slower, and each rank holds the whole model",
+    )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
     eval_sequences: Positive = key(64, "held-out sequences per evaluation")
 

@@ -81,7 +81,8 @@ def apply(
             block.compile()
     # Last, since it decides when parameters exist at all.  One rank in float32 is the plain
     # model: nothing to gather, nothing to cast.
-    if plan.world_size > 1 or plan.compute_dtype != "float32" or parallel.cpu_offload:
+    wrapped = plan.world_size > 1 or plan.compute_dtype != "float32" or parallel.cpu_offload
+    if wrapped and not plan.canonical:
         shard(
             model,
             blocks,

@@ -96,6 +96,7 @@ class Plan:
     threads: int  # per rank, for CPU operators
     local_batch: int  # sequences of one rank
     microbatch: int  # sequences of one forward pass; the last may have fewer
+    canonical: bool  # parameters whole on each rank, one row at a time
     accumulation: int  # forward passes of one rank
     pipeline: PipelinePlan | None  # None where pp is 1
     reshard_after_forward: bool | int  # as FSDP2 takes it
@@ -176,12 +177,15 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         problems += found
     problems += check_layout(job, model, family, degrees)
     problems += _check_device(job, machine, degrees, local_world)
+    problems += _check_canonical(job, degrees, compute)
     batch_problems = _check_batch(job, degrees)
     problems += batch_problems
     local = max(1, train.global_batch // degrees.dp)
     reshard = _reshard(job, degrees)
     pipeline = None
     microbatch = local if train.microbatch == "auto" else min(local, train.microbatch)
+    if train.canonical:
+        microbatch = 1
     if degrees.pp > 1 and not batch_problems:
         per_param = state_bytes_per_param(
             degrees.shards,
@@ -208,9 +212,11 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         cp=degrees.cp,
         tp=degrees.tp,
         placement=parallel.placement,
-        threads=max(1, machine.devices // local_world),
+        # How many threads share a matrix product can change its last bit.
+        threads=1 if train.canonical else max(1, machine.devices // local_world),
         local_batch=local,
         microbatch=microbatch,
+        canonical=train.canonical,
         accumulation=num_microbatches(local, microbatch),
         pipeline=pipeline,
         reshard_after_forward=reshard,
@@ -337,6 +343,22 @@ def _check_device(
     elif crosses_nodes("tp", asdict(degrees), local_world, order):
         rule = f"works inside a node, and tp = {degrees.tp} crosses nodes of {local_world} ranks"
         yield Problem(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
+
+
+def _check_canonical(job: Job, degrees: Degrees, compute: str) -> Iterator[Problem]:
+    """What has no order of the global batch that every number of ranks shares."""
+    if not job.train.canonical:
+        return
+    rule, key = "has only data-parallel ranks, in float32", "train.canonical"
+    for axis in ("tp", "pp", "cp"):
+        if getattr(degrees, axis) > 1:
+            yield Problem(key, True, rule, f"use parallel.{axis} 1, or train.canonical false")
+    if compute != "float32":
+        yield Problem(key, True, rule, "use precision.compute float32, or train.canonical false")
+    if job.parallel.cpu_offload:
+        yield Problem(key, True, rule, "use parallel.cpu_offload false")
+    if job.train.microbatch not in ("auto", 1):
+        yield Problem("train.microbatch", job.train.microbatch, "is 1 in canonical order", "use 1")
 
 
 def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:

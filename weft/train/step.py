@@ -68,6 +68,8 @@ class Engine:
         self._divisor = self.mesh.sum_over_tokens(count).clamp(min=1)
         if self.schedule is not None:
             losses = self._run_schedule(batches, self.schedule.step)
+        elif self.plan.canonical:
+            losses = self._in_order(batches)
         else:
             losses = []
             for index, batch in enumerate(batches):
@@ -78,6 +80,26 @@ class Engine:
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
         return self._told(losses)
+
+    def _in_order(self, rows: Sequence[Batch]) -> list[Tensor]:
+        """Losses and gradients of the global batch's rows, added up from its first to its last.
+
+        Each row is computed by itself and each sum is the same chain of additions on every rank,
+        so that the number of ranks has no part in the result.
+        """
+        (model,) = self.parts
+        params = list(model.parameters())
+        losses, grads = [], []
+        for row in rows:
+            loss = self._forward(row)
+            grads.append(torch.autograd.grad(loss, params))
+            losses.append(loss.detach())
+        everywhere = [torch.stack(losses), *(torch.stack(of) for of in zip(*grads, strict=True))]
+        # The ranks' rows one after the other are the global batch.
+        total, *sums = [_chain(_gathered(part)) for part in everywhere]
+        for param, grad in zip(params, sums, strict=True):
+            param.grad = grad
+        return [total] if dist.get_rank() == 0 else []  # one of them tells it
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -166,6 +188,21 @@ class Engine:
             if column is not None
         }
         return batch._replace(**mine)
+
+
+def _gathered(rows: Tensor) -> Tensor:
+    """All ranks' rows, in the order of the ranks."""
+    every = rows.new_empty((dist.get_world_size() * len(rows), *rows.shape[1:]))
+    dist.all_gather_into_tensor(every, rows.contiguous())
+    return every
+
+
+def _chain(rows: Tensor) -> Tensor:
+    """The sum of the rows, the second added to the first, the third to that, and so on."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _pad(batch: Batch, rows: int) -> list[Tensor]:

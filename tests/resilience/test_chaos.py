@@ -1,0 +1,168 @@
+"""Killed at any moment, again and again, and gone on with on another number of ranks.
+
+In canonical order the weights do not depend on the number of ranks, so that all that happened on
+the way must end in the bits of one process that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness import RankError, run_ranks
+from tests.small import Overrides, newest_state, records, this_rank, train_rank
+from weft.checkpoint.store import checkpoint_step, checkpoints, read_manifest
+from weft.data.loader import Batch, Loader
+from weft.train import loop
+
+STEPS = 40
+JOB: Overrides = [
+    ("train.steps", str(STEPS)),
+    ("train.global_batch", "6"),
+    ("checkpoint.interval", "2"),
+    ("observe.log_interval", "1"),
+]
+CANONICAL = ("train.canonical", "true")
+
+
+def train_until_killed(
+    overrides: Overrides, store: str, doomed: list[int], seconds: float, seen: str
+) -> None:
+    """Train; the ranks ``doomed`` die after so many seconds, wherever they are."""
+    rank = this_rank().rank
+    if rank in doomed:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    note_batches(seen)
+    train_rank(overrides, store)
+
+
+def note_batches(path: str) -> None:
+    """From now on a line for each row that this rank trains on: its place in the run, its hash."""
+
+    class Noting(Loader):
+        def batch(self, consumed: int) -> list[Batch]:
+            batches = super().batch(consumed)
+            rows = torch.cat([batch.tokens_BT for batch in batches])
+            first = consumed + self.dp_rank * len(rows)
+            with open(path, "a", encoding="utf-8") as file:
+                for place, row in enumerate(rows, first):
+                    file.write(f"{place} {hashlib.sha1(np.asarray(row)).hexdigest()}\n")
+            return batches
+
+    loop.Loader = Noting  # type: ignore[misc]
+
+
+def noted(path: Path) -> dict[int, set[str]]:
+    """What was ever read at each place of the run."""
+    places: dict[int, set[str]] = {}
+    for line in path.read_text().splitlines():
+        place, digest = line.split()
+        places.setdefault(int(place), set()).add(digest)
+    return places
+
+
+@pytest.fixture(scope="module")
+def undisturbed(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    overrides = [*JOB, CANONICAL, ("run.dir", str(folder / "run"))]
+    call = (overrides, str(store_path), [], 0.0, str(folder / "seen"))
+    run_ranks(train_until_killed, 1, *call)
+    return folder
+
+
+def check(folder: Path, undisturbed: Path) -> None:
+    state, expected = newest_state(folder / "run"), newest_state(undisturbed / "run")
+    assert all(state[name].equal(tensor) for name, tensor in expected.items())
+    ours, theirs = records(folder / "run"), records(undisturbed / "run")
+    assert [r["step"] for r in ours] == list(range(1, STEPS + 1))
+    assert [(r["tokens"], r["loss"]) for r in ours] == [(r["tokens"], r["loss"]) for r in theirs]
+    # At each place of the run there was never another sample than in the undisturbed one.
+    assert noted(folder / "seen") == noted(undisturbed / "seen")
+    assert not list((folder / "run/checkpoints").glob(".tmp-*"))
+
+
+def chaos(source: random.Random, kills: int, folder: Path, store: Path) -> int:
+    """Train under random kills; starts that were needed."""
+    overrides = [*JOB, CANONICAL, ("run.dir", str(folder / "run"))]
+    newest = starts = 0
+    while newest < STEPS:
+        starts += 1
+        ranks = source.choice([1, 2, 3])
+        doomed = source.choice([[source.randrange(ranks)], list(range(ranks))])
+        seconds = source.uniform(0.0, 1.5) if starts <= kills else 1e9
+        background = ("checkpoint.background", source.choice(["true", "false"]))
+        call = ([*overrides, background], str(store), doomed, seconds, str(folder / "seen"))
+        try:
+            run_ranks(train_until_killed, ranks, *call, timeout=120)
+        except RankError as error:
+            if "SIGKILL" not in str(error):
+                raise
+        found = checkpoints(folder / "run/checkpoints")
+        now = checkpoint_step(found[-1]) if found else 0
+        assert now >= newest, "a committed checkpoint was lost"
+        assert all(read_manifest(path)["samples"] == 6 * checkpoint_step(path) for path in found)
+        newest = now
+    return starts
+
+
+def test_killed_at_any_moment(store_path: Path, tmp_path: Path, undisturbed: Path) -> None:
+    assert chaos(random.Random(1), 8, tmp_path, store_path) > 4
+    check(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_hundred_kills(store_path: Path, tmp_path: Path, undisturbed: Path) -> None:
+    source, kills, runs = random.Random(2), 0, 0
+    while kills < 100:
+        folder = tmp_path / f"{runs}"
+        folder.mkdir()
+        kills += chaos(source, 100, folder, store_path) - 1
+        runs += 1
+        check(folder, undisturbed)
+    print(f"{kills} kills in {runs} runs")
+
+
+@pytest.mark.parametrize("mode", [[CANONICAL], []], ids=["canonical", "usual"])
+def test_more_and_fewer_ranks(mode: Any, store_path: Path, tmp_path: Path) -> None:
+    """4 -> 2 -> 3 -> 4: the same batches in the same order; in canonical order the same bits."""
+    job = [*JOB, *mode, ("train.steps", "20"), ("train.global_batch", "12")]
+    job.append(("checkpoint.interval", "1"))
+    alone, changing = tmp_path / "alone", tmp_path / "changing"
+    for folder in (alone, changing):
+        folder.mkdir()
+    call = ([*job, ("run.dir", str(alone / "run"))], str(store_path), [], 0.0, str(alone / "seen"))
+    run_ranks(train_until_killed, 1, *call)
+    for part, ranks in enumerate((4, 2, 3, 4)):
+        # Each incarnation fails before its sixth step, but for the last one.
+        faults = ['{site = "step", passing = 6, kind = "raise"}'] * min(part + 1, 3)
+        some = [*job, ("run.dir", str(changing / "run"))]
+        some.append(("resilience.faults", f"[{', '.join(faults)}]"))
+        call = (some, str(store_path), [], 0.0, str(changing / "seen"))
+        if part == 3:
+            run_ranks(train_until_killed, ranks, *call)
+        else:
+            with pytest.raises(RankError, match="injected fault at step"):
+                run_ranks(train_until_killed, ranks, *call)
+            assert checkpoint_step(checkpoints(changing / "run/checkpoints")[-1]) == 5 * part + 5
+    assert noted(changing / "seen") == noted(alone / "seen")
+    assert set(noted(alone / "seen")) == set(range(240))
+    ours, theirs = records(changing / "run"), records(alone / "run")
+    assert [r["tokens"] for r in ours] == [r["tokens"] for r in theirs]
+    if mode:
+        state, expected = newest_state(changing / "run"), newest_state(alone / "run")
+        assert all(state[name].equal(tensor) for name, tensor in expected.items())
+        assert [r["loss"] for r in ours] == [r["loss"] for r in theirs]
+    else:
+        assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-4)

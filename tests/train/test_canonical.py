@@ -1,0 +1,75 @@
+"""Canonical order: the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.small import Overrides, gradients, losses, newest_state, small_job, train_rank
+from weft.job import InvalidJob
+from weft.plan.resolve import Machine, resolve
+
+STEPS: Overrides = [
+    ("train.steps", "6"),
+    ("train.global_batch", "12"),
+    ("train.canonical", "true"),
+    ("observe.log_interval", "1"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    run_ranks(train_rank, 1, [*STEPS, ("run.dir", str(folder))], str(store_path))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, []),
+        (3, [("data.packing", "windows")]),
+        (4, [("parallel.dp_replicate", "2")]),
+        pytest.param(6, [("parallel.dp_replicate", "6")], marks=pytest.mark.slow),
+    ],
+)
+def test_any_number_of_ranks_same_bits(
+    ranks: int, more: Overrides, store_path: Path, tmp_path: Path, alone: Path
+) -> None:
+    overrides = [*STEPS, ("run.dir", str(tmp_path)), *more]
+    run_ranks(train_rank, ranks, overrides, str(store_path))
+    expected, state = newest_state(alone), newest_state(tmp_path)
+    assert expected.keys() == state.keys()
+    assert all(state[name].equal(tensor) for name, tensor in expected.items())
+    assert losses(tmp_path) == losses(alone)
+
+
+def test_gradients_are_those_of_the_usual_order(store_path: Path) -> None:
+    """To rounding, and not to the bit: else the mode would be for nothing."""
+    (usual,) = run_ranks(gradients, 1, [STEPS[1]], str(store_path))
+    (ordered,) = run_ranks(gradients, 1, STEPS[1:3], str(store_path))
+    assert ordered["loss"] == pytest.approx(usual["loss"], rel=1e-6)
+    assert ordered["norm"] == pytest.approx(usual["norm"], rel=1e-5)
+    for name, grad in usual["grads"].items():
+        torch.testing.assert_close(ordered["grads"][name], grad, rtol=1e-4, atol=1e-7)
+    assert any(not ordered["grads"][name].equal(grad) for name, grad in usual["grads"].items())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("parallel.tp", "2"), "use parallel.tp 1"),
+        (("parallel.pp", "2"), "use parallel.pp 1"),
+        (("precision.compute", "bfloat16"), "use precision.compute float32"),
+        (("parallel.cpu_offload", "true"), "use parallel.cpu_offload false"),
+        (("train.microbatch", "3"), "is 1 in canonical order"),
+    ],
+)
+def test_what_it_does_not_go_with(change: tuple[str, str], said: str) -> None:
+    job: Any = small_job(*STEPS, ("run.dir", "/nonexistent"), change)
+    with pytest.raises(InvalidJob, match=said):
+        resolve(job, Machine("cpu", devices=2, world_size=4))
