@@ -12,10 +12,8 @@ from weft.data.prepare import prepare
 from weft.job import DataSection
 
 
-@pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_text(folder: Path) -> Path:
     """Some hundred kilobytes of Python source in 30 files."""
-    folder = tmp_path_factory.mktemp("text")
     library = Path(sysconfig.get_path("stdlib"))
     for file in sorted(library.glob("email/*.py"))[:20] + sorted(library.glob("json/*.py")):
         shutil.copy(file, folder / f"{file.parent.name}_{file.name}")
@@ -24,8 +22,16 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def make_store(text: Path, cache: Path) -> Path:
+    """The text tokenised with 512 entries."""
+    return prepare(DataSection(path=str(text), vocab_size=512), cache).path
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text(tmp_path_factory.mktemp("text"))
+
+
 @pytest.fixture(scope="session")
 def store_path(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The text tokenised with 512 entries."""
-    section = DataSection(path=str(text_folder), vocab_size=512)
-    return prepare(section, tmp_path_factory.mktemp("cache")).path
+    return make_store(text_folder, tmp_path_factory.mktemp("cache"))

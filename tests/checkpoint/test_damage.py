@@ -49,6 +49,18 @@ def test_shards_add_up_to_the_whole(dtype: torch.dtype) -> None:
             assert wrapped(sum(sums)) == alone
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (5, 6), (4, 5, 3)])
+def test_a_fingerprint_is_what_it_says(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several chunks, the last of them shorter."""
+    monkeypatch.setattr("weft.checkpoint.fingerprint.CHUNK", {"cpu": 7})
+    x = torch.randn(shape)
+    words = x.view(torch.int32).flatten().tolist()
+    expected = wrapped(sum(word * (2 * place + 1) for place, word in enumerate(words)))
+    assert int(fingerprint(x, [0] * x.dim(), shape)) == expected
+
+
 def test_a_fingerprint_sees_one_bit_and_an_exchange() -> None:
     torch.manual_seed(0)
     x = torch.randn(64)

@@ -192,9 +192,9 @@ class Engine:
 
 def _gathered(rows: Tensor) -> Tensor:
     """All ranks' rows, in the order of the ranks."""
-    every = rows.new_empty((dist.get_world_size() * len(rows), *rows.shape[1:]))
-    dist.all_gather_into_tensor(every, rows.contiguous())
-    return every
+    every = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, rows)
+    return torch.cat(every)
 
 
 def _chain(rows: Tensor) -> Tensor:

@@ -1,0 +1,191 @@
+"""What checkpoints cost: the stall of training, and the share of the disk's speed.
+
+    .venv/bin/python benchmarks/checkpoint.py [--megabytes 100] [--rounds 5] [--steps 4]
+
+One process trains a small Llama whose state (parameters and AdamW's two moments) has about that
+size.  A round is a few steps of each kind, so that a machine whose speed drifts slows all alike:
+
+    nothing      no checkpoint
+    background   one in the background: fingerprints and a copy while training waits
+    waiting      one with training waiting until it is on the disk
+    the disk     the same bytes by a plain write and fsync, and read back by plain reads
+
+Everything is verified as always: fingerprints when saving, and when loading.  What was written is
+put out of the page cache before it is read, by both; so the read is the disk's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weft.checkpoint.state import named_parameters
+from weft.checkpoint.store import Saver, checkpoint_path, load
+from weft.data.loader import Batch
+from weft.job import read_job
+from weft.plan.resolve import Machine, resolve
+from weft.train.setup import Built, Rank, build
+
+BLOCK = 16 << 20
+
+
+def build_model(megabytes: int) -> tuple[Built, int]:
+    """A model whose state has about that size, and the bytes of it."""
+    dim = max(64, int((megabytes * 2**20 / 12 / 8 / 12.5) ** 0.5) // 64 * 64)
+    overrides = {
+        "model.num_layers": "8",
+        "model.dim": str(dim),
+        "model.num_heads": str(dim // 64),
+        "model.num_kv_heads": str(dim // 64),
+        "model.ffn_dim": str(dim * 8 // 3 // 64 * 64),
+        "model.vocab_size": "1024",
+        "data.vocab_size": "1024",
+        "train.seq_len": "256",
+        "train.global_batch": "2",
+        "run.dir": "/nonexistent",
+    }
+    job, _, problems = read_job("demo", list(overrides.items()))
+    assert not problems, problems
+    plan = resolve(job, Machine("cpu", devices=len(os.sched_getaffinity(0)), world_size=1))
+    torch.set_num_threads(plan.threads)
+    built = build(job, plan, Rank(0, 0, 1, torch.device("cpu")))
+    return built, 12 * plan.num_params
+
+
+def step(built: Built) -> float:
+    """One optimizer step; its seconds."""
+    began = time.perf_counter()
+    tokens_BT = torch.randint(0, 1024, (2, 256))
+    built.engine.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
+    built.optimizer.step()
+    built.optimizer.zero_grad()
+    return time.perf_counter() - began
+
+
+def forget(folder: Path) -> None:
+    """Put the files of a folder out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def plain_write(path: Path, size: int) -> float:
+    block = os.urandom(BLOCK)
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size // BLOCK):
+            file.write(block)
+        os.fsync(file.fileno())
+    return time.perf_counter() - began
+
+
+def plain_read(path: Path) -> float:
+    buffer = bytearray(BLOCK)
+    began = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of each kind in a round")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk in question")
+    options = parser.parse_args()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
+    built, size = build_model(options.megabytes)
+    home = Path(tempfile.mkdtemp(prefix="weft-checkpoint-", dir=options.folder))
+    savers = {
+        kind: Saver(home / kind, 1, background=kind == "background")
+        for kind in ("background", "waiting")
+    }
+    seconds: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        seconds.setdefault(name, []).append(value)
+
+    try:
+        for _ in range(3):
+            step(built)
+        for round_ in range(options.rounds + 1):
+            for _ in range(options.steps):
+                note("step", step(built))
+            for kind, saver in savers.items():
+                began = time.perf_counter()
+                saver.save(built.parts, built.optimizer, {"step": round_ + 1})
+                stall = time.perf_counter() - began
+                steps = 0
+                while (saver._thread and saver._thread.is_alive()) or steps < options.steps:
+                    value = step(built)
+                    if saver._thread and saver._thread.is_alive():
+                        note("step beside a save", value)
+                    steps += 1
+                saver.wait()
+                if round_:  # the first one allocates memory
+                    note(f"{kind}: stall", stall)
+                    note(f"{kind}: write", saver.write_seconds)
+            plain = home / "plain"
+            wrote = plain_write(plain, size)
+            forget(home)
+            read = plain_read(plain)
+            path = checkpoint_path(home / "waiting", round_ + 1)
+            began = time.perf_counter()
+            load(path, built.parts, built.optimizer)
+            if round_:
+                note("disk: write", wrote)
+                note("disk: read", read * size / (size // BLOCK * BLOCK))
+                note("load", time.perf_counter() - began)
+    finally:
+        shutil.rmtree(home)
+        dist.destroy_process_group()
+
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+
+    def share(part: str, whole: str) -> float:
+        pairs = zip(seconds[part], seconds[whole], strict=True)
+        return statistics.median(p / w for p, w in pairs)
+
+    params = sum(param.numel() for _, param in named_parameters(built.parts))
+    print(f"{date.today()}  torch {torch.__version__}  Python {platform.python_version()}")
+    print(
+        f"{params / 1e6:.1f} M parameters, {size / 2**20:.0f} MiB a checkpoint, "
+        f"{options.rounds} rounds, medians; pairs of one round where two are compared"
+    )
+    print(f"a step                        {middle['step']:.3f} s")
+    for kind in savers:
+        stall = middle[f"{kind}: stall"]
+        print(f"stall, {kind:<22} {stall:.3f} s   {stall / middle['step']:.2f} steps")
+    print(f"background / waiting          {share('background: stall', 'waiting: stall'):.3f}")
+    if "step beside a save" in middle:
+        print(f"a step beside a save / a step {middle['step beside a save'] / middle['step']:.2f}")
+    for name, ours, disk in (
+        ("write", "waiting: write", "disk: write"),
+        ("read and verify", "load", "disk: read"),
+    ):
+        print(
+            f"{name:<16} {size / 2**20 / middle[ours]:7.0f} MiB/s   "
+            f"the disk {size / 2**20 / middle[disk]:7.0f} MiB/s   share {share(disk, ours):.2f}"
+        )
+    print(json.dumps({name: round(value, 5) for name, value in middle.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Training under faults, for hours: see scripts/soak.sh."""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from tests.conftest import make_store, make_text
+from tests.harness import RankError, run_ranks
+from tests.resilience.test_chaos import CANONICAL, JOB, STEPS, check, train_until_killed
+from weft.checkpoint.store import checkpoint_step, checkpoints
+
+
+def disturb(source: random.Random, folder: Path, counts: Counter[str]) -> None:
+    """Now and then spoil a file of the newest checkpoint, if there is one before it."""
+    found = checkpoints(folder / "run/checkpoints")
+    if len(found) < 2 or source.random() > 0.2:
+        return
+    path = source.choice(sorted(found[-1].iterdir()))
+    content = bytearray(path.read_bytes())
+    match source.choice(["flip", "cut", "zero", "delete"]):
+        case "flip":
+            content[source.randrange(len(content))] ^= 1 << source.randrange(8)
+        case "cut":
+            del content[source.randrange(len(content)) :]
+        case "zero":
+            at = source.randrange(len(content))
+            content[at : at + 4096] = bytes(min(4096, len(content) - at))
+        case "delete":
+            path.unlink()
+    if path.exists():
+        path.write_bytes(content)
+    counts["spoiled checkpoints"] += 1
+
+
+def run_once(source: random.Random, folder: Path, store: Path, counts: Counter[str]) -> None:
+    """One run from start to end, under faults."""
+    overrides = [*JOB, CANONICAL, ("run.dir", str(folder / "run"))]
+    done = 0
+    for start in range(1000):
+        ranks, patience = source.choice([1, 2, 3]), 1.0 + 0.1 * start
+        doomed = source.choice([[source.randrange(ranks)], list(range(ranks))])
+        site = source.choice(["checkpoint.shards", "checkpoint.written", "checkpoint.rename"])
+        error = source.choice(["ENOSPC", "EIO", "EDQUOT"])
+        fault = f'{{site = "{site}", kind = "error", error = "{error}", passing = 2}}'
+        # One more fault each time: those before have happened.
+        faults = [fault] * (start + 1)
+        more = [
+            ("checkpoint.background", source.choice(["true", "false"])),
+            ("resilience.faults", f"[{', '.join(faults)}]"),
+        ]
+        call = ([*overrides, *more], str(store), doomed, source.uniform(0, patience))
+        try:
+            with redirect_stdout(io.StringIO()):  # what the ranks have printed
+                run_ranks(train_until_killed, ranks, *call, str(folder / "seen"), timeout=300)
+        except RankError as error_:
+            if "SIGKILL" in str(error_):
+                counts["kills"] += 1
+            elif "could not be written" in str(error_):
+                counts["last saves that failed"] += 1
+            else:
+                raise
+        found = checkpoints(folder / "run/checkpoints")
+        done = checkpoint_step(found[-1]) if found else 0
+        if done == STEPS:
+            return
+        disturb(source, folder, counts)
+    raise AssertionError("a run does not come to its end")
+
+
+def main() -> None:
+    hours, seed = float(sys.argv[1]), int(sys.argv[2])
+    source, began, runs = random.Random(seed), time.monotonic(), 0
+    counts: Counter[str] = Counter()
+    home = Path(tempfile.mkdtemp(prefix="weft-soak-"))
+    text, alone = home / "text", home / "alone"
+    text.mkdir()
+    alone.mkdir()
+    store = make_store(make_text(text), home / "cache")
+    call = ([*JOB, CANONICAL, ("run.dir", str(alone / "run"))], str(store), [], 0.0)
+    run_ranks(train_until_killed, 1, *call, str(alone / "seen"))
+    print(f"seed {seed}, in {home}", flush=True)
+    while time.monotonic() - began < hours * 3600:
+        folder = home / f"run-{runs}"
+        folder.mkdir()
+        try:
+            run_once(source, folder, store, counts)
+            check(folder, alone)
+        except BaseException:
+            print(f"FAILED in {folder}, seed {seed}: {dict(counts)}", flush=True)
+            raise
+        shutil.rmtree(folder)
+        runs += 1
+        minutes = (time.monotonic() - began) / 60
+        print(f"{minutes:6.1f} min: {runs} runs as undisturbed; {dict(counts)}", flush=True)
+    shutil.rmtree(home)
+
+
+if __name__ == "__main__":
+    main()
