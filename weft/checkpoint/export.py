@@ -241,11 +241,9 @@ def read_weight(model: Model, name: str) -> Iterator[Tensor]:
                 lengths = torch.Size([end - begin, *chunk.sizes[1:]])
                 with open_to_read(model.path / shard.file) as file:
                     part = read_part(file, shard, offsets, lengths)
-                box = [slice(begin - first, end - first)]
-                box += [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)][
-                    1:
-                ]
-                rows[tuple(box)] = part
+                places = list(zip(chunk.offsets, chunk.sizes, strict=True))
+                box = [slice(offset, offset + size) for offset, size in places]
+                rows[(slice(begin - first, end - first), *box[1:])] = part
             mark += int(fingerprint(rows, (first, *[0] * (rows.dim() - 1)), entry.size))
             yield rows
     except (Damaged, FileNotFoundError) as error:

@@ -38,6 +38,7 @@ SCALING = {
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_context",
 }
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # What transformers takes where a field is missing; the others in `FIELDS` must be there.
 DEFAULTS = {
     "max_position_embeddings": 2048,
@@ -175,8 +176,9 @@ def _read_rope(given: Json, fields: Json) -> Iterator[Problem]:
     legacy = rope.pop("type", "default")
     kind = rope.pop("rope_type", legacy)
     for where in (rope, given):
-        if where.pop("partial_rotary_factor", 1.0) != 1.0:
-            yield _problem("partial_rotary_factor", "below 1", "must be 1")
+        share = where.pop("partial_rotary_factor", 1.0)
+        if share != 1.0:
+            yield _problem("partial_rotary_factor", share, "must be 1.0")
     fields["rope_scaling"] = kind == "llama3"
     if kind not in ("llama3", "default"):
         yield _problem("rope_scaling.rope_type", kind, "must be 'llama3' or 'default'")
@@ -189,11 +191,7 @@ def _read_rope(given: Json, fields: Json) -> Iterator[Problem]:
     for name, value in rope.items():
         yield _problem(f"rope_scaling.{name}", value, f"is nothing that {kind!r} has")
     for name in given:
-        if name.startswith("rope_") and name not in (
-            "rope_theta",
-            "rope_scaling",
-            "rope_parameters",
-        ):
+        if name.startswith("rope_") and name not in ROPE:
             yield _problem(name, given[name], "is nothing that weft's Llama has")
 
 
