@@ -212,8 +212,7 @@ def _check_run_dir(job: Job) -> Iterator[Problem]:
     unwritable = list(check_writable("run.dir", job.run.dir))
     yield from unwritable
     before = folder / "job.toml"
-    found = checkpoints(folder / "checkpoints")
-    if unwritable or not found:
+    if unwritable or not (found := checkpoints(folder / "checkpoints")):
         return
     if not before.is_file():
         rule = "holds checkpoints but no job.toml: whether they are this run's cannot be told"
