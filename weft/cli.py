@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,16 @@ def parser() -> Parser:
         "later checkpoints stay until the run has come past them, but do not count any more"
     )
 
+    sub = add("export", export, "Write a checkpoint as a folder that Hugging Face's tools load.")
+    sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
+    sub.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    sub.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (float32)")
+    sub.add_argument("--max-shard", default="5GB", help="largest file (5GB)")
+
+    sub = add("import", import_, "Make a run of a Hugging Face Llama, to train it further.")
+    sub.add_argument("folder", type=Path, help="with config.json, safetensors and tokenizer.json")
+    sub.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder to make")
+
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
     return top
 
@@ -322,6 +333,34 @@ def rollback(options: argparse.Namespace) -> int:
     from weft.launch.start import rollback
 
     print(rollback(options.run.resolve(), options.step))
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write a checkpoint for others."""
+    from weft.launch.start import showing
+    from weft.observe.sinks import quiet_console
+    from weft.train.interchange import export_checkpoint
+
+    console = quiet_console(sys.stdout)
+    with showing(console) as show:
+        paths = (options.checkpoint.resolve(), options.out.absolute())
+        said = export_checkpoint(*paths, options.dtype, options.max_shard, show)
+    console.print(said, soft_wrap=True)
+    return 0
+
+
+def import_(options: argparse.Namespace) -> int:
+    """Make a run of what others have trained."""
+    from weft.launch.start import showing
+    from weft.observe.sinks import quiet_console
+    from weft.train.interchange import import_model
+
+    console = quiet_console(sys.stdout)
+    with showing(console) as show:
+        said = import_model(options.folder.absolute(), options.run_dir.absolute(), show)
+    again = shlex.quote(str(options.run_dir / "job.toml"))
+    console.print(f"{said}\nnext:  weft train {again} --data.path FILE_OR_FOLDER", soft_wrap=True)
     return 0
 
 

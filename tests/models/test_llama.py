@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.harness import run_ranks
 from weft.job import InvalidJob, Problem
 from weft.models import FAMILIES, Family, load_family, resolve_model
+from weft.models.huggingface import their_name, to_config
 from weft.models.layers import rope_frequencies
 from weft.models.llama import (
     INIT,
@@ -77,40 +78,12 @@ def transformers_twin(model: Llama) -> nn.Module:
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
-    config = model.config
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": config.rope_factor,
-            "low_freq_factor": config.rope_low_freq_factor,
-            "high_freq_factor": config.rope_high_freq_factor,
-            "original_max_position_embeddings": config.rope_original_context,
-        }
-    twin = LlamaForCausalLM(
-        TheirConfig(
-            num_hidden_layers=config.num_layers,
-            hidden_size=config.dim,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            intermediate_size=config.ffn_dim,
-            vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_seq_len,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters=rope,
-            tie_word_embeddings=config.tied_embeddings,
-        )
-    )
+    twin = LlamaForCausalLM(TheirConfig(**to_config(model.config, "float32")))
     theirs = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
         theirs.pop(their_name(name)).data.copy_(parameter.data)
     assert not theirs, "parameters that only transformers has"
     return twin
-
-
-def their_name(name: str) -> str:
-    """The mapping that weft.models.llama documents."""
-    return name if name == "lm_head.weight" else f"model.{name}"
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED, SCALED], ids=["plain", "tied", "scaled"])

@@ -42,7 +42,7 @@ def fingerprint(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> 
     odd = (2 * index + 1).expand(bits[:rows].shape).contiguous()
     for begin in range(0, len(bits), rows):
         # Further down all places are higher by the same number.
-        part = bits[begin : begin + rows].to(torch.int64)
+        part = bits[begin : begin + rows].to(torch.int64, copy=True)  # live: not ours
         total += part.sum() * wrapped(2 * begin * math.prod(shape[1:]))
         total += part.mul_(odd[: len(part)]).sum()
     return total

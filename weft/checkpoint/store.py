@@ -492,7 +492,7 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         }
         allocate_optimizer_state(parts, optimizer, saved)
         state |= optimizer_state(parts, optimizer)
-    folder = _folder_of_shards(path, manifest)
+    folder = folder_of_shards(path, manifest)
     _together(path, lambda: _read(folder, contents, state))
     wrong = _other_than(contents, state, dict(named_parameters(parts)))
     if wrong:
@@ -502,7 +502,8 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
     return manifest
 
 
-def _folder_of_shards(path: Path, manifest: Json) -> Path:
+def folder_of_shards(path: Path, manifest: Json) -> Path:
+    """Where the files of a checkpoint lie: beside its manifest, or in a folder of their own."""
     inside = str(manifest.get("inside", ""))
     if inside and not re.fullmatch("[0-9a-f]{8}", inside):
         raise DamagedCheckpoint(f"{path}: a folder that is none: {inside!r}")

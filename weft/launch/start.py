@@ -50,7 +50,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
         done = checkpoints(home)[-1:]
         step = checkpoint_step(done[0]) if done else 0
         if step < job.train.steps:
-            if step:
+            if done:
                 console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
             try:
                 failure = launch(plan, store.path)
@@ -223,7 +223,9 @@ def open_run(folder: Path, job: Job, base: Job, recipe: str, store: Store) -> No
         itself = Path(recipe).exists() and path.exists() and path.samefile(recipe)
         if job != base or not itself:
             replace_text(path, to_toml(job, recipe, base))
-        shutil.copyfile(store.path / "tokenizer.json", folder / "tokenizer.json")
+        # Of an imported run this may be the very file that the store was made with.
+        shutil.copyfile(store.path / "tokenizer.json", folder / ".tokenizer.json.tmp")
+        os.replace(folder / ".tokenizer.json.tmp", folder / "tokenizer.json")
     except OSError as error:
         raise unwritable(folder, error) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -11,16 +12,22 @@ from torch import nn
 
 from weft.checkpoint.store import checkpoints, load
 from weft.data.tokenizer import load_tokenizer, separator_id
-from weft.job import InvalidJob, Problem, read_job
+from weft.job import InvalidJob, Job, Problem, read_job
 from weft.models import load_family, resolve_model
 from weft.train.setup import home_of
 
 
-def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer, int]:
-    """A model, its tokenizer and the longest row it was trained on, in tokens.
+class Found(NamedTuple):
+    """A committed checkpoint, and the run that it belongs to."""
 
-    Args:
-        path: a run's folder, of which the newest checkpoint is taken, or one checkpoint.
+    path: Path
+    run: Path
+    job: Job
+    config: Any  # of the model's family
+
+
+def find_checkpoint(path: Path) -> Found:
+    """The checkpoint at ``path``: a run's folder, of which the newest is taken, or one checkpoint.
 
     Raises:
         InvalidJob: if there is none.
@@ -42,13 +49,25 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokeni
     config, more = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     if problems or more:
         raise InvalidJob(problems + more)
-    family = load_family(job.model.kind)
+    return Found(found[0], folder, job, config)
+
+
+def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer, int]:
+    """A model, its tokenizer and the longest row it was trained on, in tokens.
+
+    Args:
+        path: see `find_checkpoint`.
+
+    Raises:
+        InvalidJob: if there is none.
+    """
+    found = find_checkpoint(path)
     with torch.device("meta"):
-        model = family.build(config)
+        model = load_family(found.job.model.kind).build(found.config)
     model.to_empty(device=device)
-    load(found[0], [model], optimizer=None)
-    tokenizer, _ = load_tokenizer(folder / "tokenizer.json")
-    return model.eval(), tokenizer, job.train.seq_len
+    load(found.path, [model], optimizer=None)
+    tokenizer, _ = load_tokenizer(found.run / "tokenizer.json")
+    return model.eval(), tokenizer, found.job.train.seq_len
 
 
 @torch.no_grad()

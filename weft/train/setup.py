@@ -30,6 +30,7 @@ from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import (
     CheckpointError,
     DamagedCheckpoint,
+    checkpoint_step,
     checkpoints,
     load,
     read_manifest,
@@ -55,6 +56,8 @@ T = TypeVar("T")
 
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
 FIXED = ("model.", "train.seed", "train.seq_len", "data.packing", "optim.kind")
+# Before the first step of a run on imported weights, only what those hang on.
+FIXED_AT_0 = ("model.", "data.tokenizer")
 
 
 # --------------------------------------------------------------------------- before anything starts
@@ -160,7 +163,7 @@ def _absolute(job: Job) -> Job:
 def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
     yield from check_path(job.data.path)
     if job.data.cache != "auto":
-        yield from _check_writable("data.cache", job.data.cache)
+        yield from check_writable("data.cache", job.data.cache)
     for key, value in (("run.dir", job.run.dir), ("data.cache", job.data.cache)):
         if "://" in value:
             remedy = "use a folder; only checkpoint.dir may be s3://bucket/prefix"
@@ -180,7 +183,7 @@ def _check_home(value: str) -> Iterator[Problem]:
     key = "checkpoint.dir"
     if "://" not in value:
         if value != "auto":
-            yield from _check_writable(key, value)
+            yield from check_writable(key, value)
     elif "@" in value:
         rule, remedy = (
             "has credentials in it",
@@ -218,7 +221,7 @@ def _check_vocabulary(job: Job, plan: Plan, entries: int) -> Iterator[Problem]:
         yield Problem("data.tokenizer", job.data.tokenizer, rule, remedy)
 
 
-def _check_writable(key: str, value: str) -> Iterator[Problem]:
+def check_writable(key: str, value: str) -> Iterator[Problem]:
     """Nothing is made: the probe, which is never visible, goes into the folder above."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -233,10 +236,10 @@ def _check_writable(key: str, value: str) -> Iterator[Problem]:
 def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
     """Is the run's folder writable, and is the run in it, whose checkpoints may be, the same?"""
     folder = Path(job.run.dir)
-    unwritable = list(_check_writable("run.dir", job.run.dir))
+    unwritable = list(check_writable("run.dir", job.run.dir))
     yield from unwritable
     before = folder / "job.toml"
-    if unwritable or unreachable or not checkpoints(home_of(job.checkpoint.dir, folder)):
+    if unwritable or unreachable or not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
         return
     if not before.is_file():
         rule = "holds checkpoints but no job.toml: whether they are this run's cannot be told"
@@ -247,8 +250,9 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
         rule = f"holds a run whose job.toml is damaged ({problems[0]})"
         yield Problem("run.dir", job.run.dir, rule, "use another --run.dir, or mend the file")
         return
+    fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
     for name, (ours, theirs) in difference(job, old).items():
-        if name.startswith(FIXED):
+        if name.startswith(fixed):
             rule = f"the run in {folder} was started with {theirs}"
             remedy = "use another --run.dir, or the value that it was started with"
             yield Problem(name, ours, rule, remedy)
@@ -286,7 +290,7 @@ def check_store(job: Job, plan: Plan, store: Store) -> None:
             data = read_manifest(path).get("data")
         except DamagedCheckpoint:
             continue  # loading will tell
-        if data != store.fingerprint:
+        if data not in (None, store.fingerprint):  # imported weights have seen no text of ours
             rule = f"is not, or no longer, the text that {path} was trained on"
             problems.append(Problem("data.path", job.data.path, rule, "use another --run.dir"))
         break

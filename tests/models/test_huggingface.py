@@ -1,0 +1,140 @@
+"""config.json, both ways: the same model, or every reason why not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.models.test_llama import SCALED, SMALL, TIED
+from weft.models.huggingface import from_config, shapes, their_name, to_config
+from weft.models.llama import PRESETS, Llama, LlamaConfig
+
+EVERY = [SMALL, TIED, SCALED, *PRESETS.values()]
+
+
+@pytest.mark.parametrize("config", EVERY)
+def test_there_and_back(config: LlamaConfig) -> None:
+    assert from_config(to_config(config, "bfloat16")) == (config, [])
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED, SCALED])
+def test_what_transformers_writes_is_understood(config: LlamaConfig) -> None:
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    twin: nn.Module = LlamaForCausalLM(TheirConfig(**to_config(config, "float32")))
+    assert from_config(json.loads(twin.config.to_json_string())) == (config, [])
+    names = {their_name(name): shape for name, shape in shapes(config).items()}
+    assert names == {name: p.shape for name, p in twin.named_parameters()}
+
+
+def test_shapes_are_the_models() -> None:
+    for config in (SMALL, TIED, SMALL.model_copy(update={"num_layers": 12})):
+        params = {name: p.shape for name, p in Llama(config).named_parameters()}
+        assert list(shapes(config)) == list(params)
+        assert shapes(config) == params
+
+
+def test_a_config_of_an_older_transformers() -> None:
+    """Llama 2 7B's, as it is on the Hub; and fields left to their defaults."""
+    tree = {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.31.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    }
+    config, problems = from_config(tree)
+    assert problems == []
+    assert config is not None
+    assert (config.rope_theta, config.rope_scaling, config.num_kv_heads) == (10000.0, False, 32)
+    for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
+        del tree[name]
+    config, problems = from_config(tree)
+    assert problems == []
+    assert config is not None
+    assert (config.num_kv_heads, config.max_seq_len, config.norm_eps) == (32, 2048, 1e-6)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+NONE = object()  # the field is taken out
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, ["architectures = ['MistralForCausalLM']: "]),
+        ({"architectures": NONE}, ["architectures: must be"]),
+        ({"model_type": "qwen2"}, ['model_type = "qwen2": must be "llama"']),
+        ({"hidden_act": "gelu"}, ['hidden_act = "gelu": must be "silu"']),
+        ({"attention_bias": True}, ["attention_bias = true: must be false"]),
+        ({"mlp_bias": True}, ["mlp_bias = true"]),
+        ({"attention_dropout": 0.1}, ["attention_dropout = 0.1: must be 0.0"]),
+        ({"head_dim": 128}, ["head_dim = 128: must be hidden_size / num_attention_heads = 16"]),
+        ({"auto_map": {"AutoModel": "x.Y"}}, ["which weft never does"]),
+        ({"quantization_config": {"bits": 4}}, ["dequantised first"]),
+        ({"sliding_window": 4096}, ["sliding_window = 4096: is nothing that weft's Llama has"]),
+        ({"hidden_size": NONE}, ["hidden_size: is missing"]),
+        ({"hidden_size": "64"}, ['hidden_size = "64": must be a whole number']),
+        ({"hidden_size": -64}, ["hidden_size = -64: must be at least 1"]),
+        ({"hidden_size": 10**30}, ["must be at most"]),
+        ({"hidden_size": True}, ["hidden_size = true: must be a whole number"]),
+        ({"num_attention_heads": 7}, ["num_attention_heads = 7: does not divide hidden_size = 64"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads = 3: does not divide"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps = 0: must be greater than 0"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ['rope_type = "linear"']),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ['rope_type = "yarn"']),
+        ({"rope_scaling": {"rope_type": "llama3"}}, [".factor: is missing"] + 3 * ["is missing"]),
+        ({"rope_scaling": LLAMA3 | {"beta_fast": 1}}, ["beta_fast = 1: is nothing that 'llama3'"]),
+        ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, ["rope_scaling.factor = 0.5: must be at"]),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, ["scaling.high_freq_factor = 1.0"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling.factor = 2.0: is nothing"]),
+        ({"rope_scaling": "llama3"}, ["must be an object"]),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"factor": 2.0}},
+            ["is not what rope_parameters says"],
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"rope_interleaved": True}, ["rope_interleaved = true: is nothing"]),
+        ({"\x1b[2Jx": 1}, ["config.json \\u001b[2Jx = 1"]),
+        (
+            {"model_type": "qwen2", "hidden_act": "gelu", "vocab_size": 0, "window": 5},
+            ["model_type", "hidden_act", "window", "vocab_size = 0"],
+        ),
+    ],
+)
+def test_what_is_not_this_model_is_refused(changes: dict[str, Any], expected: list[str]) -> None:
+    tree = to_config(SMALL, "float32") | changes
+    config, problems = from_config({k: v for k, v in tree.items() if v is not NONE})
+    assert config is None
+    assert len(problems) == len(expected), [str(problem) for problem in problems]
+    for problem, text in zip(problems, expected, strict=True):
+        assert str(problem).startswith("config.json ")
+        assert text in str(problem)
+        assert problem.remedy
