@@ -173,12 +173,18 @@ def parser() -> Parser:
 
     sub = add("export", export, "Write a checkpoint as a folder that Hugging Face's tools load.")
     sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
-    sub.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    sub.add_argument(
+        "out", type=place, metavar="OUT", help="folder, or s3://bucket/prefix, to make"
+    )
     sub.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (float32)")
     sub.add_argument("--max-shard", default="5GB", help="largest file (5GB)")
 
     sub = add("import", import_, "Make a run of a Hugging Face Llama, to train it further.")
-    sub.add_argument("folder", type=Path, help="with config.json, safetensors and tokenizer.json")
+    sub.add_argument(
+        "folder",
+        type=place,
+        help="or s3://bucket/prefix, with config.json, safetensors and tokenizer.json",
+    )
     sub.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder to make")
 
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
@@ -208,6 +214,13 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text[:20]) >= 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
+
+
+def place(text: str) -> Path:
+    """A folder, or an object store's URL."""
+    from weft.checkpoint.storage import open_folder
+
+    return open_folder(text)
 
 
 def not_negative(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tests import s3
 from tests.checkpoint.test_store import everything, stepped
 from tests.harness import RankError, run_ranks
-from tests.small import Overrides, newest_state, train_rank
+from tests.small import Overrides, newest_state, small_job, train_rank
 from weft.checkpoint.shards import overlaps, parse_contents, read_shards
 from weft.checkpoint.storage import open_folder, put_new
 from weft.checkpoint.store import (
@@ -24,6 +25,8 @@ from weft.checkpoint.store import (
     save,
     take,
 )
+from weft.cli import main
+from weft.job import to_toml
 from weft.train.setup import resume
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
@@ -254,3 +257,27 @@ def test_a_run_is_killed_and_goes_on(home: str, store_path: Path, tmp_path: Path
     ((steps_left, names),) = run_ranks(look, 1, home)
     assert steps_left == [6, 8]
     assert {name.split("/")[1][:5] for name in names} == {"lease", "step-"}
+
+
+def model_there_and_back(run: str, home: str, again: str) -> list[str]:
+    out = f"{home}/exported"
+    assert main(["export", run, out, "--max-shard", "100KB"]) == 0
+    assert main(["export", run, out]) == 2  # it exists
+    assert main(["import", out, again]) == 0
+    return listed(out)
+
+
+def test_a_model_goes_to_the_store_and_comes_back(
+    home: str, store_path: Path, tmp_path: Path
+) -> None:
+    run, again = tmp_path / "run", tmp_path / "again"
+    job = small_job(("run.dir", str(run)), ("train.steps", "2"))
+    run_ranks(train_rank, 2, [("run.dir", str(run)), ("train.steps", "2")], str(store_path))
+    (run / "job.toml").write_text(to_toml(job, "small", job))
+    shutil.copy(store_path / "tokenizer.json", run)
+    (names,) = run_ranks(model_there_and_back, 1, str(run), home, str(again), timeout=120)
+    assert "/config.json" in names
+    assert "/model.safetensors.index.json" in names
+    ours, theirs = newest_state(run), newest_state(again)
+    weights = [name for name in ours if name.startswith("model.")]
+    assert all(ours[name].equal(theirs[name]) for name in weights)

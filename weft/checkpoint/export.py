@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -33,7 +33,7 @@ from weft.checkpoint.shards import (
     raw,
     read_shards,
 )
-from weft.checkpoint.storage import create, sync_folder
+from weft.checkpoint.storage import create, is_remote, read_range, remove, sync_folder
 from weft.checkpoint.store import (
     FORMAT,
     CheckpointError,
@@ -59,11 +59,6 @@ class CannotHold(WeftError):
 # --------------------------------------------------------------------------- files
 
 
-def open_to_read(path: Path) -> BinaryIO:
-    """All that is read of models comes through here."""
-    return path.open("rb")
-
-
 def write_json(path: Path, tree: object) -> None:
     with create(path) as file:
         file.write(json.dumps(tree, indent=2).encode() + b"\n")
@@ -73,12 +68,23 @@ def write_json(path: Path, tree: object) -> None:
 def publishing(final: Path) -> Iterator[Path]:
     """A new folder that becomes ``final`` by one rename, or is removed if anything goes wrong.
 
+    In an object store it is ``final`` from the beginning.
+
     What a killed process left of an earlier attempt is removed, too: whoever is at work holds a
     lock on its folder.
 
     Raises:
         WeftError: for what the disk refuses.
     """
+    if is_remote(final):
+        try:
+            yield final  # what makes it a model for others is written last
+        except BaseException as error:
+            remove(final)
+            if isinstance(error, OSError):
+                raise WeftError(f"{final}: could not be written: {error}") from error
+            raise
+        return
     made = [folder for folder in final.parents if not folder.exists()]
     temporary = final.with_name(f".tmp-{final.name}-{uuid.uuid4().hex[:8]}")
     with ExitStack() as stack:
@@ -249,7 +255,7 @@ def open_weights(path: Path) -> dict[str, Entry]:
     try:
         if not path.is_file():  # opening a pipe would wait for ever
             raise Malformed("is no file" if path.exists() else "does not exist")
-        with open_to_read(path) as file:
+        with path.open("rb") as file:
             return read_table(file, path.stat().st_size)
     except OSError as error:
         raise Malformed(f"cannot be read: {error.strerror}") from error
@@ -263,14 +269,13 @@ def read_tensor(path: Path, entry: Entry) -> Iterator[Tensor]:
     """
     row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
     try:
-        with open_to_read(path) as file:
-            file.seek(entry.begin)
-            for _, count in blocks(entry.shape):
-                data = bytearray(file.read(count * row))
-                if len(data) < count * row:
-                    raise WeftError(f"{path}: has become shorter while it was read")
-                flat = torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype)
-                yield flat.view((count, *entry.shape[1:]))
+        for first, count in blocks(entry.shape):
+            begin = entry.begin + first * row
+            data = read_range(path, begin, begin + count * row)
+            if len(data) < count * row:
+                raise WeftError(f"{path}: has become shorter while it was read")
+            flat = torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype)
+            yield flat.view((count, *entry.shape[1:]))
     except OSError as error:
         raise WeftError(f"{path}: cannot be read: {error}") from error
 

@@ -73,7 +73,7 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
     Raises:
         InvalidJob: the file is missing or is not a tokenizer.
     """
-    file = Path(path).expanduser()
+    file = Path(path).expanduser() if isinstance(path, str) else path
     remedy = "give the path of a tokenizer.json, or train to make one from the text"
     try:
         data = file.read_bytes()

@@ -30,7 +30,7 @@ from weft.checkpoint.export import (
     write_weights,
 )
 from weft.checkpoint.safetensors import NAMES, Entry, Malformed, parse_json
-from weft.checkpoint.storage import create
+from weft.checkpoint.storage import create, is_remote
 from weft.checkpoint.store import CheckpointError, checkpoint_path
 from weft.data.prepare import Progress, Report
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
@@ -135,6 +135,11 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report:
     return f"{out}: {files} file{'s' * (files > 1)}, {needed:,} bytes of {dtype}, from {found.path}"
 
 
+def there(path: Path) -> bool:
+    """Whether there is anything of that name, if only a link to nowhere."""
+    return path.exists() if is_remote(path) else os.path.lexists(path)
+
+
 def _size(text: str) -> tuple[int, list[Problem]]:
     """Bytes of a size such as 5GB or 500 MB."""
     match = re.fullmatch(r"([1-9]\d{0,14}) ?([KMGT]?)B?", text.upper(), re.ASCII)
@@ -145,8 +150,10 @@ def _size(text: str) -> tuple[int, list[Problem]]:
 
 
 def _check_out(key: str, out: Path, needed: int) -> Iterator[Problem]:
-    if os.path.lexists(out):
+    if there(out):
         yield Problem(key, str(out), "exists already", "name a folder that is to be made")
+        return
+    if is_remote(out):
         return
     unwritable = list(check_writable(key, str(out)))
     yield from unwritable
@@ -228,7 +235,7 @@ def import_model(source: Path, run_dir: Path, report: Report) -> str:
         problems += found
     weights = _read_weights(source, config, problems)
     _check_tokenizer(source / "tokenizer.json", config, problems)
-    kept = [name for name in KEPT if os.path.lexists(source / name)]
+    kept = [name for name in KEPT if there(source / name)]
     for name in kept[1:]:
         _check_kept(source / name, problems)
     expected = {} if config is None or problems else shapes(config)
@@ -288,7 +295,7 @@ def _read_json(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
 def _read_small(path: Path) -> bytes:
     try:
         if not path.is_file():
-            raise Malformed("is no file" if os.path.lexists(path) else "does not exist")
+            raise Malformed("is no file" if there(path) else "does not exist")
         if path.stat().st_size > MOST_BYTES:
             raise Malformed(f"has {path.stat().st_size:,} bytes, which cannot be right")
         return path.read_bytes()
@@ -330,9 +337,9 @@ def _read_weights(
     source: Path, config: LlamaConfig | None, problems: list[Problem]
 ) -> dict[str, tuple[Path, Entry]]:
     """Where each tensor lies, by their name; `problems` gets all that is wrong with any."""
-    if os.path.lexists(source / SINGLE):
+    if there(source / SINGLE):
         index, files = None, [SINGLE]
-    elif os.path.lexists(source / INDEX):
+    elif there(source / INDEX):
         tree = _read_json(source / INDEX, problems)
         if tree is None:
             return {}
