@@ -207,6 +207,20 @@ def set_aside(path: Path) -> Path:
     return path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
 
 
+def abandon(folder: Path, after_step: int) -> None:
+    """Take the checkpoints later than a step out of sight: the run goes another way from there.
+
+    Every rank calls it; it returns on all of them when it is done.
+    """
+
+    def rename() -> None:
+        for path in checkpoints(folder):
+            if checkpoint_step(path) > after_step:
+                path.rename(path.with_name(f"abandoned-{path.name}-{time.time_ns()}"))
+
+    _from_rank_0(rename)
+
+
 def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) -> dict[str, Any]:
     """Load ``path`` in place, into any layout; every rank of the process group calls it.
 
