@@ -317,10 +317,10 @@ class Fault(Section):
     """One fault of a drill; see `weft.resilience.faults`, which lists the sites."""
 
     site: Text = key("step", "where: one of the sites of weft.resilience.faults")
-    kind: Literal["kill", "stop", "slow", "raise", "error", "corrupt"] = key(
+    kind: Literal["kill", "stop", "slow", "raise", "error", "corrupt", "nan", "flip"] = key(
         "kill",
-        "kill or stop the process, sleep, raise an exception or an error of the disk, or multiply "
-        "what is there by factor",
+        "kill or stop the process, sleep, raise an exception or an error of the disk, multiply "
+        "what is there by factor or by NaN, or flip a bit of it",
     )
     rank: NonNegative = key(0, "on which rank")
     passing: Positive = key(1, "the how manieth time that the rank comes by")
@@ -332,6 +332,23 @@ class Fault(Section):
 class ResilienceSection(Section):
     time_limit: Annotated[float, Field(ge=0)] = key(
         0.0, "seconds of training after which to save and stop, with exit status 75; 0: none"
+    )
+    anomaly: Literal["stop", "skip", "rewind"] = key(
+        "stop",
+        "when loss or gradient norm is no number: stop; skip the update and go on; or rewind to "
+        "the last checkpoint and leave out the samples since; the last two watch for spikes, too",
+    )
+    anomaly_limit: Positive = key(
+        10, "steps skipped in a row, or rewinds to the same checkpoint, before the run stops"
+    )
+    spike_threshold: Annotated[float, Field(gt=0)] = key(
+        10.0, "robust standard deviations above the median that make a spike"
+    )
+    spike_window: Annotated[int, Field(ge=4, le=10_000)] = key(
+        128, "accepted steps that say what is usual; judged as soon as half of it is filled"
+    )
+    replica_check: NonNegative = key(
+        100, "steps between comparisons of replicas, also made before each save; 0: never"
     )
     faults: tuple[Fault, ...] = key((), "faults to inject, for a drill: [[resilience.faults]]")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,15 @@ from torch import nn
 
 from weft.job import OptimSection
 from weft.models import llama
-from weft.optim.optimizer import adamw, build_optimizer, clip_grad_norm, set_learning_rate
+from weft.optim.optimizer import (
+    adamw,
+    build_optimizer,
+    clip_grad_norm,
+    set_learning_rate,
+    step_unless,
+)
 from weft.optim.schedule import SCHEDULES, learning_rate
+from weft.parallel.private import skip_where
 
 OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.25)
 
@@ -58,6 +66,25 @@ def test_clipping_leaves_small_gradients_alone() -> None:
     assert param.grad.tolist() == [3.0, 0.0, 4.0, 0.0]
     assert clip_grad_norm([param], 1.0).item() == 5.0
     torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.0, 0.8, 0.0]))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("fused", [True, False], ids=["on the device", "by the host"])
+def test_a_bad_step_changes_no_bit(kind: Any, fused: bool) -> None:
+    param = nn.Parameter(torch.randn(50))
+    optimizer = kind([param], lr=0.1, fused=fused, weight_decay=0.1)
+    no, yes = torch.tensor(False), torch.tensor(True)
+    assert skip_where(optimizer, no) == fused
+    param.grad = torch.randn(50)
+    step_unless(optimizer, no)
+    everything = {"param": param.detach(), **optimizer.state[param]}
+    before = {name: value.clone() for name, value in everything.items() if value is not None}
+    param.grad = torch.full((50,), torch.nan)
+    step_unless(optimizer, yes)
+    assert all(everything[name].equal(value) for name, value in before.items())
+    param.grad = torch.randn(50)
+    step_unless(optimizer, no)
+    assert not param.equal(before["param"])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

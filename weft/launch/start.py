@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from math import nan
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -280,7 +281,9 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     records = read_records(folder / "metrics.jsonl")
     if not records:
         return  # somebody has removed them
-    last, newest = records[-1], [record["loss"] for record in records[-20:]]
+    last = records[-1]
+    # A skipped step has no loss to count.
+    newest = [record["loss"] for record in records if record["loss"] is not None][-20:] or [nan]
     held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
     seconds = last["time"] - records[0]["time"]
     held_out_line = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -50,6 +51,8 @@ class StepRecord:
     memory_peak_gib: float  # rank 0: device memory on cuda, resident memory of the process on cpu
     time: float  # seconds since the epoch
     eval_loss: float | None = None  # nats per token of the held-out text, where it was evaluated
+    # Steps since the last record that were skipped, taken back, or computed twice.
+    anomalies: list[dict[str, Any]] | None = None
 
     @classmethod
     def of(
@@ -78,10 +81,17 @@ class StepRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All keys; ``eval_loss`` only where there is one."""
+        """All keys; ``eval_loss`` and ``anomalies`` only where there are any.
+
+        Of a skipped step loss and gradient norm may be no numbers, which JSON cannot write: null.
+        """
         record = asdict(self)
-        if record["eval_loss"] is None:
-            del record["eval_loss"]
+        for name in ("eval_loss", "anomalies"):
+            if record[name] is None:
+                del record[name]
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(record[name]):
+                record[name] = None
         return record
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.job import OptimSection
+from weft.parallel.private import skip_where
 
 # (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay.
 BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
@@ -54,11 +55,38 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-@torch.no_grad()
+def step_unless(optimizer: Optimizer, bad: torch.Tensor) -> None:
+    """``optimizer.step()``, which changes nothing if ``bad``, a bool on the device, is true.
+
+    Parameters, moments and step counts keep their bits.  A fused optimizer looks at the flag on the
+    device; for any other the host waits.
+    """
+    if skip_where(optimizer, bad) or not bad:
+        optimizer.step()
+
+
 def clip_grad_norm(
     params: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """Scale all gradients in place so that their global L2 norm is at most ``max_norm``.
+
+    Args:
+        pipeline: the ranks that hold the other stages; None where there are none.
+
+    Returns:
+        The norm before clipping: a float32 scalar on the gradients' device, equal on all ranks.
+    """
+    params = list(params)
+    norm, _ = grad_norm(params, pipeline)
+    clip(params, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(
+    params: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global L2 norm of all gradients, and that of what this rank holds of them.
 
     Each rank adds up the squares of what it holds; the sums are added over the axes that a
     gradient is sharded on, and over no other, so that nothing is counted twice.  torch's own
@@ -69,7 +97,7 @@ def clip_grad_norm(
         pipeline: the ranks that hold the other stages; None where there are none.
 
     Returns:
-        The norm before clipping: a float32 scalar on the gradients' device, equal on all ranks.
+        Float32 scalars on the gradients' device; the first is equal on all ranks.
     """
     # Gradients by the process groups that together hold them whole.
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
@@ -88,20 +116,28 @@ def clip_grad_norm(
             assert not any(placement.is_partial() for placement in grad.placements)
             grad = grad.to_local()
         by_groups.setdefault(groups, []).append(grad)
-    squares = []
+    held, squares = [], []
     for groups, grads in by_groups.items():
         norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
-        square = norms.square().sum()
+        held.append(norms.square().sum())
+        square = held[-1].clone()
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
     total = torch.stack(squares).sum() if squares else torch.zeros(())
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
-    norm = total.sqrt()
+    own = torch.stack(held).sum() if held else torch.zeros(())
+    return total.sqrt(), own.sqrt()
+
+
+@torch.no_grad()
+def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients in place by what takes ``norm`` down to ``max_norm``, if it is above."""
     # As torch's: a norm below the limit multiplies by exactly one; no look at its value here,
     # which would stall the device.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grads in by_groups.values():
-        torch._foreach_mul_(grads, scale)
-    return norm
+    grads = [param.grad for param in params if param.grad is not None]
+    here = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    if here:
+        torch._foreach_mul_(here, scale)

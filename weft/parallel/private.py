@@ -40,6 +40,23 @@ def hide_exchanges(group: dist.ProcessGroup) -> None:
     enable_symm_mem_for_group(group.group_name)
 
 
+# --------------------------------------------------------------------------- optimizers
+
+
+def skip_where(optimizer: Any, bad: Tensor) -> bool:
+    """Let the next step of a fused optimizer change nothing if ``bad``, on the device, is true.
+
+    What torch's GradScaler uses, and tells by the same attribute whether there is such a thing.
+
+    Returns:
+        Whether the optimizer can do that.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    optimizer.found_inf = bad.float()
+    return True
+
+
 # --------------------------------------------------------------------------- tensors and meshes
 
 

@@ -85,6 +85,18 @@ def _happen(fault: Fault, tensors: Iterable[Any]) -> None:
         case "error":
             number = getattr(errno, fault.error)
             raise OSError(number, os.strerror(number), f"injected at {fault.site}")
-        case "corrupt":
+        case "corrupt" | "nan":
             for tensor in tensors:
-                tensor.mul_(fault.factor)
+                tensor.mul_(fault.factor if fault.kind == "corrupt" else float("nan"))
+        case "flip":
+            flip_bit(tensors)
+
+
+def flip_bit(tensors: Iterable[Any]) -> None:
+    """Flip the highest bit of the exponent of the largest element of the first tensor here."""
+    import torch
+
+    locals_ = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    local = next(tensor for tensor in locals_ if tensor.numel())
+    place = torch.unravel_index(local.abs().argmax(), local.shape)
+    local[place].view(torch.int32).bitwise_xor_(1 << 30)

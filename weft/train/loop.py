@@ -12,27 +12,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from weft.checkpoint.interval import Saves
+from weft.checkpoint.replicas import compare_replicas
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import Saver, take
-from weft.data.loader import Loader
+from weft.data.loader import Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
 from weft.observe.record import Clock, StepRecord, memory_peak_gib
 from weft.observe.sinks import Sink, open_sinks
-from weft.optim.optimizer import clip_grad_norm, set_learning_rate
+from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Plan
+from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
 from weft.resilience.faults import at as fault_at
 from weft.resilience.signals import Wishes
-from weft.train.setup import Position, Rank, build, home_of, resume, write_plan
+from weft.train.setup import Position, Rank, build, home_of, resume, rewind, write_plan
 from weft.train.step import batch_to, held_out
 
 
@@ -63,7 +66,6 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
     home = home_of(job.checkpoint.dir, folder)
     at = resume(home, parts, optimizer, say)
-    epoch = take(home, at.step)
     loader = Loader(
         store.tokens("train"),
         seq_len=job.train.seq_len,
@@ -77,46 +79,78 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     )
     params = [param for _, param in named_parameters(parts)]
     stages = mesh.group("pp") if plan.pp > 1 else None
-    with ExitStack() as stack:
-        sinks: list[Sink] = []
+    copies = job.resilience.replica_check
+
+    def compute(batches: list[Batch]) -> Trial:
+        """One step without its update."""
+        optimizer.zero_grad()  # there are gradients if it is computed again
+        share = engine.forward_backward(batches)
+        fault_at("gradients", (param.grad for param in params))
+        return gather(share, *grad_norm(params, stages))
+
+    section = job.checkpoint
+    saver = Saver(home, section.keep, background=section.background, say=say)
+    saver.epoch = take(home, at.step)
+    with closing(saver), ExitStack() as stack:
+
+        def open_at(step: int) -> list[Sink]:
+            stack.close()
+            sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
+            for sink in sinks:
+                stack.enter_context(closing(sink))
+            return sinks
+
         if rank.rank == 0:
             write_plan(folder, plan)
-            sinks = open_sinks(folder, job, steps, at.step, console)
-        for sink in sinks:
-            stack.enter_context(closing(sink))
-
-        section = job.checkpoint
-        saver = Saver(home, section.keep, background=section.background, epoch=epoch, say=say)
-        stack.enter_context(closing(saver))
+        sinks = open_at(at.step)
         clock, saves = Clock(), Saves(section, at.step, say)
         wishes = Wishes(job.resilience.time_limit)
-        for step in range(at.step + 1, steps + 1):
+        watch = Watch(job.resilience, at.watch)
+        anomalies: list[dict[str, Any]] = []  # that are not recorded yet
+        while at.step < steps:
+            step = at.step + 1
             wishes.ask(save=saver.wants_again())
             fault_at("step")
             with naming(step):
                 with clock.waiting_for_data():
                     batches = [batch_to(batch, rank.device) for batch in loader.batch(at.samples)]
 
-                share_of_loss = engine.forward_backward(batches)
-                fault_at("gradients", (param.grad for param in params))
-                grad_norm = clip_grad_norm(params, job.optim.max_grad_norm, stages)
+                trial, anomaly = watch.examine(step, partial(compute, batches))
+                stop, again = wishes.answer()
+                samples = at.samples + job.train.global_batch
+                if anomaly is not None:
+                    say(f"warning: step {step}: {anomaly}")
+                    anomalies.append(anomaly.to_dict(step, at.samples, samples - 1))
+                if anomaly is not None and anomaly.action == "rewind":
+                    optimizer.zero_grad()
+                    back = rewind(home, saver, parts, optimizer, say)
+                    anomalies[-1] |= {"first_sample": back.samples, "back_to": back.step}
+                    at = replace(back, samples=samples)
+                    watch.restore(at.watch)
+                    sinks = open_at(at.step)
+                    clock.restart()
+                    continue
                 lr = learning_rate(step, steps, job.optim, decay)
-                set_learning_rate(optimizer, lr)
-                optimizer.step()
+                if anomaly is None or anomaly.action != "skip":
+                    clip(params, trial.norm, job.optim.max_grad_norm)
+                    set_learning_rate(optimizer, lr)
+                    step_unless(optimizer, ~trial.told.isfinite().all())
                 optimizer.zero_grad()
-                at = Position(step, at.samples + job.train.global_batch)
+                at = Position(step, samples, watch.state())
                 clock.count_step()
 
-                stop, again = wishes.answer()
                 evaluating = due(step, job.train.eval_interval, steps)
                 last = stop or step == steps
                 saving = last or again or saves.due(step)
-                logging = step == 1 or due(step, job.observe.log_interval, steps)
+                logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
+                if copies and (saving or due(step, copies, steps)):
+                    compare_replicas(parts, optimizer)
                 if not (logging or evaluating or saving):
                     continue
 
-                # The only place where the host waits for the device.
-                loss = finite(global_sum(share_of_loss).item(), "loss")
+                # The only place where the host waits for the device, but for what may skip.
+                watch.check()
+                loss, norm = trial.told.tolist()
                 times, eval_loss = clock.read(), None
                 if evaluating:
                     fault_at("evaluate")
@@ -125,7 +159,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 record = StepRecord.of(
                     step=step,
                     loss=loss,
-                    grad_norm=finite(grad_norm.item(), "gradient norm"),
+                    grad_norm=norm,
                     lr=lr,
                     tokens=at.samples * job.train.seq_len,
                     tokens_per_step=plan.tokens_per_step,
@@ -135,12 +169,15 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     peak_flops=plan.peak_flops,
                     memory_peak_gib=memory_peak_gib(rank.device),
                     eval_loss=eval_loss,
+                    anomalies=anomalies or None,
                 )
+                anomalies = []
                 for sink in sinks:
                     sink.write(record)
                 if saving:
                     saver.save(parts, optimizer, at.manifest(plan, store))
                     saves.saved(step, saver.stall_seconds, saver.write_seconds, times[0])
+                    watch.saved()
                 if last:
                     saver.wait()
                 clock.restart()  # neither evaluating nor saving is part of a step
@@ -152,13 +189,6 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 def due(step: int, interval: int, last: int) -> bool:
     """Whether something that happens every ``interval`` steps (0: never) and at the end is due."""
     return step == last or (interval > 0 and step % interval == 0)
-
-
-def global_sum(value: torch.Tensor) -> torch.Tensor:
-    """The sum of a scalar over all ranks."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(value)
-    return value
 
 
 def finite(value: float, what: str) -> float:

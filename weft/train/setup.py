@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,11 +30,13 @@ from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import (
     CheckpointError,
     DamagedCheckpoint,
+    Saver,
     checkpoint_step,
     checkpoints,
     load,
     read_manifest,
     set_aside,
+    take,
 )
 from weft.data.loader import check_length
 from weft.data.source import check_path
@@ -379,16 +381,19 @@ class Position:
     """How far a run is: optimizer steps done, and sequences consumed.
 
     ``samples`` alone decides which data comes next, whatever the batch and the layout become.
+    ``watch`` is what the watch for anomalies knows: see `weft.resilience.anomaly`.
     """
 
     step: int
     samples: int
+    watch: Mapping[str, Any] = field(default_factory=dict)
 
     def manifest(self, plan: Plan, store: Store) -> dict[str, Any]:
         """What a checkpoint says of itself, as JSON values."""
         return {
             "step": self.step,
             "samples": self.samples,
+            "watch": self.watch,
             "data": store.fingerprint,
             "mesh": plan.sizes,
             "weft": weft.__version__,
@@ -426,11 +431,35 @@ def resume(
                 set_aside(path, "damaged")
             warn(f"damaged: {error}; taking the one before")
             continue
-        return Position(manifest["step"], manifest["samples"])
+        return Position(manifest["step"], manifest["samples"], manifest.get("watch", {}))
     if found[0]:
         rule = "every checkpoint is damaged; nothing was started"
         raise CheckpointError(f"{folder}: {rule}: move the folder away to start from scratch")
     return Position(0, 0)
+
+
+def rewind(
+    folder: Path,
+    saver: Saver,
+    parts: list[nn.Module],
+    optimizer: Optimizer,
+    warn: Callable[[str], None],
+) -> Position:
+    """`resume` in the middle of a run, which goes on from there on a branch of its own.
+
+    Raises:
+        CheckpointError: if there is no checkpoint yet: early trouble has a cause that samples do
+            not cure.
+    """
+    saver.close()
+    at = resume(folder, parts, optimizer, warn)
+    if at.step == 0:
+        rule = "there is no checkpoint to rewind to yet"
+        raise CheckpointError(
+            f"{folder}: {rule}; try a lower --optim.lr, or --resilience.anomaly skip"
+        )
+    saver.epoch = take(folder, at.step)
+    return at
 
 
 # --------------------------------------------------------------------------- the run's folder
