@@ -29,7 +29,8 @@ from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Plan
 from weft.resilience.faults import arm
-from weft.resilience.faults import at as fault_at
+from weft.resilience.faults import at as reach
+from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Stopping
 from weft.train.setup import Position, Rank, build, resume, write_plan
 from weft.train.step import batch_to, held_out
@@ -87,13 +88,14 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         stopping = Stopping(job.resilience.time_limit)
         for step in range(at.step + 1, steps + 1):
             stopping.ask()
-            fault_at("step")
             with naming(step):
                 with clock.waiting_for_data():
+                    reach("step", step=step)
                     batches = [batch_to(batch, rank.device) for batch in loader.batch(at.samples)]
 
+                reach("forward_backward")
                 share_of_loss = engine.forward_backward(batches)
-                fault_at("gradients", (param.grad for param in params))
+                reach("gradients", (param.grad for param in params))
                 grad_norm = clip_grad_norm(params, job.optim.max_grad_norm, stages)
                 lr = learning_rate(step, steps, job.optim, decay)
                 set_learning_rate(optimizer, lr)
@@ -110,10 +112,12 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     continue
 
                 # The only place where the host waits for the device.
+                reach("record")
                 loss = finite(global_sum(share_of_loss).item(), "loss")
                 times, eval_loss = clock.read(), None
+                measured(times[0])
                 if evaluating:
-                    fault_at("evaluate")
+                    reach("evaluate")
                     held_out_text = held_out(job, plan, store, mesh)
                     eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
                 record = StepRecord.of(
