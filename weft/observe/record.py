@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -50,6 +50,8 @@ class StepRecord:
     memory_peak_gib: float  # rank 0: device memory on cuda, resident memory of the process on cpu
     time: float  # seconds since the epoch
     eval_loss: float | None = None  # nats per token of the held-out text, where it was evaluated
+    slow_rank: int | None = None  # which slows all others down, where there is one ...
+    slow_ratio: float | None = None  # ... and how many times as long it needs
 
     @classmethod
     def of(
@@ -78,22 +80,21 @@ class StepRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All keys; ``eval_loss`` only where there is one."""
-        record = asdict(self)
-        if record["eval_loss"] is None:
-            del record["eval_loss"]
-        return record
+        """All keys; those that have a default only where they have a value."""
+        optional = {field.name for field in fields(self) if field.default is None}
+        return {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
 
 
 class Clock:
-    """Wall-clock seconds per step, since it was last restarted."""
+    """Seconds per step, since it was last restarted."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         self._began = time.perf_counter()
-        self._data = 0.0
+        self._thread = time.thread_time()
+        self._data = self._device = 0.0
         self._steps = 0
 
     @contextmanager
@@ -102,6 +103,12 @@ class Clock:
         yield
         self._data += time.perf_counter() - began
 
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._device += time.perf_counter() - began
+
     def count_step(self) -> None:
         self._steps += 1
 
@@ -109,6 +116,12 @@ class Clock:
         """Mean seconds of a step, and of those the seconds spent waiting for data."""
         total = time.perf_counter() - self._began
         return total / self._steps, self._data / self._steps
+
+    def own(self) -> tuple[float, float]:
+        """Mean seconds of a step in which this rank kept the others waiting: for data, that its
+        device did not hide, and computing on the CPU."""
+        data = max(0.0, self._data - self._device)
+        return data / self._steps, (time.thread_time() - self._thread) / self._steps
 
 
 def memory_peak_gib(device: torch.device) -> float:

@@ -32,6 +32,7 @@ from weft.resilience.faults import arm
 from weft.resilience.faults import at as reach
 from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Stopping
+from weft.resilience.stragglers import Stragglers
 from weft.train.setup import Position, Rank, build, resume, write_plan
 from weft.train.step import batch_to, held_out
 
@@ -85,6 +86,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
             stack.enter_context(closing(sink))
 
         clock = Clock()
+        stragglers = Stragglers(rank.rank, rank.device, (mesh.at["pp"], mesh.at["cp"]))
         stopping = Stopping(job.resilience.time_limit)
         for step in range(at.step + 1, steps + 1):
             stopping.ask()
@@ -113,9 +115,11 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
                 # The only place where the host waits for the device.
                 reach("record")
-                loss = finite(global_sum(share_of_loss).item(), "loss")
+                with clock.waiting_for_device():
+                    loss = finite(global_sum(share_of_loss).item(), "loss")
                 times, eval_loss = clock.read(), None
                 measured(times[0])
+                slow_rank, slow_ratio = stragglers.judge(step, times[0], *clock.own(), say)
                 if evaluating:
                     reach("evaluate")
                     held_out_text = held_out(job, plan, store, mesh)
@@ -133,6 +137,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     peak_flops=plan.peak_flops,
                     memory_peak_gib=memory_peak_gib(rank.device),
                     eval_loss=eval_loss,
+                    slow_rank=slow_rank,
+                    slow_ratio=slow_ratio,
                 )
                 for sink in sinks:
                     sink.write(record)
