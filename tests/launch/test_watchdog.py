@@ -154,15 +154,17 @@ def test_inside_torchrun(
 
 @pytest.mark.slow
 def test_who_is_suspended_and_goes_on_is_not_late(arguments: list[str], tmp_path: Path) -> None:
-    """All of them at once, the watchdog too, as a batch system does."""
+    """All of them, the watchdog too, one after another as a batch system does."""
     process = start_and_wait([*arguments, *WATCHED], tmp_path, 30)
     ranks = workers(process)
     (watchdog,) = workers_of(ranks[0])
-    for pid in (*ranks, watchdog):
+    for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.4)  # it sees that they stand still
+    os.kill(watchdog, signal.SIGSTOP)
     time.sleep(2 * LIMIT)
     os.kill(watchdog, signal.SIGCONT)
-    time.sleep(0.6)  # it looks, and the ranks stand still as before
+    time.sleep(0.4)
     for pid in ranks:
         os.kill(pid, signal.SIGCONT)
     wait_for(tmp_path / "run", len(losses(tmp_path / "run")) + 20)
