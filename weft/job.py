@@ -317,14 +317,15 @@ class Fault(Section):
     """One fault of a drill; see `weft.resilience.faults`, which lists the sites."""
 
     site: Text = key("step", "where: one of the sites of weft.resilience.faults")
-    kind: Literal["kill", "stop", "slow", "raise", "error", "corrupt", "nan", "flip"] = key(
+    kind: Literal["kill", "stop", "slow", "lock", "raise", "error", "corrupt", "nan", "flip"] = key(
         "kill",
-        "kill or stop the process, sleep, raise an exception or an error of the disk, multiply "
-        "what is there by factor or by NaN, or flip a bit of it",
+        "kill or stop the process, sleep, sleep and keep the interpreter lock, raise an exception "
+        "or an error of the disk, multiply what is there by factor or by NaN, or flip a bit of it",
     )
     rank: NonNegative = key(0, "on which rank")
     passing: Positive = key(1, "the how manieth time that the rank comes by")
-    seconds: Annotated[float, Field(ge=0)] = key(1.0, "of slow")
+    times: Positive = key(1, "on so many passings in a row")
+    seconds: Annotated[float, Field(ge=0)] = key(1.0, "of slow and lock")
     error: Literal["EIO", "ENOSPC", "EDQUOT", "EACCES"] = key("ENOSPC", "of error")
     factor: float = key(1e4, "of corrupt")
 
@@ -349,6 +350,11 @@ class ResilienceSection(Section):
     )
     replica_check: NonNegative = key(
         100, "steps between comparisons of replicas, also made before each save; 0: never"
+    )
+    step_timeout: Annotated[float, Field(ge=0)] | Auto = key(
+        "auto",
+        "seconds without progress in a step after which the run is ended as hung, with exit status "
+        "3; elsewhere ten times that; auto: 60, or ten times the median step; 0: never",
     )
     faults: tuple[Fault, ...] = key((), "faults to inject, for a drill: [[resilience.faults]]")
 

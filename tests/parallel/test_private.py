@@ -131,3 +131,26 @@ def test_one_reduction_in_a_pipeline() -> None:
 def test_collectives_under_their_new_names() -> None:
     renamed = hasattr(dist, "all_gather_single")
     assert renamed == (torch.__version__ >= "2.13")
+
+
+def leave_one_open() -> list[private.Collective]:
+    """Rank 0 begins one more than rank 1, which keeps it waiting."""
+    dist.all_reduce(torch.zeros(2))
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.zeros(2), group=group)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.zeros(3, 5), group=group, async_op=True)
+    found = private.open_collectives()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        work = dist.all_reduce(torch.zeros(3, 5), group=group, async_op=True)
+    work.wait()
+    return found
+
+
+def test_the_flight_recorder_knows_what_is_open() -> None:
+    first, second = run_ranks(leave_one_open, 2)
+    assert second == []
+    assert [(call.group, call.number, call.name, call.sizes) for call in first] == [
+        ("1", 2, "all_reduce", [[3, 5]])
+    ]

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.launch import REQUEUE
-from weft.launch.worker import error_path, log_path
+from weft.launch.worker import error_path, log_path, status
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
 
@@ -154,15 +154,6 @@ def catches(child: int, number: int) -> bool:
     if not sys.platform.startswith("linux"):
         return True
     return bool(int(status(child).get("SigCgt", "0"), 16) >> (number - 1) & 1)
-
-
-def status(process: int) -> dict[str, str]:
-    """Linux's ``/proc/ID/status``; empty if the process has ended."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
 
 
 def first_cause(

@@ -25,8 +25,9 @@ from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store
 from weft.job import InvalidJob, Job, Problem, WeftError, difference, read_job, to_toml
-from weft.launch import FAILED, INTERRUPTED, MISTAKE, REQUEUE
+from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
+from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, write_error
 from weft.observe.sinks import duration, quiet_console, read_records
 from weft.plan.placement import AXES
@@ -136,6 +137,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
                 describe(plan, recipe, console)
                 open_run(folder, job, base, recipe, store)
             dist.barrier()
+            watch(job, folder, ranks)
             whole = train(job, plan, store, ranks, console)
             dist.barrier()  # a launcher kills the others as soon as one leaves before the end
             if rank == 0 and not whole:
@@ -309,7 +311,9 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
 
 def show_failure(failure: Failure, home: Path) -> int:
     """One rank's own error, and how to go on; returns the exit status."""
-    print(f"weft: rank {failure.rank} failed: {failure.kind}: {failure.message}", file=sys.stderr)
+    hung = failure.kind == "Hang"
+    what = "the run hangs" if hung else f"rank {failure.rank} failed: {failure.kind}"
+    print(f"weft: {what}: {failure.message}", file=sys.stderr)
     if failure.kind == "InvalidJob":
         return MISTAKE
     if failure.traceback and not failure.foreseen:
@@ -318,7 +322,7 @@ def show_failure(failure: Failure, home: Path) -> int:
     print(f"  log: {failure.log}", file=sys.stderr)
     if not failure.foreseen or failure.kind != "CheckpointError":  # that says itself what to do
         print(f"  {how_to_go_on(checkpoints(home))}", file=sys.stderr)
-    return FAILED
+    return HUNG if hung else FAILED
 
 
 def how_to_go_on(found: list[Path]) -> str:

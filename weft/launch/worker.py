@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from weft.job import WeftError
 from weft.launch import FAILED, REQUEUE
@@ -56,20 +56,27 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
     print(text, file=sys.stderr, flush=True)
     notes = getattr(error, "__notes__", [])
     report = {
-        "rank": rank,
-        "time": time.time(),
         "kind": type(error).__name__,
         "foreseen": isinstance(error, WeftError),
         "message": f"{error}" + (f" ({', '.join(notes)})" if notes else ""),
         "traceback": text,
     }
+    write_report(folder, rank, report, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+
+
+def write_report(folder: Path, rank: int, report: dict[str, Any], torchrun: str | None) -> None:
+    """Leave a rank's error where the launcher looks, and torchrun, if that is ``torchrun``'s file.
+
+    Args:
+        report: kind, foreseen, message, traceback; see `weft.launch.local.Failure`.
+    """
     path = error_path(folder, rank)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(report), "utf-8")
+    temporary.write_text(json.dumps({"rank": rank, "time": time.time(), **report}), "utf-8")
     os.replace(temporary, path)
-    if torchrun := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if torchrun:
         # What torchrun shows of its own accord, in the form that it reads.
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": report["traceback"], "timestamp": str(int(time.time()))}
         message = {"message": f"{report['kind']}: {report['message']}", "extraInfo": extra}
         Path(torchrun).write_text(json.dumps({"message": message}), "utf-8")
 
@@ -95,6 +102,15 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def status(process: int) -> dict[str, str]:
+    """Linux's ``/proc/ID/status``; empty if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
+
+
 def main() -> None:
     """Be one rank, from its arguments and the launcher's environment."""
     folder, store_folder = Path(sys.argv[1]), Path(sys.argv[2])
@@ -108,6 +124,7 @@ def main() -> None:
 
         from weft.data.store import open_store
         from weft.job import read_job
+        from weft.launch.watchdog import watch
         from weft.observe.sinks import quiet_console
         from weft.plan.resolve import resolve
         from weft.train.loop import train
@@ -116,6 +133,7 @@ def main() -> None:
         job, _, _ = read_job(str(folder / "job.toml"))
         plan = resolve(job, detect_machine(job.run.device))
         with connect(plan) as ranks:
+            watch(job, folder, ranks)
             whole = train(job, plan, open_store(store_folder), ranks, quiet_console(terminal))
             # The launcher kills the others as soon as one leaves before the end.
             dist.barrier()

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -53,6 +53,8 @@ class StepRecord:
     eval_loss: float | None = None  # nats per token of the held-out text, where it was evaluated
     # Steps since the last record that were skipped, taken back, or computed twice.
     anomalies: list[dict[str, Any]] | None = None
+    slow_rank: int | None = None  # which slows all others down, where there is one ...
+    slow_ratio: float | None = None  # ... and how many times as long it needs
 
     @classmethod
     def of(
@@ -81,14 +83,12 @@ class StepRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All keys; ``eval_loss`` and ``anomalies`` only where there are any.
+        """All keys; those that have a default only where they have a value.
 
         Of a skipped step loss and gradient norm may be no numbers, which JSON cannot write: null.
         """
-        record = asdict(self)
-        for name in ("eval_loss", "anomalies"):
-            if record[name] is None:
-                del record[name]
+        optional = {field.name for field in fields(self) if field.default is None}
+        record = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
         for name in ("loss", "grad_norm"):
             if not math.isfinite(record[name]):
                 record[name] = None
@@ -96,14 +96,15 @@ class StepRecord:
 
 
 class Clock:
-    """Wall-clock seconds per step, since it was last restarted."""
+    """Seconds per step, since it was last restarted."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         self._began = time.perf_counter()
-        self._data = 0.0
+        self._thread = time.thread_time()
+        self._data = self._device = 0.0
         self._steps = 0
 
     @contextmanager
@@ -112,6 +113,12 @@ class Clock:
         yield
         self._data += time.perf_counter() - began
 
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._device += time.perf_counter() - began
+
     def count_step(self) -> None:
         self._steps += 1
 
@@ -119,6 +126,12 @@ class Clock:
         """Mean seconds of a step, and of those the seconds spent waiting for data."""
         total = time.perf_counter() - self._began
         return total / self._steps, self._data / self._steps
+
+    def own(self) -> tuple[float, float]:
+        """Mean seconds of a step in which this rank kept the others waiting: for data, that its
+        device did not hide, and computing on the CPU."""
+        data = max(0.0, self._data - self._device)
+        return data / self._steps, (time.thread_time() - self._thread) / self._steps
 
 
 def memory_peak_gib(device: torch.device) -> float:

@@ -8,9 +8,10 @@ imports from here, but for the operators of attention, which fill a file of thei
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,40 @@ def hide_exchanges(group: dist.ProcessGroup) -> None:
 
     config._micro_pipeline_tp = True
     enable_symm_mem_for_group(group.group_name)
+
+
+class Collective(NamedTuple):
+    """One that was begun and is not done; its number counts those of its group."""
+
+    group: str
+    number: int
+    name: str  # 'all_reduce'
+    sizes: list[list[int]]
+
+
+def open_collectives() -> list[Collective]:
+    """What this process's Flight Recorder holds as begun and not done, in order.
+
+    Sending and receiving are not among them with gloo.  There is no public way to ask it.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    found = []
+    # A build for CUDA has one recorder for NCCL and one for the others.
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if ask := getattr(c10d, dump, None):
+            for entry in json.loads(ask()).get("entries", []):
+                if not entry["retired"] and entry["state"] != "completed":
+                    found.append(_collective(entry))
+    return found
+
+
+def _collective(entry: dict[str, Any]) -> Collective:
+    name, label = entry["process_group"]
+    group = name if label in ("", "undefined", "default_pg") else f"{name} ({label})"
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    kind = entry["profiling_name"].partition(":")[2]
+    return Collective(group, number, kind, entry["input_sizes"])
 
 
 # --------------------------------------------------------------------------- optimizers

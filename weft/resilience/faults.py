@@ -9,12 +9,15 @@ the job, and makes one of them do something on one rank:
     rank = 1
     passing = 2          # the second time that this rank comes by
 
-Each happens once in a run, also if the rank that it killed comes by again after a restart: a file
-in the run's folder remembers it.
+Each happens once in a run (or ``times`` times in a row), also if the rank that it killed comes by
+again after a restart: a file in the run's folder remembers it.
+
+The sites are at the same time where a rank tells the watchdog where it is.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -24,12 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from weft.job import Fault
+from weft.resilience.heartbeat import beat
 
 # Every site, in the order in which a step comes by.
 SITES = {
     "load": "before a checkpoint is loaded",
-    "step": "before a step",
+    "step": "before a step, and before its data is there",
+    "forward_backward": "when the data is there",
     "gradients": "after the backward pass, with this rank's gradients",
+    "record": "before the host waits for the device, to record a step",
     "evaluate": "before an evaluation",
     "checkpoint": "before a checkpoint is saved",
     "checkpoint.shards": "before this rank writes its shards",
@@ -44,11 +50,13 @@ SITES = {
 
 _armed: list[tuple[Fault, Path]] = []
 _passed: dict[str, int] = {}
+_begun: set[Path] = set()  # in this process, not in an earlier one
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path) -> None:
     """From now on these faults happen in this process, if they are this rank's."""
     _passed.clear()
+    _begun.clear()
     _armed[:] = [
         (fault, folder / f"fault-{index}.happened")
         for index, fault in enumerate(faults)
@@ -56,18 +64,27 @@ def arm(faults: Sequence[Fault], rank: int, folder: Path) -> None:
     ]
 
 
-def at(site: str, tensors: Iterable[Any] = ()) -> None:
-    """The product is at ``site``; ``tensors`` are what a fault may corrupt there."""
+def at(site: str, tensors: Iterable[Any] = (), step: int | None = None) -> None:
+    """The product is at ``site``; ``tensors`` are what a fault may corrupt there.
+
+    Args:
+        step: which begins here; elsewhere None.
+    """
+    beat(site, step)
     if not _armed:
         return
     _passed[site] = _passed.get(site, 0) + 1
     for fault, happened in _armed:
-        if fault.site == site and fault.passing == _passed[site] and not happened.exists():
+        if fault.site != site or not 0 <= _passed[site] - fault.passing < fault.times:
+            continue
+        if _passed[site] == fault.passing and not happened.exists():
             happened.parent.mkdir(parents=True, exist_ok=True)
             with happened.open("w") as file:
                 file.write(f"{fault}\n")
                 file.flush()
                 os.fsync(file.fileno())
+            _begun.add(happened)
+        if happened in _begun:
             _happen(fault, tensors)
 
 
@@ -80,6 +97,8 @@ def _happen(fault: Fault, tensors: Iterable[Any]) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "slow":
             time.sleep(fault.seconds)
+        case "lock":
+            ctypes.PyDLL(None).sleep(int(fault.seconds))
         case "raise":
             raise RuntimeError(f"injected fault at {fault.site}")
         case "error":

@@ -33,8 +33,10 @@ from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Plan
 from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
-from weft.resilience.faults import at as fault_at
+from weft.resilience.faults import at as reach
+from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Wishes
+from weft.resilience.stragglers import Stragglers
 from weft.train.setup import Position, Rank, build, home_of, resume, rewind, write_plan
 from weft.train.step import batch_to, held_out
 
@@ -85,7 +87,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         """One step without its update."""
         optimizer.zero_grad()  # there are gradients if it is computed again
         share = engine.forward_backward(batches)
-        fault_at("gradients", (param.grad for param in params))
+        reach("gradients", (param.grad for param in params))
         return gather(share, *grad_norm(params, stages))
 
     section = job.checkpoint
@@ -105,16 +107,18 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         sinks = open_at(at.step)
         clock, saves = Clock(), Saves(section, at.step, say)
         wishes = Wishes(job.resilience.time_limit)
+        stragglers = Stragglers(rank.rank, rank.device, (mesh.at["pp"], mesh.at["cp"]))
         watch = Watch(job.resilience, at.watch)
         anomalies: list[dict[str, Any]] = []  # that are not recorded yet
         while at.step < steps:
             step = at.step + 1
             wishes.ask(save=saver.wants_again())
-            fault_at("step")
             with naming(step):
                 with clock.waiting_for_data():
+                    reach("step", step=step)
                     batches = [batch_to(batch, rank.device) for batch in loader.batch(at.samples)]
 
+                reach("forward_backward")
                 trial, anomaly = watch.examine(step, partial(compute, batches))
                 stop, again = wishes.answer()
                 samples = at.samples + job.train.global_batch
@@ -149,11 +153,15 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     continue
 
                 # The only place where the host waits for the device, but for what may skip.
-                watch.check()
-                loss, norm = trial.told.tolist()
+                reach("record")
+                with clock.waiting_for_device():
+                    watch.check()
+                    loss, norm = trial.told.tolist()
                 times, eval_loss = clock.read(), None
+                measured(times[0])
+                slow_rank, slow_ratio = stragglers.judge(step, times[0], *clock.own(), say)
                 if evaluating:
-                    fault_at("evaluate")
+                    reach("evaluate")
                     held_out_text = held_out(job, plan, store, mesh)
                     eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
                 record = StepRecord.of(
@@ -170,6 +178,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     memory_peak_gib=memory_peak_gib(rank.device),
                     eval_loss=eval_loss,
                     anomalies=anomalies or None,
+                    slow_rank=slow_rank,
+                    slow_ratio=slow_ratio,
                 )
                 anomalies = []
                 for sink in sinks:

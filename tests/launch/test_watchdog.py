@@ -1,0 +1,312 @@
+"""A rank that hangs, in every way: named within its limit and 2 s, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.launch.conftest import WEFT
+from tests.launch.test_local import run, start_and_wait, wait_for
+from tests.launch.test_signals import workers
+from tests.small import losses
+from weft.launch import FAILED, HUNG, REQUEUE
+from weft.launch.watchdog import Seen, Watched, main_stack, verdict
+from weft.resilience.heartbeat import Contact, beat, measured, start, step_limit
+
+pytestmark = pytest.mark.timeout(400)
+
+LIMIT = 3.0
+LONG = ["--train.steps", "100000", "--checkpoint.interval", "20"]
+WATCHED = [*LONG, "--resilience.step_timeout", str(LIMIT)]
+WAITS = r"the other waits in \w+ no\. \d+ of group 0"
+IN_FAULT = r"at weft/resilience/faults\.py:\d+ in _happen"
+
+
+def faults(**fields: object) -> list[str]:
+    pairs = ", ".join(f"{name} = {json.dumps(value)}" for name, value in fields.items())
+    return ["--resilience.faults", f"[{{{pairs}}}]"]
+
+
+def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> None:
+    """It is told, at the right time, in the log and on the terminal."""
+    assert re.search(f"weft: the run hangs: {pattern}", stderr), stderr
+    assert "the same command goes on from" in stderr
+    logs = tmp_path / "run" / "logs"
+    reports = [json.loads((logs / f"rank-{rank}.error.json").read_text()) for rank in (0, 1)]
+    assert LIMIT < min(report["time"] for report in reports) - since < LIMIT + 2
+    log = re.search(r"log: (\S*rank-\d\.log)", stderr)
+    assert log is not None
+    assert re.search(f"the watchdog: {pattern}", Path(log[1]).read_text())
+    names = {path.name for path in logs.iterdir()} - {"fault-0.happened"}
+    assert names == {"launcher.log"} | {
+        f"rank-{n}.{x}" for n in (0, 1) for x in ("log", "error.json")
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (
+            {"site": "step", "kind": "stop", "rank": 1},
+            rf"rank 1 is missing: it is stopped \(SIGSTOP\) in step 30, waiting for data; {WAITS}",
+        ),
+        pytest.param(
+            {"site": "step", "kind": "lock", "rank": 1, "seconds": 1000},
+            "rank 1 is missing: it does not answer: something keeps the interpreter lock, "
+            f"{IN_FAULT}, in step 30, waiting for data; {WAITS}",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # as if its data never came
+            {"site": "step", "kind": "slow", "rank": 1, "seconds": 1000},
+            f"rank 1 is missing: it is in no collective, {IN_FAULT}, in step 30, "
+            f"waiting for data; {WAITS}",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # the watchdog's own parent
+            {"site": "gradients", "kind": "stop", "rank": 0},
+            rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 30, updating the weights; "
+            f"{WAITS}",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["stopped", "interpreter lock", "loader", "first rank"],
+)
+def test_a_missing_rank_is_named(
+    fault: dict[str, object], sentence: str, arguments: list[str], tmp_path: Path
+) -> None:
+    command = [*arguments, *WATCHED, *faults(**fault, passing=30)]
+    done = run(command, tmp_path)
+    assert done.returncode == HUNG, done.stderr
+    check_sentence(
+        sentence, tmp_path, done.stderr, (tmp_path / "run/logs/fault-0.happened").stat().st_mtime
+    )
+    assert f"log: {tmp_path}/run/logs/rank-{fault['rank']}.log" in done.stderr
+    # The fault happens once: the same command goes on.
+    done = run([*command, "--train.steps", "40"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+MISMATCH = """
+import time
+import torch, torch.distributed as dist
+from weft.optim.optimizer import OPTIMIZERS
+
+def build(groups, section):
+    optimizer, steps = OPTIMIZERS["adamw"](groups, section), []
+    def before(*arguments):
+        steps.append(None)
+        if len(steps) == 30 and dist.get_rank() == 1:
+            print("now", time.time(), flush=True)
+            dist.broadcast(torch.zeros(3), 0)
+    optimizer.register_step_pre_hook(before)
+    return optimizer
+"""
+
+
+@pytest.mark.slow
+def test_collectives_at_odds(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MISMATCH)
+    done = run([*arguments, *WATCHED, "--optim.kind", "mine:build"], tmp_path)
+    assert done.returncode == HUNG, done.stderr
+    log = (tmp_path / "run/logs/rank-1.log").read_text()
+    since = re.search(r"now (\S+)", log)
+    assert since is not None
+    one = r"rank 0 waits in \w+ no\. \d+ of group 0 \(step \d+, [a-z ]+\)"
+    other = r"rank 1 waits in broadcast no\. \d+ of group 0 \(step 30, updating the weights\)"
+    check_sentence(f"the ranks are at odds: {one}, {other}", tmp_path, done.stderr, float(since[1]))
+
+
+@pytest.mark.slow
+def test_in_a_pipeline(arguments: list[str], tmp_path: Path) -> None:
+    """gloo records no sending and receiving; who waits there is known by its stack."""
+    fault = faults(site="step", kind="stop", rank=0, passing=30)
+    done = run(
+        [*arguments, *WATCHED, *fault, "--parallel.pp", "2", "--model.tied_embeddings", "false"],
+        tmp_path,
+    )
+    assert done.returncode == HUNG, done.stderr
+    assert "rank 0 is missing: it is stopped (SIGSTOP) in step 30" in done.stderr
+    assert "rank 1 is missing" not in done.stderr
+
+
+@pytest.mark.slow
+def test_inside_torchrun(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun shows the sentence; its own status is 1."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "weft.cli", *arguments[len(WEFT) :], *WATCHED]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = start_and_wait(command, tmp_path, 30)
+    os.kill(workers(process)[1], signal.SIGSTOP)
+    assert process.wait(timeout=30 + LIMIT) == FAILED
+    text = (tmp_path / "run/logs/rank-1.log").read_text()
+    assert "the watchdog: rank 1 is missing: it is stopped (SIGSTOP) in step" in text
+
+
+@pytest.mark.slow
+def test_who_is_suspended_and_goes_on_is_not_late(arguments: list[str], tmp_path: Path) -> None:
+    """All of them, the watchdog too, one after another as a batch system does."""
+    process = start_and_wait([*arguments, *WATCHED], tmp_path, 30)
+    ranks = workers(process)
+    (watchdog,) = workers_of(ranks[0])
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.4)  # it sees that they stand still
+    os.kill(watchdog, signal.SIGSTOP)
+    time.sleep(2 * LIMIT)
+    os.kill(watchdog, signal.SIGCONT)
+    time.sleep(0.4)
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(tmp_path / "run", len(losses(tmp_path / "run")) + 20)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == REQUEUE
+
+
+def workers_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# --------------------------------------------------------------------------- the pieces
+
+
+def seen(rank: int, **changes: object) -> Seen:
+    """A rank that waits in all_reduce no. 42."""
+    values = {
+        "step": 7,
+        "site": "forward_backward",
+        "seconds": 5.0,
+        "state": "S (sleeping)",
+        "channel": "futex_wait",
+        "calls": [("0", 42, "all_reduce", [[8]])],
+        "stack": ['File "/site/torch/distributed/distributed_c10d.py", line 3 in all_reduce'],
+    }
+    return Seen(rank, **(values | changes))  # type: ignore[arg-type]
+
+
+HERE = ['File "/home/me/mine/loader.py", line 12 in __next__']
+VERDICTS = [
+    (
+        [seen(0), seen(1, state="T (stopped)", calls=None, stack=[]), seen(2)],
+        [1],
+        "rank 1 is missing: it is stopped (SIGSTOP) in step 7, forward and backward; "
+        "the others wait in all_reduce no. 42 of group 0",
+    ),
+    (
+        [seen(0), seen(1, state="", calls=None, stack=[])],
+        [1],
+        "rank 1 is missing: it has ended, in step 7, forward and backward; "
+        "the other waits in all_reduce no. 42 of group 0",
+    ),
+    (
+        [seen(0, state="D (disk sleep)", channel="nfs_wait", site="checkpoint.manifest", stack=[])],
+        [0],
+        "rank 0 is missing: it waits in the kernel for a disk or device (nfs_wait) in step 7, "
+        "saving a checkpoint",
+    ),
+    (
+        [seen(0, calls=[], stack=HERE, site="step"), seen(1)],
+        [0],
+        "rank 0 is missing: it is in no collective, at me/mine/loader.py:12 in __next__, "
+        "in step 7, waiting for data; the other waits in all_reduce no. 42 of group 0",
+    ),
+    (
+        [seen(0), seen(1), seen(2, calls=[("0", 42, "broadcast", [[8]])])],
+        [2],
+        "the ranks are at odds: "
+        "rank 0 waits in all_reduce no. 42 of group 0 (step 7, forward and backward), "
+        "rank 1 waits in all_reduce no. 42 of group 0 (step 7, forward and backward), "
+        "rank 2 waits in broadcast no. 42 of group 0 (step 7, forward and backward)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "missing", "sentence"), VERDICTS)
+def test_the_verdict(ranks: list[Seen], missing: list[int], sentence: str) -> None:
+    assert verdict(ranks, len(ranks)) == (missing, sentence)
+
+
+def test_who_is_missing_on_another_host() -> None:
+    """A host whose ranks wait accuses nobody, not even one that waits outside the recorder."""
+    waits = seen(1, calls=[])
+    missing, sentence = verdict([seen(0), waits], 4)
+    assert missing == []
+    assert "every rank of this host waits" in sentence
+    assert "who is missing is on another host" in sentence
+    assert "no rank is missing" in verdict([seen(0), waits], 2)[1]
+
+
+def test_the_limit_of_a_step() -> None:
+    assert step_limit(5.0, 100.0, 10) == 5.0
+    assert step_limit(None, 0.1, 10) == 60.0
+    # On a GPU the host may wait for ten steps at once, and that is ordinary.
+    assert step_limit(None, 30.0, 10) == 600.0
+
+
+def say_where() -> list[tuple[int, float, str]]:
+    """What others read of this process, after some sites."""
+    contact = start(0, 5.0, 10)
+    heard = []
+
+    def look() -> None:
+        line = Path(f"/proc/self/fd/{contact.line}").read_text().split()
+        assert 0 <= time.monotonic() - float(line[0]) < 60
+        heard.append((int(line[1]), float(line[2]), line[3]))
+
+    look()
+    beat("step", 7)
+    look()
+    measured(0.1)
+    beat("forward_backward")
+    look()
+    beat("checkpoint.rename")
+    look()
+    beat("step", 8)
+    look()
+    return heard
+
+
+def test_a_rank_tells_where_it_is() -> None:
+    (heard,) = run_ranks(say_where, 1)
+    assert heard == [
+        (0, 600.0, "start"),
+        (7, 600.0, "step"),  # the first one may compile
+        (7, 5.0, "forward_backward"),
+        (7, 600.0, "checkpoint.rename"),
+        (8, 5.0, "step"),
+    ]
+
+
+def watch_myself() -> list[bool]:
+    contact = start(0, 5.0, 10)
+    measured(0.1)
+    watched = Watched(Contact(*contact))
+    late = []
+    for seconds in (0.0, 0.2, 4.9, 0.2):
+        beat("step", 1) if not late else None
+        late.append(watched.look(seconds))
+    beat("step", 2)
+    late.append(watched.look(100.0))  # a new line is never late
+    return late
+
+
+def test_only_the_time_in_which_it_looked_counts() -> None:
+    assert run_ranks(watch_myself, 1) == [[False, False, True, True, False]]
+
+
+def test_the_main_thread_is_read_out_of_what_faulthandler_writes() -> None:
+    text = (
+        'Thread 0x01 (most recent call first):\n  File "other.py", line 1 in f\n\n'
+        'Current thread 0x02 (most recent call first):\n  File "a b.py", line 3 in g\n'
+        '  File "x.py", line 4 in <module>\n'
+    )
+    assert main_stack(text) == ['File "a b.py", line 3 in g', 'File "x.py", line 4 in <module>']

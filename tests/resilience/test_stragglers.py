@@ -1,0 +1,76 @@
+"""A slow rank is named, within some records, and nobody in a run without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.resilience.test_faults import fault, train_and_listen
+from tests.small import Overrides, records, train_rank
+from weft.resilience.stragglers import probe, slowest
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "table", "rank", "ratio", "why"),
+    [
+        # Two ranks: the median of the others is the other one.
+        (3.0, [[2.0, 1.0], [0.0, 1.0]], 0, 3.0, "waiting for its data"),
+        (1.0, [[0.0, 1.0], [0.0, 3.0]], 1, 3.0, "its computing"),
+        # Another place of the pipeline has more to do.
+        (1.0, [[0.0, 1.0, 0], [0.0, 1.1, 0], [0.0, 3.0, 1], [0.0, 3.0, 1]], 1, 1.1, "computing"),
+        (1.0, [[0.0, 5.0]], None, 1.0, ""),
+        (1.0, [[0.0, 0.0], [0.0, 0.0]], None, 1.0, ""),
+    ],
+)
+def test_slowest(
+    step_seconds: float, table: list[list[float]], rank: int | None, ratio: float, why: str
+) -> None:
+    found = slowest(step_seconds, table)
+    assert found[0] == rank
+    assert found[1] == pytest.approx(ratio)
+    assert why in found[2]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_slow_rank_is_named(ranks: int, store_path: Path, tmp_path: Path) -> None:
+    """Steps of 20 ms, on one rank 100 ms more: within 4 records, once."""
+    change = fault(site="step", kind="slow", rank=1, passing=11, times=1000, seconds=0.1)
+    overrides: Overrides = [
+        ("train.steps", "40"),
+        ("train.global_batch", "6"),
+        ("observe.log_interval", "5"),
+        ("run.dir", str(tmp_path / "run")),
+        *change,
+    ]
+    run_ranks(train_and_listen, ranks, overrides, str(store_path), str(tmp_path / "said"))
+    said = (tmp_path / "said-0").read_text()
+    assert said.count("warning: rank 1 is slow: waiting for its data makes steps") == 1
+    named = {r["step"]: r["slow_rank"] for r in records(tmp_path / "run") if "slow_rank" in r}
+    assert set(named.values()) == {1}
+    assert 25 <= min(named) <= 30
+    assert max(named) == 40
+
+
+def train_with_little_threads(overrides: Overrides, store: str) -> None:
+    torch.set_num_threads(1)
+    train_rank(overrides, store)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_nobody_is_accused_in_200_clean_steps(ranks: int, store_path: Path, tmp_path: Path) -> None:
+    overrides: Overrides = [
+        ("train.steps", "200"),
+        ("train.global_batch", "6"),
+        ("observe.log_interval", "2"),
+        ("run.dir", str(tmp_path)),
+    ]
+    run_ranks(train_with_little_threads, ranks, overrides, str(store_path))
+    assert [r for r in records(tmp_path) if "slow_rank" in r] == []
+
+
+def test_more_work_costs_the_probe_more() -> None:
+    cpu = torch.device("cpu")
+    assert probe(cpu, 256, 3) > probe(cpu, 16, 3) > 0

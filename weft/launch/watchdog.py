@@ -1,0 +1,312 @@
+"""The watchdog: a process on each host that sees when a rank hangs, says where, and ends the run.
+
+Every rank tells where it is, and how long that may last (`weft.resilience.heartbeat`).  One small
+process, a child of the host's first rank, looks several times a second; it shares no lock with
+them, so it sees the truth about a rank that is stopped, holds the interpreter lock or stands still.
+It ends with its parent, however that happens.  Only the time in which it looked counts: when the
+whole machine, or it itself, is suspended, nobody is late.
+
+When a rank is late, all are asked for evidence: the kernel's word on the process, the collectives
+that are open in the Flight Recorder, the Python stacks.  Out of this comes one sentence,
+
+    rank 1 is missing: it is stopped (SIGSTOP) in step 7, waiting for data; the others wait in
+    all_reduce no. 42 of group 0
+
+which goes where the launcher looks for the error of a rank; what each rank was at goes into its
+log.  Then all ranks of the host are killed, which ends the run everywhere.  Who is missing on
+another host is for the watchdog there to say; one whose own ranks all wait gives it the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.job import Job
+from weft.launch.worker import die_with_parent, log_path, status, write_report
+from weft.resilience.heartbeat import LINE_BYTES, Contact, start
+
+# Seconds between two looks, for an answer, and for the watchdogs of other hosts to speak first.
+LOOK, ANSWER, OTHERS_FIRST = 0.25, 0.75, 3.0
+
+# What a rank does after a site, by the first part of its name.
+DOING = {
+    "start": "building the model",
+    "load": "loading a checkpoint",
+    "step": "waiting for data",
+    "forward_backward": "forward and backward",
+    "gradients": "updating the weights",
+    "record": "waiting for the device",
+    "evaluate": "evaluating",
+    "checkpoint": "saving a checkpoint",
+}
+
+FRAME = re.compile(r'File "(.*)", line (\S+) in (.*)')  # as faulthandler writes it
+Call = tuple[str, int, str, list[list[int]]]  # group, number, name, sizes of an open collective
+
+
+def watch(job: Job, folder: Path, rank: Any) -> None:
+    """Let this host's ranks be watched from now on; every rank calls it.
+
+    Args:
+        folder: of the run.
+        rank: this process (`weft.train.setup.Rank`).
+    """
+    timeout = job.resilience.step_timeout
+    if timeout == 0 or sys.platform != "linux":
+        return
+    import torch.distributed as dist
+
+    seconds = None if timeout == "auto" else timeout
+    contacts: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(contacts, start(rank.rank, seconds, job.observe.log_interval))
+    if rank.local_rank == 0:
+        # A launcher numbers the ranks of one host consecutively.
+        here = contacts[rank.rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
+        what = json.dumps([str(folder), rank.world_size, here])
+        # What is sent to all processes of a job is not for this one; blocked is inherited.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        subprocess.Popen([sys.executable, "-P", "-m", "weft.launch.watchdog", what])
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Seen(NamedTuple):
+    """What is known of a rank that may hang."""
+
+    rank: int
+    step: int
+    site: str
+    seconds: float  # since it came there
+    state: str  # of the process, as /proc/ID/status has it; empty if there is none
+    channel: str  # of the kernel, in which it sleeps, where one may know
+    calls: list[Call] | None  # open collectives; None: no answer
+    stack: list[str]  # of the main thread, innermost first
+
+
+# --------------------------------------------------------------------------- the verdict
+
+
+def verdict(seen: Sequence[Seen], world_size: int) -> tuple[list[int], str]:
+    """The ranks that are missing, if they are on this host, and the sentence."""
+    absent = {one.rank: why for one in seen if (why := why_absent(one))}
+    waiting = [one for one in seen if one.rank not in absent]
+    if absent:
+        named = "; ".join(
+            f"rank {one.rank} is missing: it {absent[one.rank]} in {where(one)}"
+            for one in seen
+            if one.rank in absent
+        )
+        calls = {call(one) for one in waiting}
+        if not waiting:
+            return list(absent), named
+        if len(calls) == 1:
+            others = "the other waits" if len(waiting) == 1 else "the others wait"
+            return list(absent), f"{named}; {others} in {calls.pop()}"
+        return list(absent), f"{named}; {all_calls(waiting)}"
+    odd = at_odds(seen)
+    if odd:
+        return odd, f"the ranks are at odds: {all_calls(seen)}"
+    said = f"every rank of this host waits: {all_calls(seen)}"
+    if len(seen) < world_size:
+        return [], f"{said}; who is missing is on another host"
+    return [], f"{said}; no rank is missing: the network, or a device, stands still"
+
+
+def why_absent(one: Seen) -> str | None:
+    """Why others wait for this rank; None if it waits for others itself."""
+    if not one.state or one.state[0] in "ZX":
+        return "has ended,"
+    if one.state[0] == "T":
+        return "is stopped (SIGSTOP)"
+    if one.state[0] == "t":
+        return "is held by a debugger"
+    at = f", at {place(one.stack)}," if one.stack else ""
+    if one.state[0] == "D":
+        return f"waits in the kernel for a disk or device ({one.channel or 'unknown'}){at}"
+    if one.calls is None:
+        return f"does not answer: something keeps the interpreter lock{at}"
+    # Sending and receiving are not recorded with gloo, but then it waits in torch's own code.
+    if one.calls or any("/torch/distributed/" in frame for frame in one.stack[:1]):
+        return None
+    return f"is in no collective{at or ','}"
+
+
+def at_odds(seen: Sequence[Seen]) -> list[int]:
+    """The ranks whose first open collective is another one than that of most in its group."""
+    firsts = {one.rank: one.calls[0] for one in seen if one.calls}
+    for group in {first[0] for first in firsts.values()}:
+        kinds: dict[str, list[int]] = {}
+        for rank, first in firsts.items():
+            if first[0] == group:
+                kinds.setdefault(json.dumps(first[1:3]), []).append(rank)
+        if len(kinds) > 1:
+            return min(kinds.values(), key=len)
+    return []
+
+
+def where(one: Seen) -> str:
+    return f"step {one.step}, {DOING.get(one.site.partition('.')[0], one.site)}"
+
+
+def place(stack: Sequence[str]) -> str:
+    """'weft/train/loop.py:95 in train', of the innermost frame."""
+    path, line, name = FRAME.findall(stack[0])[0]
+    return f"{'/'.join(Path(path).parts[-3:])}:{line} in {name}"
+
+
+def call(one: Seen) -> str:
+    """What a waiting rank waits in."""
+    if not one.calls:
+        return place(one.stack) if one.stack else "a place unknown"
+    group, number, name, _ = one.calls[0]
+    return f"{name} no. {number} of group {group}"
+
+
+def all_calls(seen: Sequence[Seen], most: int = 4) -> str:
+    some = ", ".join(f"rank {one.rank} waits in {call(one)} ({where(one)})" for one in seen[:most])
+    return some + (f" and {len(seen) - most} more" if len(seen) > most else "")
+
+
+# --------------------------------------------------------------------------- outside the ranks
+
+
+class Watched:
+    """A rank of this host, from outside."""
+
+    def __init__(self, contact: Contact) -> None:
+        self.contact = contact
+        self.process = os.pidfd_open(contact.pid)
+        self.files = Path(f"/proc/{contact.pid}/fd")
+        self.file = os.open(self.files / str(contact.line), os.O_RDONLY)
+        self.line = b""
+        self.age = 0.0  # seconds that the line has been seen unchanged
+
+    def look(self, seconds: float) -> bool:
+        """Whether the rank is late, ``seconds`` after the last look."""
+        line = os.pread(self.file, LINE_BYTES, 0)
+        self.age = self.age + seconds if line == self.line else 0.0
+        self.line = line
+        # A line that has just changed may be half-written; it is not judged.
+        return self.age > 0 and self.age > float(line.split()[2])
+
+    def ask(self) -> None:
+        with suppress(OSError):
+            pipe = os.open(self.files / str(self.contact.question), os.O_WRONLY | os.O_NONBLOCK)
+            os.write(pipe, b"?")
+            os.close(pipe)
+
+    def answer(self) -> list[Call] | None:
+        text = self._read(self.contact.answer)
+        return [tuple(call) for call in json.loads(text)] if text.endswith("\n") else None
+
+    def stacks(self) -> str:
+        return self._read(self.contact.stacks)
+
+    def send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.process, number)
+
+    def state(self) -> str:
+        return status(self.contact.pid).get("State", "")
+
+    def seen(self) -> Seen:
+        _, step, _, site = self.line.decode().split()
+        state, channel = self.state(), ""
+        with suppress(OSError):
+            channel = Path(f"/proc/{self.contact.pid}/wchan").read_text().strip("0\n")
+        stack = main_stack(self.stacks())
+        answer = self.answer()
+        return Seen(self.contact.rank, int(step), site, self.age, state, channel, answer, stack)
+
+    def _read(self, number: int) -> str:
+        try:
+            return (self.files / str(number)).read_text("utf-8", "replace")
+        except OSError:
+            return ""
+
+
+def main_stack(text: str) -> list[str]:
+    """The main thread's frames out of faulthandler's text, innermost first."""
+    # It comes last.  'File "x.py", line 3 in f'
+    last = text.rpartition("hread 0x")[2].splitlines()[1:]
+    return [line.strip() for line in last if FRAME.fullmatch(line.strip())]
+
+
+def until(condition: Any, seconds: float) -> None:
+    """Wait for ``condition()``, for so long."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def gather_evidence(ranks: Sequence[Watched]) -> list[Seen]:
+    """Ask every rank what it is at; who cannot answer is not waited for."""
+    able = [rank for rank in ranks if rank.state()[:1] not in ("T", "t", "Z", "")]
+    for rank in able:
+        rank.ask()
+    until(lambda: all(rank.answer() is not None for rank in able), ANSWER)
+    # Only now: a signal ends some of the calls that keep the lock.
+    seen = {rank: rank.answer() for rank in ranks}
+    for rank in able:
+        rank.send(signal.SIGUSR2)
+    until(lambda: all("hread 0x" in rank.stacks() for rank in able), ANSWER)
+    time.sleep(0.05)  # for those that are being written
+    return [rank.seen()._replace(calls=seen[rank]) for rank in ranks]
+
+
+def tell(folder: Path, ranks: Sequence[Watched], seen: Sequence[Seen], world_size: int) -> bool:
+    """Write the verdict into reports and logs; whether the missing rank is on this host."""
+    missing, sentence = verdict(seen, world_size)
+    # The launcher takes the earliest report.
+    for rank, one in sorted(zip(ranks, seen, strict=True), key=lambda p: p[1].rank not in missing):
+        number = rank.contact.rank
+        with log_path(folder, number).open("a", encoding="utf-8") as log:
+            print(f"--- the watchdog: {sentence}", file=log)
+            print(f"process {rank.contact.pid}, {one.state or 'ended'}, in {where(one)}", file=log)
+            print(f"open collectives: {one.calls}", file=log)
+            print(rank.stacks() or "no Python stacks: it could not write them\n", file=log)
+        report = {
+            "kind": "Hang",
+            "foreseen": False,
+            "message": sentence,
+            "traceback": "\n".join(reversed(one.stack)),
+        }
+        write_report(folder, number, report, rank.contact.torchrun)
+    return bool(missing)
+
+
+def main() -> None:
+    """Watch until a rank is late, or the parent ends."""
+    folder, world_size, here = json.loads(sys.argv[1])
+    contacts = [Contact(*values) for values in here]
+    die_with_parent()
+    if os.getppid() != contacts[0].pid:
+        return  # it has ended already
+    ranks = [Watched(contact) for contact in contacts]
+    before = time.monotonic()
+    while True:
+        time.sleep(LOOK)
+        now = time.monotonic()
+        # When this process itself was held up, so may the others have been.
+        late = [rank.look(min(now - before, 4 * LOOK)) for rank in ranks]
+        before = now
+        if any(late):
+            break
+    seen = gather_evidence(ranks)
+    if not tell(Path(folder), ranks, seen, world_size) and len(ranks) < world_size:
+        time.sleep(OTHERS_FIRST)
+    for rank in reversed(ranks):  # the first one is the parent
+        rank.send(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Which rank is slow, when all of them need the same time?
+
+In synchronous training every rank's step takes as long as the slowest one's: the others wait in
+collectives.  So each measures what it needs before it can be made to wait, in two parts:
+
+* getting its data, on the wall clock: nobody waits for others there (less what its device still
+  had to do when it was done, because that hides it);
+* computing.  On a CPU the processor time of its main thread, which stands still while it waits (so
+  does what another program takes away: that is noise, on the machines where one trains on CPUs).
+  On a GPU, whose kernels of communication are busy waiting, a probe: a product of matrices of
+  fixed size, when the device has nothing else to do.
+
+The parts are exchanged with every record, and each rank is compared with the median of its peers
+without it: those at the same place of the pipeline and of the sequence, which have as much to do.
+A rank is named when it makes steps 1.5 times as long for three records in a row that span at least
+ten steps; a hiccup is no straggler.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+RATIO, RECORDS, STEPS = 1.5, 3, 10
+
+
+class Stragglers:
+    """The judgement over time."""
+
+    def __init__(self, rank: int, device: torch.device, place: tuple[int, ...]) -> None:
+        """``place``: ranks with an equal one have as much to do as this one."""
+        self._rank, self._device, self._place = rank, device, place
+        self._since: list[int] = []  # the steps of the records in which one rank was slow ...
+        self._slow: int | None = None  # ... this one
+
+    def judge(
+        self,
+        step: int,
+        step_seconds: float,
+        data_seconds: float,
+        cpu_seconds: float,
+        say: Callable[[str], None],
+    ) -> tuple[int | None, float | None]:
+        """The rank that is slow, and how many times as long steps take for it; else None twice.
+
+        Every rank calls it with what it needed per step since the last call.
+
+        Args:
+            say: told once of every straggler.
+        """
+        compute = probe(self._device) if self._device.type == "cuda" else cpu_seconds
+        table = torch.zeros(dist.get_world_size(), 2 + len(self._place), dtype=torch.float64)
+        table[self._rank] = torch.tensor([data_seconds, compute, *self._place])
+        if len(table) > 1:
+            dist.all_reduce(table)
+        rank, ratio, why = slowest(step_seconds, table.tolist())
+        if ratio < RATIO:
+            rank = None
+        if rank != self._slow:
+            self._slow, self._since = rank, []
+        if rank is None:
+            return None, None
+        known = self._lasts()
+        self._since.append(step)
+        if not self._lasts():
+            return None, None
+        if not known:
+            say(f"warning: rank {rank} is slow: {why} makes steps {ratio:.1f} times as long")
+        return rank, ratio
+
+    def _lasts(self) -> bool:
+        since = self._since
+        return len(since) >= RECORDS and since[-1] - since[0] >= STEPS
+
+
+def slowest(step_seconds: float, table: Sequence[Sequence[float]]) -> tuple[int | None, float, str]:
+    """The rank that slows the others down the most, by which factor, and with what.
+
+    Args:
+        table: of each rank the seconds for its data, those of computing, and its place.
+    """
+    worst: tuple[int | None, float, str] = (None, 1.0, "")
+    for rank, (data, compute, *place) in enumerate(table):
+        peers = [row for other, row in enumerate(table) if other != rank and row[2:] == place]
+        if not peers:
+            continue
+        more = data - statistics.median(row[0] for row in peers)
+        usual = statistics.median(row[1] for row in peers)
+        by_data = step_seconds / max(step_seconds - more, 1e-9)
+        by_compute = compute / usual if usual > 0 else 1.0
+        if by_data > worst[1]:
+            worst = rank, by_data, "waiting for its data"
+        if by_compute > worst[1]:
+            worst = rank, by_compute, "its computing"
+    return worst
+
+
+def probe(device: torch.device, size: int = 2048, times: int = 8) -> float:
+    """Seconds that a device needs for a fixed piece of work: a median, after everything queued."""
+
+    def idle() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(times):
+        began = idle()
+        a @ a
+        seconds.append(idle() - began)
+    return statistics.median(seconds)
