@@ -27,6 +27,7 @@ def record(step: int, **changes: object) -> StepRecord:
         "flops_per_token": 3e9,
         "peak_flops": 6e12,
         "memory_peak_gib": 1.5,
+        "seconds": {"productive": 1.0},
     }
     return StepRecord.of(**(values | changes))  # type: ignore[arg-type]
 

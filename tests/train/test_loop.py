@@ -26,6 +26,7 @@ KEYS = {
     "mfu",
     "memory_peak_gib",
     "time",
+    "seconds",
 }
 
 

@@ -29,6 +29,7 @@ from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
 from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, write_error
+from weft.observe.ledger import goodput
 from weft.observe.sinks import duration, quiet_console, read_records
 from weft.plan.placement import AXES
 from weft.plan.report import stage_lines
@@ -291,6 +292,10 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     held_out_line = (
         f"  held out {held_out[-1]:.3f}   on text that it was not trained on\n" if held_out else ""
     )
+    spent = ""
+    if (kinds := last.get("seconds", {})).get("restarting"):  # it took more than one start
+        longest = ", ".join(f"{kind} {duration(s)}" for kind, s in kinds.items() if s >= 1)
+        spent = f"goodput {goodput(kinds):.1%} of all its starts: {longest}\n"
     where = os.path.relpath(folder)
     where = str(folder) if where.startswith("..") else where
     name = recipe if not recipe.endswith(".toml") else "demo"
@@ -301,6 +306,7 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
         f"{held_out_line}"
         f"  unigram  {store.manifest.unigram_entropy_nats:.3f}   "
         "what guessing by the tokens' frequencies alone would give\n"
+        f"{spent}"
         f"the run lies in {where}\n"
         f"next:  weft generate {shlex.quote(where)} --prompt 'class '\n"
         f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"

@@ -50,6 +50,7 @@ class StepRecord:
     mfu: float | None
     memory_peak_gib: float  # rank 0: device memory on cuda, resident memory of the process on cpu
     time: float  # seconds since the epoch
+    seconds: dict[str, float]  # of the run, over all its starts: see `weft.observe.ledger`
     eval_loss: float | None = None  # nats per token of the held-out text, where it was evaluated
     # Steps since the last record that were skipped, taken back, or computed twice.
     anomalies: list[dict[str, Any]] | None = None

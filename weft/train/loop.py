@@ -26,8 +26,9 @@ from weft.checkpoint.store import Saver, take
 from weft.data.loader import Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
+from weft.observe.ledger import Ledger
 from weft.observe.record import Clock, StepRecord, memory_peak_gib
-from weft.observe.sinks import Sink, open_sinks
+from weft.observe.sinks import Sink, open_sinks, read_records
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Plan
@@ -59,6 +60,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         Whether all steps are done; the same on every rank.
     """
     folder, steps = Path(plan.run_dir), job.train.steps
+    metrics = folder / "metrics.jsonl"
+    ledger = Ledger(read_records(metrics))
     arm(job.resilience.faults, rank.rank, folder / "logs")
     parts, mesh, engine, optimizer, decay = build(job, plan, rank)
 
@@ -97,6 +100,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
         def open_at(step: int) -> list[Sink]:
             stack.close()
+            ledger.back_to(step, read_records(metrics))
             sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
             for sink in sinks:
                 stack.enter_context(closing(sink))
@@ -105,6 +109,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         if rank.rank == 0:
             write_plan(folder, plan)
         sinks = open_at(at.step)
+        ledger.spent("restoring")
         clock, saves = Clock(), Saves(section, at.step, say)
         wishes = Wishes(job.resilience.time_limit)
         stragglers = Stragglers(rank.rank, rank.device, (mesh.at["pp"], mesh.at["cp"]))
@@ -132,6 +137,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     at = replace(back, samples=samples)
                     watch.restore(at.watch)
                     sinks = open_at(at.step)
+                    ledger.spent("lost")
                     clock.restart()
                     continue
                 lr = learning_rate(step, steps, job.optim, decay)
@@ -158,12 +164,14 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     watch.check()
                     loss, norm = trial.told.tolist()
                 times, eval_loss = clock.read(), None
+                ledger.spent("productive")
                 measured(times[0])
                 slow_rank, slow_ratio = stragglers.judge(step, times[0], *clock.own(), say)
                 if evaluating:
                     reach("evaluate")
                     held_out_text = held_out(job, plan, store, mesh)
                     eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
+                    ledger.spent("evaluating")
                 record = StepRecord.of(
                     step=step,
                     loss=loss,
@@ -176,6 +184,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     flops_per_token=plan.flops_per_token,
                     peak_flops=plan.peak_flops,
                     memory_peak_gib=memory_peak_gib(rank.device),
+                    seconds=dict(ledger.seconds),
                     eval_loss=eval_loss,
                     anomalies=anomalies or None,
                     slow_rank=slow_rank,
@@ -190,6 +199,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     watch.saved()
                 if last:
                     saver.wait()
+                ledger.spent("saving")
                 clock.restart()  # neither evaluating nor saving is part of a step
                 if stop:
                     break
