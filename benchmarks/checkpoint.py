@@ -8,7 +8,7 @@ size.  A round is a few steps of each kind, so that a machine whose speed drifts
     nothing      no checkpoint
     background   one in the background: fingerprints and a copy while training waits
     waiting      one with training waiting until it is on the disk
-    the disk     the same bytes by a plain write and fsync, and read back by plain reads
+    the disk     the same bytes by plain writes into room made before, and fsync; and plain reads
 
 Everything is verified as always: fingerprints when saving, and when loading.  What was written is
 put out of the page cache before it is read, by both; so the read is the disk's.
@@ -27,6 +27,7 @@ import time
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -87,6 +88,7 @@ def plain_write(path: Path, size: int) -> float:
     block = os.urandom(BLOCK)
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
         for _ in range(size // BLOCK):
             file.write(block)
         os.fsync(file.fileno())
@@ -94,11 +96,12 @@ def plain_write(path: Path, size: int) -> float:
 
 
 def plain_read(path: Path) -> float:
-    buffer = bytearray(BLOCK)
     began = time.perf_counter()
+    size = path.stat().st_size
+    memory = memoryview(np.empty(size, np.uint8).data)  # new, as what is loaded into is
     with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
+        for at in range(0, size, BLOCK):
+            file.readinto(memory[at : at + BLOCK])
     return time.perf_counter() - began
 
 
@@ -128,7 +131,8 @@ def main() -> None:
         for round_ in range(options.rounds + 1):
             for _ in range(options.steps):
                 note("step", step(built))
-            for kind, saver in savers.items():
+            for kind, saver in list(savers.items())[:: 1 if round_ % 2 else -1]:
+                os.sync()  # what others have left to be written
                 began = time.perf_counter()
                 saver.save(built.parts, built.optimizer, {"step": round_ + 1})
                 stall = time.perf_counter() - began
@@ -142,8 +146,11 @@ def main() -> None:
                 if round_:  # the first one allocates memory
                     note(f"{kind}: stall", stall)
                     note(f"{kind}: write", saver.write_seconds)
-            plain = home / "plain"
+            # As a checkpoint: the old one goes when the new one is there.
+            os.sync()
+            before, plain = home / f"plain-{round_ - 1}", home / f"plain-{round_}"
             wrote = plain_write(plain, size)
+            before.unlink(missing_ok=True)
             forget(home)
             read = plain_read(plain)
             path = checkpoint_path(home / "waiting", round_ + 1)

@@ -138,10 +138,9 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
     contents = parse_contents(read_manifest(path))
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
-    wanted = [
-        part
+    wanted = {
+        name: list(overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
         for name, tensor in state.items()
-        for part in overlaps(contents.tensors[name], [0] * tensor.dim(), tensor)
-    ]
+    }
     read_shards(path, contents, wanted)
     return state

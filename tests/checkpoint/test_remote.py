@@ -231,11 +231,10 @@ def newest_of(home: str) -> dict[str, torch.Tensor]:
     manifest = read_manifest(path)
     contents = parse_contents(manifest)
     state = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in contents.tensors.items()}
-    wanted = [
-        part
+    wanted = {
+        name: list(overlaps(contents.tensors[name], [0] * tensor.dim(), tensor))
         for name, tensor in state.items()
-        for part in overlaps(contents.tensors[name], [0] * tensor.dim(), tensor)
-    ]
+    }
     read_shards(path / manifest["inside"], contents, wanted)
     return state
 

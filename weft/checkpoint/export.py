@@ -224,7 +224,7 @@ def read_weight(model: Model, name: str) -> Iterator[Tensor]:
         for first, count in blocks(entry.shape):
             rows = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
             offsets = [first, *[0] * (rows.dim() - 1)]
-            read_shards(model.folder, model.contents, overlaps(entry, offsets, rows))
+            read_shards(model.folder, model.contents, {name: [*overlaps(entry, offsets, rows)]})
             mark += int(fingerprint(rows, offsets, entry.shape))
             yield rows
     except (Damaged, FileNotFoundError) as error:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from weft.parallel.init import flat_index
 
-# Elements at a time, whose temporaries stay in the caches of a core, or fill a GPU.
-CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+# Elements at a time: temporaries that stay in a core's caches, and that torch does not spread over
+# threads, of which there may be several here; or that fill a GPU.
+CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -40,9 +41,11 @@ def fingerprint(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> 
     rows = max(1, CHUNK.get(local.device.type, 1 << 20) // math.prod(bits.shape[1:]))
     _, index = next(flat_index(bits[:rows], offsets, shape, bits.numel()))
     odd = (2 * index + 1).expand(bits[:rows].shape).contiguous()
+    buffer = torch.empty_like(odd)
     for begin in range(0, len(bits), rows):
+        block = bits[begin : begin + rows]
+        part = buffer[: len(block)].copy_(block)
         # Further down all places are higher by the same number.
-        part = bits[begin : begin + rows].to(torch.int64, copy=True)  # live: not ours
         total += part.sum() * wrapped(2 * begin * math.prod(shape[1:]))
         total += part.mul_(odd[: len(part)]).sum()
     return total

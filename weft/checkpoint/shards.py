@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import wrapped
-from weft.checkpoint.storage import read_range, size_of
+from weft.checkpoint.storage import is_remote, read_into, read_range, size_of
 
 Json = dict[str, Any]
 
@@ -49,7 +50,7 @@ DTYPES = {
     )
 }
 
-READ_BYTES = 64 << 20  # at most, of one request
+READ_BYTES = 16 << 20  # from here on a request serves one box only
 WASTE = 0.05  # of a request, at most, that is read for nothing
 READERS = 4  # requests at a time
 
@@ -196,6 +197,13 @@ class Wanted(NamedTuple):
         start = self.shard.position + first * row
         return start, start + rows * row
 
+    def direct(self) -> memoryview | None:
+        """The memory that those rows go into as they are; None if they must be cut or moved."""
+        target, shard = self.target, self.shard
+        whole = target.shape[1:] == shard.sizes[1:]
+        plain = target.device.type == "cpu" and target.dtype == shard.dtype
+        return raw(target) if whole and plain and target.is_contiguous() else None
+
     def fill(self, content: memoryview) -> None:
         """From the bytes of those rows."""
         shape = (-1, *self.shard.sizes[1:]) if self.shard.sizes else ()
@@ -223,19 +231,19 @@ def overlaps(entry: Entry, offsets: Sequence[int], box: Tensor) -> Iterator[Want
 
 
 class Request(NamedTuple):
-    """Bytes of a file that are read at once."""
+    """Bytes of a file that are read at once, and the tensors' boxes that they fill."""
 
     file: str
     begin: int
     end: int
-    serves: list[Wanted]
+    serves: list[tuple[str, Wanted]]
 
 
-def joined(file: str, wanted: Iterable[Wanted]) -> Iterator[Request]:
+def joined(file: str, wanted: Iterable[tuple[str, Wanted]]) -> Iterator[Request]:
     """What is wanted of a file in few requests, with hardly anything read for nothing."""
     begin = end = useful = 0
-    serves: list[Wanted] = []
-    for each in sorted(wanted, key=Wanted.rows):
+    serves: list[tuple[str, Wanted]] = []
+    for name, each in sorted(wanted, key=lambda pair: pair[1].rows()):
         start, stop = each.rows()
         more = max(0, stop - max(start, end))
         whole = max(stop, end) - begin
@@ -244,37 +252,62 @@ def joined(file: str, wanted: Iterable[Wanted]) -> Iterator[Request]:
             serves = []
         if not serves:
             begin, useful, more, end = start, 0, stop - start, start
-        serves.append(each)
+        serves.append((name, each))
         end, useful = max(end, stop), useful + more
     if serves:
         yield Request(file, begin, end, serves)
 
 
-def read_shards(folder: Path, contents: Contents, wanted: Iterable[Wanted]) -> None:
+def read_shards(
+    folder: Path,
+    contents: Contents,
+    wanted: Mapping[str, Sequence[Wanted]],
+    complete: Callable[[str], None] = lambda name: None,
+) -> None:
     """Fill what is wanted: each byte is read once, neighbours in one request, some at a time.
+
+    Args:
+        wanted: of each tensor.
+        complete: called with a tensor's name when all of it is there, in the thread that read the
+            last of it, while others read on.
 
     Raises:
         Damaged: if a file is not as long as it should be.
         FileNotFoundError, OSError: if it is not there, or cannot be read.
     """
-    by_file: dict[str, list[Wanted]] = {}
-    for each in wanted:
-        by_file.setdefault(each.shard.file, []).append(each)
+    by_file: dict[str, list[tuple[str, Wanted]]] = {}
+    for name, some in wanted.items():
+        for each in some:
+            by_file.setdefault(each.shard.file, []).append((name, each))
     requests: list[Request] = []
-    for name, some in by_file.items():
-        size, expected = size_of(folder / name), contents.files[name][0]
+    for file, pairs in by_file.items():
+        size, expected = size_of(folder / file), contents.files[file][0]
         if size != expected:
-            raise Damaged(f"{name} has {size:,} bytes, not {expected:,}")
-        requests += joined(name, some)
+            raise Damaged(f"{file} has {size:,} bytes, not {expected:,}")
+        requests += joined(file, pairs)
+    missing, lock = {name: len(some) for name, some in wanted.items()}, Lock()
 
     def serve(request: Request) -> None:
-        name, begin, end, some = request
-        content = memoryview(read_range(folder / name, begin, end))
-        if len(content) != end - begin:
-            raise Damaged(f"{name} ends {end - begin - len(content)} bytes too early")
-        for each in some:
-            start, stop = each.rows()
-            each.fill(content[start - begin : stop - begin])
+        file, begin, end, serves = request
+        direct = None
+        if len(serves) == 1 and not is_remote(folder):
+            direct = serves[0][1].direct()
+        if direct is not None:
+            got = read_into(folder / file, begin, direct)
+        else:
+            content = read_range(folder / file, begin, end)
+            got = len(content)
+        if got != end - begin:
+            raise Damaged(f"{file} ends {end - begin - got} bytes too early")
+        for name, each in serves:
+            if direct is None:
+                start, stop = each.rows()
+                each.fill(content[start - begin : stop - begin])
+            with lock:
+                missing[name] -= 1
+                last = missing[name] == 0
+            if last:
+                complete(name)
 
     with ThreadPoolExecutor(READERS) as pool:
         for _ in pool.map(serve, requests):

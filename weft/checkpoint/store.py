@@ -296,7 +296,7 @@ class Saver:
         for name, tensor in (model_state(parts) | optimizer_state(parts, optimizer)).items():
             if not _owns(name, tensor, params[_parameter(name)]):
                 continue
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            local = _local(tensor)
             if local.numel() == 0 and tensor.numel() > 0:
                 continue  # others have it all
             offsets = shard_offsets(tensor)
@@ -406,7 +406,7 @@ def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
     if not boxes:
         return None
     name = f"shard-{_rank():05}.bin"
-    with create(temporary / name) as file:
+    with create(temporary / name, sum(box.content.nbytes for box in boxes)) as file:
         written = write_shards(file, name, boxes)
         at("checkpoint.written")
     return written
@@ -493,8 +493,10 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         allocate_optimizer_state(parts, optimizer, saved)
         state |= optimizer_state(parts, optimizer)
     folder = folder_of_shards(path, manifest)
-    _together(path, lambda: _read(folder, contents, state))
-    wrong = _other_than(contents, state, dict(named_parameters(parts)))
+    marks: dict[str, int] = {}
+    params = dict(named_parameters(parts))
+    _together(path, lambda: _read(folder, contents, state, params, marks))
+    wrong = _other_than(contents, state, marks, next(iter(params.values())).device)
     if wrong:
         named = _from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
         reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
@@ -510,9 +512,15 @@ def folder_of_shards(path: Path, manifest: Json) -> Path:
     return path / inside if inside else path
 
 
-def _read(folder: Path, contents: Contents, state: State) -> None:
-    """Fill the local part of every tensor."""
-    wanted: list[Wanted] = []
+def _read(
+    folder: Path,
+    contents: Contents,
+    state: State,
+    params: dict[str, nn.Parameter],
+    marks: dict[str, int],
+) -> None:
+    """Fill the local part of every tensor, and take the fingerprints of what is this rank's."""
+    wanted: dict[str, list[Wanted]] = {}
     problems = []
     for name, tensor in state.items():
         entry = contents.tensors.get(name)
@@ -521,12 +529,18 @@ def _read(folder: Path, contents: Contents, state: State) -> None:
         elif entry.shape != tuple(tensor.shape):
             problems.append(f"{name} has shape {entry.shape} in it, not {tuple(tensor.shape)}")
         else:
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            wanted += overlaps(entry, shard_offsets(tensor), local)
+            wanted[name] = list(overlaps(entry, shard_offsets(tensor), _local(tensor)))
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise ValueError(f"it is of another model: {problems[0]}{more}")
-    read_shards(folder, contents, wanted)
+
+    def complete(name: str) -> None:
+        tensor = state[name]
+        if _owns(name, tensor, params[_parameter(name)]):
+            # Of live memory, where it has just come from the disk.
+            marks[name] = int(fingerprint(_local(tensor), shard_offsets(tensor), tensor.shape))
+
+    read_shards(folder, contents, wanted, complete)
 
 
 def _together(path: Path, work: Callable[[], None]) -> None:
@@ -549,20 +563,14 @@ def _together(path: Path, work: Callable[[], None]) -> None:
             raise error_kind(f"{path}: could not be loaded: rank {rank}: {why}")
 
 
-def _other_than(contents: Contents, state: State, params: dict[str, nn.Parameter]) -> list[str]:
+def _other_than(
+    contents: Contents, state: State, marks: dict[str, int], device: torch.device
+) -> list[str]:
     """The tensors whose fingerprint, over all ranks, is not the one that was saved."""
-    device = next(iter(params.values())).device if params else torch.device("cpu")
     names = list(contents.tensors)
     # What no rank loaded (the optimizer's, where only the model is wanted) is not judged.
-    sums = torch.zeros((2, len(names)), dtype=torch.int64, device=device)
-    for i, name in enumerate(names):
-        tensor = state.get(name)
-        if tensor is None:
-            continue
-        sums[1, i] = 1
-        if _owns(name, tensor, params[_parameter(name)]):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            sums[0, i] = fingerprint(local, shard_offsets(tensor), tensor.shape)
+    sums = torch.tensor([[marks.get(n, 0) for n in names], [n in state for n in names]])
+    sums = sums.to(device)
     if dist.is_initialized():
         dist.all_reduce(sums)
     found, loaded = sums.tolist()
@@ -574,6 +582,11 @@ def _other_than(contents: Contents, state: State, params: dict[str, nn.Parameter
 
 
 # --------------------------------------------------------------------------- helpers
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _parameter(name: str) -> str:
