@@ -138,22 +138,18 @@ class Meeting(DynamicRendezvousHandler):
     def end(self, verdict: Mapping[str, Any] | None) -> None:
         """End the run on all nodes; ``verdict``: why it failed, None if it did not."""
         with suppress(Exception):  # nobody may be left to be told
-            if verdict is not None:
-                self._store.set(f"{self.get_run_id()}/verdict", json.dumps(verdict))
+            self._store.set(f"{self.get_run_id()}/verdict", json.dumps(verdict))
             self.shutdown()
         if self.several:
             time.sleep(LINGER_SECONDS)
 
     def verdict(self) -> dict[str, Any] | None:
         """What another node gave `end`."""
-        key = f"{self.get_run_id()}/verdict"
-        found: dict[str, Any] | None = None
-        if self._store.check([key]):
-            found = json.loads(self._store.get(key))
+        found: dict[str, Any] | None = json.loads(self._store.get(f"{self.get_run_id()}/verdict"))
         return found
 
     def leave(self) -> None:
-        """This node goes: the others need not wait for its heartbeat; the last one closes."""
+        """This node goes: the others need not wait until they miss its heartbeat."""
 
         def step_out(context: Any, deadline: float) -> _Action:
             for group, action in (
@@ -163,10 +159,6 @@ class Meeting(DynamicRendezvousHandler):
             ):
                 if context.node in group:
                     return action
-            state = context.state
-            alone = not (state.participants or state.wait_list or state.redundancy_list)
-            if alone and not state.closed:
-                return _Action.MARK_RENDEZVOUS_CLOSED
             return _Action.FINISH
 
         self._stop_heartbeats()
@@ -239,7 +231,7 @@ def meet(
     ours = json.loads(json.dumps(same, default=str))
     theirs = json.loads(store.compare_set(f"{name}/same", "", json.dumps(ours)))
     if ours != theirs:
-        remedy = "give the same command on every node"
+        remedy = "give the same command on every node, or let this run meet elsewhere"
         raise InvalidJob(
             Problem(key, value, f"on the nodes that are there it is {theirs.get(key)}", remedy)
             for key, value in ours.items()
