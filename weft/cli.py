@@ -64,6 +64,10 @@ OPTIONS = {
 }
 
 
+# Keys that may go without their section.
+SHORT = {"nodes": "run.nodes", "rendezvous": "run.rendezvous"}
+
+
 def split_overrides(
     arguments: list[str],
 ) -> tuple[list[str], list[tuple[str, str]], list[Problem]]:
@@ -89,6 +93,7 @@ def split_overrides(
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
+        name = SHORT.get(name, name)
         if not equals:
             if not remaining or remaining[0].startswith("--") or remaining[0] == "-h":
                 problems.append(Problem(f"--{name}", MISSING, "needs a value"))
@@ -253,6 +258,8 @@ def keys_help() -> str:
 
 def train(options: argparse.Namespace) -> int:
     """Check everything, prepare the text, then run the ranks."""
+    if "RANK" not in os.environ:  # what is worth a warning in C++, the launcher says itself
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from weft.launch.start import join, start
     from weft.observe.sinks import quiet_console
     from weft.train.setup import joined, prepare_job

@@ -132,7 +132,16 @@ class RunSection(Section):
         "auto", "folder of the run; auto: runs/<recipe>, plus a short hash of what was overridden"
     )
     workers: Positive | Auto = key(
-        "auto", "local processes; auto: one per GPU, or up to 4 on CPU sharing its cores"
+        "auto",
+        "processes of each node; auto: one per GPU, or up to 4 on CPU sharing its cores",
+    )
+    nodes: Positive | Text = key(
+        "auto",
+        "nodes that start this command, or MIN:MAX that may come and go; auto: $PET_NNODES, or 1",
+    )
+    rendezvous: Text = key(
+        "auto",
+        "HOST:PORT where several nodes meet, on one of them; auto: $PET_RDZV_ENDPOINT",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to compute; auto: cuda if present")
     cluster: Text = key(
@@ -355,6 +364,9 @@ class ResilienceSection(Section):
         "auto",
         "seconds without progress in a step after which the run is ended as hung, with exit status "
         "3; elsewhere ten times that; auto: 60, or ten times the median step; 0: never",
+    )
+    restarts: NonNegative = key(
+        3, "times an hour that ranks start again from the newest checkpoint after a failure"
     )
     faults: tuple[Fault, ...] = key((), "faults to inject, for a drill: [[resilience.faults]]")
 

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.launch.conftest import WEFT, processes_in
 from tests.small import SMALL, losses, newest_state, records
 from weft.checkpoint.store import checkpoints
-from weft.launch.local import first_cause
+from weft.launch.local import Failure, first_cause
 from weft.launch.worker import write_error
 
 # Each starts whole commands, several of them: on a busy machine that takes a while.
@@ -123,7 +124,8 @@ def start_and_wait(command: list[str], folder: Path, step: int) -> subprocess.Po
 
 def test_killed_and_started_again(arguments: list[str], tmp_path: Path) -> None:
     """kill -9 in the middle, the same command again: an undisturbed run's losses and weights."""
-    process = start_and_wait([*arguments, *LONG], tmp_path, 45)
+    once = ["--resilience.restarts", "0"]
+    process = start_and_wait([*arguments, *LONG, *once], tmp_path, 45)
     (pid,) = [
         int(line.split()[-1])
         for line in (tmp_path / "run/logs/rank-1.log").read_text().splitlines()
@@ -137,7 +139,7 @@ def test_killed_and_started_again(arguments: list[str], tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) < 300
 
     # Again, and this time the launcher itself is killed: its ranks must go with it.
-    process = start_and_wait([*arguments, *LONG], tmp_path, 100)
+    process = start_and_wait([*arguments, *LONG, *once], tmp_path, 100)
     process.kill()
     process.wait(timeout=60)
     deadline = time.monotonic() + 10
@@ -146,7 +148,7 @@ def test_killed_and_started_again(arguments: list[str], tmp_path: Path) -> None:
         time.sleep(0.05)
     assert len(losses(tmp_path / "run")) < 300
 
-    again = run([*arguments, *LONG, "--checkpoint.keep", "5"], tmp_path)
+    again = run([*arguments, *LONG, *once, "--checkpoint.keep", "5"], tmp_path)
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout
     assert "; checkpoint.keep 2 -> 5\n" in again.stdout
@@ -188,13 +190,18 @@ def test_a_crash_shows_its_own_error(arguments: list[str], tmp_path: Path) -> No
     assert "ZeroDivisionError" in (tmp_path / "run/logs/rank-1.log").read_text()
 
 
-def failed(statuses: dict[int, int]) -> ChildFailedError:
-    """What torch's agent raises when ranks ended with these statuses."""
-    failures = {
+def failed(statuses: dict[int, int]) -> dict[int, ProcessFailure]:
+    """What torch's agent tells when ranks ended with these statuses."""
+    return {
         rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=status, error_file="")
         for rank, status in statuses.items()
     }
-    return ChildFailedError("worker", failures)
+
+
+def cause_of(folder: Path, *arguments: Any, **more: Any) -> Failure:
+    cause = first_cause(folder, *arguments, **more)
+    assert cause is not None
+    return cause
 
 
 def test_the_first_cause_is_told(tmp_path: Path) -> None:
@@ -203,17 +210,19 @@ def test_the_first_cause_is_told(tmp_path: Path) -> None:
     write_error(tmp_path, 1, ZeroDivisionError("planted"))
     write_error(tmp_path, 0, RuntimeError("connection reset by peer"))
     for seen in ({0: 1}, {1: 1}, {0: 1, 1: 1}):
-        cause = first_cause(tmp_path, 2, failed(seen))
+        cause = cause_of(tmp_path, range(2), failed(seen))
         assert (cause.rank, cause.kind, cause.message) == (1, "ZeroDivisionError", "planted")
         assert cause.log == tmp_path / "logs/rank-1.log"
     # A rank that died without a word explains what its peers report.
-    cause = first_cause(tmp_path, 3, failed({0: 1, 2: -9}))
+    cause = cause_of(tmp_path, range(3), failed({0: 1, 2: -9}))
     assert (cause.rank, cause.kind) == (2, "SIGKILL")
     # The agent's own SIGKILL to the others is no cause.
-    cause = first_cause(tmp_path, 4, failed({2: -9, 3: -6}), killed={102})
+    cause = cause_of(tmp_path, range(4), failed({2: -9, 3: -6}), killed={102})
     assert (cause.rank, cause.kind) == (3, "SIGABRT")
-    assert first_cause(tmp_path, 3, failed({2: -9}), killed={102}).kind == "ZeroDivisionError"
-    cause = first_cause(tmp_path, 3, failed({0: 1, 2: 7}))
+    assert cause_of(tmp_path, range(3), failed({2: -9}), killed={102}).kind == "ZeroDivisionError"
+    # What an earlier attempt left is not meant.
+    assert first_cause(tmp_path, range(3), failed({2: -9}), {102}, time.time() + 1) is None
+    cause = cause_of(tmp_path, range(3), failed({0: 1, 2: 7}))
     assert (cause.rank, cause.message) == (2, "the process ended with status 7")
 
 

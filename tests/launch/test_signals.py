@@ -105,7 +105,9 @@ def test_a_dead_rank_ends_one_that_stands_still(
     arguments: list[str],
     tmp_path: Path,
 ) -> None:
-    process = start_and_wait([*arguments, *SLOW, "--train.steps", "100000"], tmp_path, 3)
+    process = start_and_wait(
+        [*arguments, *SLOW, "--train.steps", "100000", "--resilience.restarts", "0"], tmp_path, 3
+    )
     first, second = workers(process)
     os.kill(first, signal.SIGSTOP)
     os.kill(second, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Start the ranks of one host through torch's elastic launcher, and tell how they ended."""
+"""Start the ranks of one host through torch's elastic agent, and again after a failure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
+from weft.job import Job, flatten
 from weft.launch import REQUEUE
+from weft.launch.nodes import JOIN, Meeting, is_loopback, meet
 from weft.launch.worker import error_path, log_path, status
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
@@ -28,7 +40,7 @@ from weft.resilience.signals import STOP_SIGNALS
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ended: the first cause, not what followed from it on other ranks."""
+    """Why ranks ended: the first cause, not what followed from it on other ranks."""
 
     rank: int
     kind: str  # the exception's class, or the signal's name
@@ -36,16 +48,31 @@ class Failure:
     traceback: str
     log: Path
     foreseen: bool = False  # the message says it all
+    transient: bool = True  # another attempt may fare better
+    where: str = ""  # 'in step 7', where that is known
+    hopeless: str = ""  # why there is no other attempt, where that needs saying
 
 
 class Stopped(Exception):
-    """The ranks have saved and left before the end, because they were asked to."""
+    """The run is to be gone on with by the same command, for the reason that it says."""
 
 
-def launch(plan: Plan, store: Path) -> Failure | None:
-    """Run every rank of ``plan`` on this host and wait for them.
+def launch(
+    job: Job,
+    plan: Plan,
+    store: Path,
+    say: Callable[[str], object],
+    tell: Callable[[Failure], object],
+) -> Failure | None:
+    """Run this host's ranks of ``plan`` until the run ends, however often they must start again.
 
-    A stop signal goes on to the ranks, which finish the step and save; a second one kills them.
+    Whatever ends the ranks comes back to one place, here: a crash, a kill, a node that came or
+    went (`weft.launch.nodes`), a stop signal.  That goes on to the ranks, which finish the step and
+    save; a second one kills them.  The node of several that got it leaves, the others go on.
+
+    Args:
+        say: told what people may want to know.
+        tell: told of a failure that is followed by another attempt.
 
     Returns:
         None if all ended well.
@@ -54,55 +81,142 @@ def launch(plan: Plan, store: Path) -> Failure | None:
         Stopped: see above.
         KeyboardInterrupt: after the ranks were killed, on Ctrl-C or a second signal.
     """
-    folder = Path(plan.run_dir)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    for stale in (folder / "logs").glob("rank-*.error.json"):
-        stale.unlink()
-    _log_to(folder / "logs" / "launcher.log")
-    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))
-    # With torch's default every restart meets the addresses of the dead incarnation.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if plan.device == "cpu" and sys.platform == "linux":
-        # One host: do not depend on what its name resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=plan.world_size,
-        run_id=f"weft-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.1,
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
-    )
+    folder, several = Path(plan.run_dir), plan.node_counts[-1] > 1
+    endpoint = job.run.rendezvous if several else "localhost:0"
+    prepare_for_torch(plan, endpoint, folder)
     killed: set[int] = set()
 
     def kill() -> signal.Signals:
         """What is left after a failure hangs, or soon will: torch gives it 30 s after a SIGTERM."""
-        killed.update(children())
+        for child in children():
+            killed.add(child)
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         return signal.SIGKILL
+
+    def save() -> None:
+        arguments = (signal.SIGTERM, threading.Event(), children())
+        threading.Thread(target=pass_on, args=arguments, daemon=True).start()
 
     # Private, and the only way to it.
     multiprocessing._get_default_signal = kill
+    same = {key: value for key, value in flatten(job).items() if not key.startswith("run.")}
+    same |= {"run.workers": plan.local_world_size, "run.nodes": job.run.nodes}
+    meeting = meet(endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say)
     # -P: a file of the user's that is called like a module must not come before that module.
     command = [sys.executable, "-P", "-m", "weft.launch.worker", str(folder), str(store)]
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=plan.local_world_size,
+        rdzv_handler=meeting,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    failures: list[tuple[float, Failure]] = []
+    limit = job.resilience.time_limit
     try:
-        with passing_on_signals():
-            elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        if any(failure.exitcode == REQUEUE for failure in error.failures.values()):
-            raise Stopped from error
-        return first_cause(folder, plan.world_size, error, killed)
+        with passing_on_signals(limit, lambda: several and meeting.joining) as came:
+            while not (came and several):
+                result = run_once(spec, meeting)
+                if result is None:
+                    return ended_elsewhere(meeting)
+                if not result.is_failed():
+                    meeting.end(None)
+                    return None
+                if any(failure.exitcode == REQUEUE for failure in result.failures.values()):
+                    if several:
+                        continue
+                    break
+                ranks = range(meeting.nodes * plan.local_world_size)
+                failure = first_cause(folder, ranks, result.failures, killed, meeting.began)
+                if failure is None:
+                    continue  # another node has gone
+                failure = judge(failure, failures, job.resilience.restarts)
+                if failure.hopeless or not failure.transient or came:
+                    if not came:
+                        meeting.end(asdict(failure) | {"log": str(failure.log)})
+                    return failure
+                tell(failure)
     except SignalException as error:
         raise KeyboardInterrupt from error
-    return None
+    except RendezvousConnectionError as error:
+        raise Stopped(f"the meeting place of the nodes, {endpoint}, is gone") from error
+    except RendezvousTimeoutError as error:
+        rule = f"fewer than {plan.node_counts[0]} nodes came within {JOIN}"
+        raise Stopped(rule) from error
+    finally:
+        meeting.leave()
+    raise Stopped("stopped and saved")
+
+
+def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
+    """What torch's agent and the ranks take from the environment, and where the agent logs."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    several = plan.node_counts[-1] > 1
+    host = f"-{socket.gethostname()}" if several else ""
+    _log_to(folder / "logs" / f"launcher{host}.log")
+    os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))
+    # All nodes have as many ranks: they need not tell each other how many.
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+    if plan.device == "cpu" and sys.platform == "linux" and is_loopback(endpoint):
+        # One host: do not depend on what its name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def run_once(spec: WorkerSpec, meeting: Meeting) -> RunResult | None:
+    """Meet the other nodes and run the ranks until they end; None if the run is over."""
+    while True:
+        # torch's own folder of logs is not used.
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
+        try:
+            result: RunResult | None = agent.run()
+            return result
+        except RendezvousClosedError:
+            return None
+        except DistError:
+            if not meeting.several:
+                raise
+            # A node went away while they met: once more.
+
+
+def ended_elsewhere(meeting: Meeting) -> Failure | None:
+    """Why another node has ended the run; None if it ended well."""
+    found = meeting.verdict()
+    return None if found is None else Failure(**(found | {"log": Path(found["log"])}))
+
+
+def judge(failure: Failure, before: list[tuple[float, Failure]], most: int) -> Failure:
+    """Note a failure among those ``before``; its ``hopeless`` says what speaks against a restart.
+
+    Args:
+        most: restarts within an hour.
+    """
+    now = time.monotonic()
+    last = before[-1][1] if before else None
+    before.append((now, failure))
+    recent = sum(when > now - 3600 for when, _ in before)
+    if last and failure.where and (failure.kind, failure.where) == (last.kind, last.where):
+        return replace(failure, hopeless="the same as last time, at the same place")
+    if most and failure.transient and recent > most:
+        hopeless = f"the {most} restarts an hour of resilience.restarts are used up"
+        return replace(failure, hopeless=hopeless)
+    return failure if most else replace(failure, transient=False)
 
 
 @contextmanager
-def passing_on_signals() -> Iterator[None]:
-    """Inside, the first stop signal goes on to the ranks, and the second one kills them."""
+def passing_on_signals(limit: float, waiting: Callable[[], bool]) -> Iterator[list[int]]:
+    """Inside, the first stop signal goes on to the ranks, and the second one kills them.
+
+    Args:
+        limit: seconds after which the first comes of itself; 0: never.
+        waiting: whether there are no ranks to wait for.
+
+    Yields:
+        The stop signals that came.
+    """
     came: list[int] = []
     over = threading.Event()
 
@@ -110,26 +224,45 @@ def passing_on_signals() -> Iterator[None]:
         if came:
             raise SignalException("a second signal", signal.SIGKILL)
         came.append(number)
+        if waiting():
+            raise Stopped("stopped")
         threading.Thread(target=pass_on, args=(number, over), daemon=True).start()
 
+    def expire() -> None:
+        if not came:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    timer = threading.Timer(limit, expire)
+    timer.daemon = True
+    if limit:
+        timer.start()
     try:
-        yield
+        yield came
     finally:
         over.set()
+        timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def pass_on(number: int, over: threading.Event) -> None:
-    """Send a signal once to every child of this process, as soon as it would not kill it."""
+def pass_on(number: int, over: threading.Event, among: Collection[int] | None = None) -> None:
+    """Send a signal once to every child of this process, as soon as it would not kill it.
+
+    Args:
+        over: ends it.
+        among: only to these; without it also to children that come later.
+    """
     told: set[int] = set()
     while not over.wait(0.05):
-        for child in children() - told:
+        left = (children() if among is None else children().intersection(among)) - told
+        for child in left:
             if catches(child, number):
                 with suppress(ProcessLookupError):
                     os.kill(child, number)
                 told.add(child)
+        if among is not None and not left:
+            return
 
 
 def children() -> set[int]:
@@ -157,26 +290,32 @@ def catches(child: int, number: int) -> bool:
 
 
 def first_cause(
-    folder: Path, world_size: int, error: ChildFailedError, killed: Collection[int] = ()
-) -> Failure:
-    """The failure that came first.
+    folder: Path,
+    ranks: range,
+    failures: Mapping[int, ProcessFailure],
+    killed: Collection[int] = (),
+    began: float = 0.0,
+) -> Failure | None:
+    """The failure that came first; None if ranks only ended because those of another node did.
 
     A rank that died without a word (a signal, the out-of-memory killer) explains the broken
     connections that its peers report; otherwise the earliest report does, written by each rank at
     the moment of its own error.
 
     Args:
+        ranks: of all nodes.
+        failures: by rank, what torch's agent saw on this node.
         killed: processes that were ended because another had failed.
+        began: seconds since the epoch; reports from before are of an earlier attempt.
     """
     reports: list[dict[str, Any]] = []
-    for rank in range(world_size):
-        path = error_path(folder, rank)
-        if path.is_file():
-            reports.append(json.loads(path.read_text("utf-8")))
+    for rank in ranks:
+        with suppress(FileNotFoundError):
+            reports.append(json.loads(error_path(folder, rank).read_text("utf-8")))
+    reports = [report for report in reports if float(report["time"]) >= began]
     reported = {report["rank"] for report in reports}
-    for rank, failure in sorted(error.failures.items()):
-        stopped = failure.pid in killed  # by the agent, after another rank's failure
-        if rank not in reported and not (stopped and (reports or len(error.failures) > 1)):
+    for rank, failure in sorted(failures.items()):
+        if rank not in reported and failure.pid not in killed:
             if failure.exitcode < 0:
                 kind = failure.signal_name()
                 message = "the process was killed by a signal"
@@ -185,6 +324,8 @@ def first_cause(
             else:
                 kind, message = "exit", f"the process ended with status {failure.exitcode}"
             return Failure(rank, kind, message, "", log_path(folder, rank))
+    if not reports:
+        return None
     first = min(reports, key=lambda report: float(report["time"]))
     return Failure(
         rank=first["rank"],
@@ -193,6 +334,8 @@ def first_cause(
         traceback=first["traceback"],
         log=log_path(folder, first["rank"]),
         foreseen=first["foreseen"],
+        transient=first["transient"],
+        where=first["where"],
     )
 
 

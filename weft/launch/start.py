@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shlex
-import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,7 +45,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
     for number in STOP_SIGNALS:  # until there are ranks that can save
         signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
     store = prepare_text(job, plan, console)
-    with owning(folder):
+    with owning(folder, shared=plan.node_counts[-1] > 1):
         describe(plan, recipe, console)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, store)
@@ -56,11 +56,15 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
             if done:
                 console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
             try:
-                failure = launch(plan, store.path)
-            except Stopped:
-                console.print(
-                    f"stopped and saved; {how_to_go_on(checkpoints(home))}", soft_wrap=True
+                failure = launch(
+                    job,
+                    plan,
+                    store.path,
+                    lambda text: console.print(text, soft_wrap=True),
+                    lambda failure: show_restart(failure, home),
                 )
+            except Stopped as reason:
+                console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
                 return REQUEUE
             except KeyboardInterrupt:
                 print(f"\ninterrupted; {how_to_go_on(checkpoints(home))}", file=sys.stderr)
@@ -77,19 +81,20 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int
 
 
 @contextmanager
-def owning(folder: Path) -> Iterator[None]:
+def owning(folder: Path, shared: bool = False) -> Iterator[None]:
     """Hold the run's lock: two trainings in one folder would undo each other's checkpoints.
 
-    The kernel frees it when the process ends, however that happens.
+    The kernel frees it when the process ends, however that happens.  ``shared``: with the
+    other nodes of the run.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a")
+        file = (folder / ".lock").open("a+")
     except OSError as error:
         raise unwritable(folder, error) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             rule = "another process is training in this folder"
             problem = Problem("run.dir", str(folder), rule, "wait for it, or use another --run.dir")
@@ -227,9 +232,8 @@ def open_run(folder: Path, job: Job, base: Job, recipe: str, store: Store) -> No
         itself = Path(recipe).exists() and path.exists() and path.samefile(recipe)
         if job != base or not itself:
             replace_text(path, to_toml(job, recipe, base))
-        # Of an imported run this may be the very file that the store was made with.
-        shutil.copyfile(store.path / "tokenizer.json", folder / ".tokenizer.json.tmp")
-        os.replace(folder / ".tokenizer.json.tmp", folder / "tokenizer.json")
+        tokenizer = (store.path / "tokenizer.json").read_text("utf-8")
+        replace_text(folder / "tokenizer.json", tokenizer)
     except OSError as error:
         raise unwritable(folder, error) from error
 
@@ -246,7 +250,8 @@ def changes_since(folder: Path, job: Job) -> str:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    # Other nodes may be writing the same.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     temporary.write_text(text, "utf-8")
     os.replace(temporary, path)
 
@@ -256,11 +261,12 @@ def replace_text(path: Path, text: str) -> None:
 
 def describe(plan: Plan, recipe: str, console: Console) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
-    device = "GPU" if plan.device == "cuda" else "CPU"
+    device, nodes = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts[-1]
     layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
     console.print(
         f"weft {weft.__version__}  {Path(recipe).stem}: {scaled(plan.num_params)} parameters, "
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
+        f"{f' on up to {nodes} nodes' if nodes > 1 else ''}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, "
         f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}",
         soft_wrap=True,
@@ -315,20 +321,35 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     )
 
 
+def show_restart(failure: Failure, home: Path) -> None:
+    """One rank's own error, when the ranks start again; its traceback is in the log."""
+    print(f"weft: {what_failed(failure)}", file=sys.stderr)
+    newest = checkpoints(home)[-1:]
+    where = f"from {newest[0]}" if newest else "from the beginning: no checkpoint was saved yet"
+    print(f"  log: {failure.log}\n  starting again {where}", file=sys.stderr)
+
+
+def what_failed(failure: Failure) -> str:
+    """One line: who, and why."""
+    if failure.kind == "Hang":
+        return f"the run hangs: {failure.message}"
+    return f"rank {failure.rank} failed: {failure.kind}: {failure.message}"
+
+
 def show_failure(failure: Failure, home: Path) -> int:
     """One rank's own error, and how to go on; returns the exit status."""
-    hung = failure.kind == "Hang"
-    what = "the run hangs" if hung else f"rank {failure.rank} failed: {failure.kind}"
-    print(f"weft: {what}: {failure.message}", file=sys.stderr)
+    print(f"weft: {what_failed(failure)}", file=sys.stderr)
     if failure.kind == "InvalidJob":
         return MISTAKE
     if failure.traceback and not failure.foreseen:
         for line in failure.traceback.rstrip().splitlines()[-12:]:
             print(f"  | {line}", file=sys.stderr)
     print(f"  log: {failure.log}", file=sys.stderr)
+    if failure.hopeless:
+        print(f"  not started again: {failure.hopeless}", file=sys.stderr)
     if not failure.foreseen or failure.kind != "CheckpointError":  # that says itself what to do
         print(f"  {how_to_go_on(checkpoints(home))}", file=sys.stderr)
-    return HUNG if hung else FAILED
+    return HUNG if failure.kind == "Hang" else FAILED
 
 
 def how_to_go_on(found: list[Path]) -> str:

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -44,9 +45,8 @@ def redirect(folder: Path, rank: int) -> TextIO:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    print(
-        f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}, process {os.getpid()}", flush=True
-    )
+    now, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
+    print(f"--- {now} rank {rank} on {host}, process {os.getpid()}", flush=True)
     return terminal
 
 
@@ -54,11 +54,15 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
     """Leave the error for the launcher, and its traceback in the log."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
-    notes = getattr(error, "__notes__", [])
+    where = ", ".join(getattr(error, "__notes__", []))
+    foreseen = isinstance(error, WeftError)
     report = {
         "kind": type(error).__name__,
-        "foreseen": isinstance(error, WeftError),
-        "message": f"{error}" + (f" ({', '.join(notes)})" if notes else ""),
+        "foreseen": foreseen,
+        # What torch, drivers and disks raise; anything else is a mistake in code, and will recur.
+        "transient": isinstance(error, RuntimeError | OSError) and not foreseen,
+        "where": where,
+        "message": f"{error}" + (f" ({where})" if where else ""),
         "traceback": text,
     }
     write_report(folder, rank, report, os.environ.get("TORCHELASTIC_ERROR_FILE"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -87,6 +88,7 @@ class Plan:
     device: Device
     world_size: int
     local_world_size: int  # ranks of one host
+    node_counts: tuple[int, ...]  # numbers of nodes that the run can use; this plan is of the last
     pp: int
     dp_replicate: int
     dp_shard: int
@@ -206,6 +208,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         device=machine.device,
         world_size=world,
         local_world_size=local_world,
+        node_counts=(max(1, world // local_world),),
         pp=degrees.pp,
         dp_replicate=degrees.dp_replicate,
         dp_shard=degrees.dp_shard,
@@ -232,6 +235,57 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
             placement_warnings(asdict(degrees), local_world, PLACEMENTS[parallel.placement])
         ),
     )
+
+
+def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | None = None) -> Plan:
+    """The Plan on the largest number of nodes of ``run.nodes`` that the job can use.
+
+    Its ``node_counts`` are all that it can use; its warnings tell of the others.
+
+    Raises:
+        InvalidJob: as `resolve`, if the job can use none of them.
+    """
+    problems: list[Problem] = []
+    nodes = node_range(job)
+    if not nodes:
+        rule = "is neither a number of nodes nor MIN:MAX"
+        problems.append(Problem("run.nodes", job.run.nodes, rule, "use 4, or 1:4"))
+        nodes = range(1, 2)
+    elif machine.world_size is not None or nodes == range(1, 2):
+        return resolve(job, machine, recipe, base)
+    elif job.run.rendezvous == "auto":
+        rule, remedy = "several nodes must know where to meet", "use the HOST:PORT of one of them"
+        problems.append(Problem("run.rendezvous", "auto", rule, remedy))
+    local = _workers(job, machine, problems)
+    plans: dict[int, Plan] = {}
+    refused: dict[int, InvalidJob] = {}
+    for count in nodes:
+        here = replace(machine, world_size=count * local, local_world_size=local)
+        try:
+            plans[count] = resolve(job, here, recipe, base)
+        except InvalidJob as error:
+            refused[count] = error
+    if not plans:
+        problems += refused[nodes[-1]].problems
+    if problems:
+        raise InvalidJob(problems)
+    counts = tuple(plans)
+    warnings = tuple(
+        f"of {count} nodes only {max((n for n in counts if n < count), default=0)} can be used: "
+        f"{error.problems[0].key} = {error.problems[0].value}: {error.problems[0].rule}"
+        for count, error in refused.items()
+    )
+    plan = plans[counts[-1]]
+    return replace(plan, node_counts=counts, warnings=plan.warnings + warnings)
+
+
+def node_range(job: Job) -> range:
+    """``run.nodes``, from the fewest to the most; empty if it cannot be read."""
+    least, colon, most = str(job.run.nodes).replace("auto", "1").partition(":")
+    numbers = [
+        text for text in (least, most if colon else least) if re.fullmatch("[1-9]\\d{,4}", text)
+    ]
+    return range(int(numbers[0]), int(numbers[1]) + 1) if len(numbers) == 2 else range(0)
 
 
 def _reshard(job: Job, degrees: Degrees) -> bool | int:

@@ -49,7 +49,7 @@ from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
 from weft.parallel.mesh import Mesh, build_mesh
-from weft.plan.resolve import Machine, Plan, resolve
+from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
 from weft.train.step import Engine
@@ -115,12 +115,12 @@ def prepare_job(
     problems = [*problems, *found]
     if any(problem.key in ("recipe", "extends") for problem in problems):
         raise InvalidJob(problems)  # the rest would judge defaults that nobody chose
-    job, base = _absolute(job), _absolute(base)
+    job, base = _complete(job), _complete(base)
     bad = {problem.key for problem in problems}
     plan = None
     later: list[Problem] = []
     try:
-        plan = resolve(job, detect_machine(job.run.device), recipe, base)
+        plan = resolve_nodes(job, detect_machine(job.run.device), recipe, base)
     except InvalidJob as error:
         later += error.problems
     later += _check_files(job, plan)
@@ -137,8 +137,12 @@ def prepare_job(
     return job, base, plan
 
 
-def _absolute(job: Job) -> Job:
-    """Paths made absolute, so that job.toml means the same from any folder."""
+def _complete(job: Job) -> Job:
+    """Paths made absolute, so that job.toml means the same from any folder; nodes from outside."""
+
+    def outside(value: Any, name: str) -> Any:
+        # As torchrun takes them, and as Kubeflow sets them.
+        return os.environ.get(name, value) if value == "auto" else value
 
     def full(value: str, word: str) -> str:
         if value == word or "://" in value:
@@ -151,7 +155,11 @@ def _absolute(job: Job) -> Job:
     schedule = job.parallel.schedule
     return replace(
         job,
-        run={"dir": full(job.run.dir, "auto")},
+        run={
+            "dir": full(job.run.dir, "auto"),
+            "nodes": outside(job.run.nodes, "PET_NNODES"),
+            "rendezvous": outside(job.run.rendezvous, "PET_RDZV_ENDPOINT"),
+        },
         data={
             "path": full(job.data.path, "python-stdlib"),
             "tokenizer": full(job.data.tokenizer, "train"),

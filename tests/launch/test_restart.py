@@ -1,0 +1,123 @@
+"""A rank dies: all start again, and end with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.launch.conftest import WEFT
+from tests.launch.test_local import run, start_and_wait, wait_for
+from tests.launch.test_signals import workers
+from tests.small import losses, newest_state, records, train_rank
+from weft.launch.local import Failure, judge
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS = ["--train.steps", "60"]
+KILLS = (
+    '[{kind = "kill", rank = 1, passing = 15}, {kind = "kill", rank = 0, passing = 7},'
+    ' {kind = "kill", rank = 1, passing = 12}]'
+)
+
+
+def check_against_undisturbed(folder: Path, store: Path) -> None:
+    straight = folder / "straight"
+    run_ranks(train_rank, 2, [("run.dir", str(straight)), ("train.steps", "60")], str(store))
+    assert losses(folder / "run") == losses(straight)
+    ours, theirs = newest_state(folder / "run"), newest_state(straight)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def lives(folder: Path) -> int:
+    """How often rank 0 has started; all its lives are in one log."""
+    return (folder / "run/logs/rank-0.log").read_text().count("--- ")
+
+
+def test_killed_from_outside(arguments: list[str], store_path: Path, tmp_path: Path) -> None:
+    process = start_and_wait([*arguments, *STEPS], tmp_path, 12)
+    began = time.time()
+    os.kill(workers(process)[1], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while lives(tmp_path) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started = time.time()
+    assert process.wait(timeout=100) == 0
+    said = (tmp_path / "log").read_text()
+    assert "rank 1 failed: SIGKILL: the process was killed by a signal" in said
+    assert f"starting again from {tmp_path}/run/checkpoints/step-000000" in said
+    assert lives(tmp_path) == 2
+    again = next(record["time"] for record in records(tmp_path / "run") if record["time"] > started)
+    print(f"killed -> started {started - began:.1f} s -> first new step {again - started:.1f} s")
+    check_against_undisturbed(tmp_path, store_path)
+
+
+@pytest.mark.slow
+def test_thrice_in_a_row(arguments: list[str], store_path: Path, tmp_path: Path) -> None:
+    """And the budget: two restarts are given, the third death ends the run."""
+    command = [*arguments, *STEPS, "--resilience.faults", KILLS, "--resilience.restarts", "2"]
+    done = run(command, tmp_path, timeout=200)
+    assert done.returncode == 1
+    assert done.stderr.count("failed: SIGKILL") == 3
+    assert done.stderr.count("starting again from") == 2
+    last = done.stderr[done.stderr.rindex("weft: rank") :]
+    assert last.startswith("weft: rank 1 failed: SIGKILL")
+    assert "not started again: the 2 restarts an hour of resilience.restarts are used up" in last
+    assert f"goes on from {tmp_path}/run/checkpoints" in last
+    assert run(command, tmp_path).returncode == 0
+    check_against_undisturbed(tmp_path, store_path)
+
+
+@pytest.mark.slow
+def test_an_error_of_torch_or_a_disk_is_tried_once_more(
+    arguments: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    fault = '[{kind = "raise", rank = 1, passing = 15}]'
+    done = run([*arguments, *STEPS, "--resilience.faults", fault], tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 failed: RuntimeError: injected fault at step" in done.stderr
+    assert "starting again from" in done.stderr
+    check_against_undisturbed(tmp_path, store_path)
+
+
+def failure(kind: str = "SIGKILL", where: str = "", transient: bool = True) -> Failure:
+    return Failure(0, kind, "message", "", Path("log"), transient=transient, where=where)
+
+
+def test_what_is_worth_another_attempt() -> None:
+    hopeful = judge(failure(), [], 3)
+    assert hopeful.transient
+    assert not hopeful.hopeless
+    assert not judge(failure(), [], 0).transient
+    assert not judge(failure(transient=False), [], 3).transient
+    # The same twice in a row is no accident; elsewhere, or something else, may be one.
+    before = [(time.monotonic(), failure("RuntimeError", "in step 7"))]
+    assert judge(failure("RuntimeError", "in step 7"), before[:], 3).hopeless
+    assert not judge(failure("RuntimeError", "in step 8"), before[:], 3).hopeless
+    assert not judge(failure("OSError", "in step 7"), before[:], 3).hopeless
+    # An hour later the budget is whole again.
+    for age, used_up in ((0, True), (3500, True), (3700, False)):
+        past = [(time.monotonic() - age, failure()) for _ in range(3)]
+        assert bool(judge(failure(), past, 3).hopeless) == used_up
+
+
+@pytest.mark.slow
+def test_under_torchrun(
+    arguments: list[str], store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own restarts work, too, where the stale store is disabled."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "--max-restarts=1", "-m", "weft.cli", *arguments[len(WEFT) :], *STEPS]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    process = start_and_wait(command, tmp_path, 12)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    assert process.wait(timeout=150) == 0
+    wait_for(tmp_path / "run", 60)
+    check_against_undisturbed(tmp_path, store_path)
