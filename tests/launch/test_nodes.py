@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,6 @@ class Node:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
-    monkeypatch.setattr("weft.launch.nodes.LAST_CALL", timedelta(seconds=0.5))
     monkeypatch.setattr("weft.launch.nodes.MISSED_HEARTBEATS", 4)
     monkeypatch.setattr("weft.launch.nodes.LINGER_SECONDS", 0.5)
     port, made = free_port(), []
@@ -78,65 +76,72 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
         return made[-1]
 
     yield node
-    for each in made:
-        each.meeting.leave()
+    for each in made:  # what still waits, ends
+        each.meeting.end(None)
 
 
-def test_standing_by_taking_over_and_the_end(nodes: Callable[..., Node]) -> None:
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    executor = ThreadPoolExecutor(4)
+    yield executor
+    executor.shutdown(wait=False)
+
+
+@pytest.mark.slow
+def test_standing_by_taking_over_and_the_end(
+    nodes: Callable[..., Node], threads: ThreadPoolExecutor
+) -> None:
     """Where one or two nodes can be used, and three are there."""
     trio = [nodes(1, 2, 4) for _ in range(3)]
-    with ThreadPoolExecutor(3) as threads:
-        joining = [threads.submit(each.meeting.next_rendezvous) for each in trio]
-        until(lambda: sum(each.done() for each in joining) == 2, "two of three nodes")
-        first, second = (node for node, each in zip(trio, joining, strict=True) if each.done())
-        (third,) = (node for node in trio if node not in (first, second))
-        until(lambda: third.asked, "the third stands by")
-        assert third.asked == ["standing by: of 3 nodes 2 can be used"]
-        assert {each.result().world_size for each in joining if each.done()} == {2}
-        time.sleep(2)
-        assert not first.watch()
-        assert not second.watch()
-        # One leaves in good order: the other's ranks are killed, and the third takes its place.
-        first.meeting.leave()
-        until(second.watch, "that one has left", 10)
-        assert "kill" in second.asked
-        began = time.monotonic()
-        again = threads.submit(second.meeting.next_rendezvous)
-        assert again.result(60).world_size == 2
-        assert time.monotonic() - began < 30
-        until(lambda: all(each.done() for each in joining), "the third trains")
-        assert third.meeting.nodes == 2
-        # One fails for good: the other hears why.
-        second.asked.clear()
-        third.meeting.end({"rank": 1})
-        until(second.watch, "the end", 10)
-        assert "kill" in second.asked
-        with pytest.raises(RendezvousClosedError):
-            second.meeting.next_rendezvous()
-        assert second.meeting.verdict() == {"rank": 1}
+    joining = [threads.submit(each.meeting.next_rendezvous) for each in trio]
+    until(lambda: sum(each.done() for each in joining) == 2, "two of three nodes")
+    first, second = (node for node, each in zip(trio, joining, strict=True) if each.done())
+    (third,) = (node for node in trio if node not in (first, second))
+    until(lambda: third.asked, "the third stands by")
+    assert third.asked == ["standing by: of 3 nodes 2 can be used"]
+    assert {each.result().world_size for each in joining if each.done()} == {2}
+    time.sleep(2)
+    assert not first.watch()
+    assert not second.watch()
+    # One leaves in good order: the other's ranks are killed, and the third takes its place.
+    first.meeting.leave()
+    until(second.watch, "that one has left", 10)
+    assert "kill" in second.asked
+    began = time.monotonic()
+    again = threads.submit(second.meeting.next_rendezvous)
+    assert again.result(60).world_size == 2
+    assert time.monotonic() - began < 30
+    until(lambda: all(each.done() for each in joining), "the third trains")
+    assert third.meeting.nodes == 2
+    # One fails for good: the other hears why.
+    second.asked.clear()
+    third.meeting.end({"rank": 1})
+    until(second.watch, "the end", 10)
+    assert "kill" in second.asked
+    with pytest.raises(RendezvousClosedError):
+        second.meeting.next_rendezvous()
+    assert second.meeting.verdict() == {"rank": 1}
 
 
-def test_growing(nodes: Callable[..., Node]) -> None:
+def test_growing(nodes: Callable[..., Node], threads: ThreadPoolExecutor) -> None:
     """A node that comes makes the others save, but only if it can be used."""
     first = nodes(1, 3)
     assert first.meeting.next_rendezvous().world_size == 1
     second, third = nodes(1, 3), nodes(1, 3)
-    with ThreadPoolExecutor(2) as threads:
-        joining = [threads.submit(second.meeting.next_rendezvous)]
-        time.sleep(3)
-        assert not first.watch()
-        joining.append(threads.submit(third.meeting.next_rendezvous))
-        until(first.watch, "that more have come", 10)
-        assert first.asked == ["1 node train", "save"]
-        assert first.meeting.next_rendezvous().world_size == 3
-        assert [each.result(60).world_size for each in joining] == [3, 3]
+    joining = [threads.submit(second.meeting.next_rendezvous)]
+    time.sleep(3)
+    assert not first.watch()
+    joining.append(threads.submit(third.meeting.next_rendezvous))
+    until(first.watch, "that more have come", 10)
+    assert first.asked == ["1 node train", "save"]
+    assert first.meeting.next_rendezvous().world_size == 3
+    assert [each.result(60).world_size for each in joining] == [3, 3]
 
 
-def test_a_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
+def test_a_lost_node_is_noticed(nodes: Callable[..., Node], threads: ThreadPoolExecutor) -> None:
     """One without a heartbeat, as after a power cut: no connection is reset."""
     pair = [nodes(1, 2) for _ in range(2)]
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda node: node.meeting.next_rendezvous(), pair))
+    list(threads.map(lambda node: node.meeting.next_rendezvous(), pair))
     time.sleep(2)
     assert not pair[0].watch()
     pair[1].meeting._stop_heartbeats()
@@ -156,6 +161,7 @@ def test_another_job_is_refused(nodes: Callable[..., Node]) -> None:
     assert "0.001" in problem.rule
 
 
+@pytest.mark.slow
 def test_an_earlier_life_of_the_run(nodes: Callable[..., Node]) -> None:
     """Where the meeting place survives the run, the same command begins anew."""
     first = nodes(1, 2, lr=1)

@@ -50,7 +50,7 @@ from weft.job import InvalidJob, Problem, WeftError
 PORT = 29400  # torch's
 # A node without a heartbeat for so long is gone; clocks must agree better than that.
 HEARTBEAT_SECONDS, MISSED_HEARTBEATS = 1, 6
-# How long to wait for more once there are enough, and for enough.
+# How long to wait for more once there are enough (all look once a second), and for enough.
 LAST_CALL, JOIN = timedelta(seconds=3), timedelta(minutes=10)
 # So long a launcher that has ended the run stays, that all others see it.
 LINGER_SECONDS = 3.0

@@ -261,12 +261,12 @@ def replace_text(path: Path, text: str) -> None:
 
 def describe(plan: Plan, recipe: str, console: Console) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
-    device, nodes = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts[-1]
+    device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
     layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
     console.print(
         f"weft {weft.__version__}  {Path(recipe).stem}: {scaled(plan.num_params)} parameters, "
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
-        f"{f' on up to {nodes} nodes' if nodes > 1 else ''}"
+        f"{f' on {counts[0]} to {counts[-1]} nodes' if len(counts) > 1 else ''}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, "
         f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}",
         soft_wrap=True,
