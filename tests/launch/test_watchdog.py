@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 
 LIMIT = 3.0
 LONG = ["--train.steps", "100000", "--checkpoint.interval", "20"]
-WATCHED = [*LONG, "--resilience.step_timeout", str(LIMIT)]
+WATCHED = [*LONG, "--resilience.restarts", "0", "--resilience.step_timeout", str(LIMIT)]
 WAITS = r"the other waits in \w+ no\. \d+ of group 0"
 IN_FAULT = r"at weft/resilience/faults\.py:\d+ in _happen"
 

@@ -46,6 +46,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from weft.job import InvalidJob, Problem, WeftError
+from weft.parallel.private import listening_store
 
 PORT = 29400  # torch's
 # A node without a heartbeat for so long is gone; clocks must agree better than that.
@@ -203,7 +204,11 @@ def meet(
             parameters = RendezvousParameters(
                 "c10d", endpoint, run, counts[0], counts[-1], read_timeout=10
             )
-            backend, store = create_backend(parameters)
+            if counts[-1] == 1:
+                store = listening_store("127.0.0.1", 0, True)
+                backend = C10dRendezvousBackend(store, run)
+            else:
+                backend, store = create_backend(parameters)
         except RendezvousConnectionError as error:
             if time.monotonic() > deadline:
                 rule = f"nobody has answered there for {JOIN}"

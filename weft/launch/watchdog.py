@@ -277,6 +277,8 @@ def tell(folder: Path, ranks: Sequence[Watched], seen: Sequence[Seen], world_siz
         report = {
             "kind": "Hang",
             "foreseen": False,
+            "transient": True,
+            "where": "",
             "message": sentence,
             "traceback": "\n".join(reversed(one.stack)),
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -39,6 +40,31 @@ def hide_exchanges(group: dist.ProcessGroup) -> None:
 
     config._micro_pipeline_tp = True
     enable_symm_mem_for_group(group.group_name)
+
+
+def listening_store(host: str, port: int, serve: bool, size: int | None = None) -> Any:
+    """torch's TCPStore, which listens on the interface of ``host`` alone.
+
+    By itself it listens on every interface, where anybody could write into it.  The argument for a
+    socket of one's own is public, but says nothing of what that is good for.
+
+    Args:
+        port: 0 is a free one.
+        serve: whether this process is the one that listens.
+        size: processes that will come, if known.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    more: dict[str, Any] = {}
+    if serve:
+        try:
+            listening = socket.create_server((host, port), backlog=2048)
+        except socket.gaierror:
+            pass  # not an IPv4 address: on every interface, then
+        else:
+            port = listening.getsockname()[1]
+            more["master_listen_fd"] = listening.detach()
+    return TCPStore(host, port, size, is_master=serve, wait_for_workers=False, **more)
 
 
 class Collective(NamedTuple):

@@ -49,6 +49,7 @@ from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
 from weft.parallel.mesh import Mesh, build_mesh
+from weft.parallel.private import listening_store
 from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
@@ -321,19 +322,30 @@ class Rank:
     device: torch.device
 
 
+def _meeting() -> dict[str, Any]:
+    """Where the ranks meet, as arguments of init_process_group; empty: as torch does it."""
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    if not port or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return {}  # the launcher has a store
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = listening_store(host, port, rank == 0, size)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
 @contextmanager
 def connect(plan: Plan) -> Iterator[Rank]:
     """Join the process group (of one, if need be) and leave it at the end."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    meeting = _meeting()
     if plan.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo beside NCCL: what ranks tell each other about checkpoints needs no GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **meeting)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(plan.threads)
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **meeting)
     try:
         yield Rank(dist.get_rank(), local_rank, dist.get_world_size(), device)
     finally:
