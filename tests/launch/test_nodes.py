@@ -313,6 +313,7 @@ def test_shrinks_and_grows(cluster: Cluster, store_path: Path, tmp_path: Path) -
     cluster.start("b again", "--nodes", "1:2")
     cluster.until_said("b again", "2 nodes train")
     print(f"back: met after {time.monotonic() - began:.1f} s, with starting it")
+    saved = records(tmp_path / "run")[-1]
     at = cluster.step()
     cluster.until_step_after(at + 3)
     print(f"back: three new steps after {time.monotonic() - began:.1f} s")
@@ -326,6 +327,7 @@ def test_shrinks_and_grows(cluster: Cluster, store_path: Path, tmp_path: Path) -
     print(f"left: three new steps after {time.monotonic() - began:.1f} s")
     (tmp_path / "hurry").touch()
     assert cluster.wait("a") == 0, cluster.said("a")
+    assert saved in records(tmp_path / "run")  # not done a second time
     check_against_undisturbed(tmp_path, store_path)
 
 
