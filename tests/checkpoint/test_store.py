@@ -172,3 +172,38 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     (message,) = run_ranks(load_damaged, 1, str(tmp_path))
     assert "step-00000001: could not be loaded" in message
     assert "size mismatch" in message.lower() or "shape" in message.lower()
+
+
+def save_and_note(folder: str) -> list[str]:
+    """What a save forces to the disk and renames, in order."""
+    noted: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_fsync(handle: int) -> None:
+        noted.append(f"fsync {os.readlink(f'/proc/self/fd/{handle}')}")
+        fsync(handle)
+
+    def note_rename(self: Path, target: Path) -> Path:
+        noted.append(f"rename {self}")
+        return rename(self, target)
+
+    os.fsync, Path.rename = note_fsync, note_rename
+    save_once(folder, 1, 1e-3)
+    return noted
+
+
+def test_all_is_on_the_disk_before_it_is_visible(tmp_path: Path) -> None:
+    """Files, then their folder, then the rename, then the folder above: else a power cut undoes it.
+
+    A rename can reach the disk before what is renamed.
+    """
+    zero, one = run_ranks(save_and_note, 2, str(tmp_path))
+    temporary = zero[-2].removeprefix("rename ")
+    assert zero == [
+        f"fsync {temporary}/shard-00000.bin",
+        f"fsync {temporary}/manifest.json",
+        f"fsync {temporary}",
+        f"rename {temporary}",
+        f"fsync {tmp_path}",
+    ]
+    assert one == [f"fsync {temporary}/shard-00001.bin"]

@@ -11,6 +11,8 @@ import torch
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.store import checkpoints, read_manifest
+from weft.job import InvalidJob
+from weft.train.setup import prepare_job
 
 KEYS = {
     "step",
@@ -167,3 +169,22 @@ def test_a_loss_that_is_no_number_stops_the_run(store_path: Path, tmp_path: Path
     saved = [read_manifest(path)["step"] for path in checkpoints(tmp_path / "checkpoints")]
     assert steps == list(range(1, len(steps) + 1))
     assert max(saved) == steps[-1] < 20
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("s3://key:hunter2@bucket/x", "has credentials in it"),
+        ("nosuch://bucket/x", "cannot be reached"),
+    ],
+)
+def test_a_place_for_checkpoints_that_is_none(place: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        prepare_job("demo", [("checkpoint.dir", place), ("run.dir", str(tmp_path / "run"))])
+    assert said in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_run_is_not_in_a_store() -> None:
+    with pytest.raises(InvalidJob, match=r"only checkpoint\.dir may be s3://bucket/prefix"):
+        prepare_job("demo", [("run.dir", "s3://bucket/run")])

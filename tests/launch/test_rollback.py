@@ -1,0 +1,55 @@
+"""`weft rollback`: a run goes on from an earlier step, on a branch of its own."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import WEFT
+from tests.small import newest_state, records
+from weft.checkpoint.store import checkpoint_step, checkpoints
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [checkpoint_step(path) for path in checkpoints(folder / "run/checkpoints")]
+
+
+def test_back_and_forth(arguments: list[str], tmp_path: Path) -> None:
+    command = [*arguments, "--checkpoint.interval", "5", "--checkpoint.keep", "9"]
+    assert run(command, tmp_path).returncode == 0
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
+    before = newest_state(tmp_path / "run")
+
+    done = run([*WEFT, "rollback", "run", "7"], tmp_path)
+    assert done.returncode == 2
+    assert "use one of [0, 5, 10, 15, 20]" in done.stderr
+    done = run([*WEFT, "rollback", "run", "10"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "goes on from" in done.stdout
+    assert "no longer: [15, 20]" in done.stdout
+    assert steps_of(tmp_path) == [5, 10]
+
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stdout
+    assert "step-00000010" in done.stdout
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 21))
+    after = newest_state(tmp_path / "run")
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    done = run([*WEFT, "rollback", "nothing", "7"], tmp_path)
+    assert done.returncode == 2
+    assert "is not the folder of a run" in done.stderr
