@@ -81,6 +81,12 @@ def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
     """Without waiting in between, so that each must wait for the one before."""
     parts, optimizer = stepped(1e-3)
     saver = Saver(Path(folder), 9, background=True)
+    slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 0.5, "passing": 2}
+    arm(
+        small_job(("resilience.faults", toml(slow))).resilience.faults,
+        this_rank().rank,
+        Path(folder),
+    )
     states = []
     for step in range(1, 6):
         for _, param in named_parameters(parts):
