@@ -60,15 +60,17 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         Whether all steps are done; the same on every rank.
     """
     folder, steps = Path(plan.run_dir), job.train.steps
-    metrics = folder / "metrics.jsonl"
-    ledger = Ledger(read_records(metrics))
     arm(job.resilience.faults, rank.rank, folder / "logs")
-    parts, mesh, engine, optimizer, decay = build(job, plan, rank)
 
     def say(text: str) -> None:
         if rank.rank == 0:
             console.print(text, soft_wrap=True)
 
+    def recorded() -> list[dict[str, Any]]:
+        return read_records(folder / "metrics.jsonl") if rank.rank == 0 else []
+
+    ledger = Ledger(recorded())
+    parts, mesh, engine, optimizer, decay = build(job, plan, rank)
     home = home_of(job.checkpoint.dir, folder)
     at = resume(home, parts, optimizer, say)
     loader = Loader(
@@ -100,7 +102,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
         def open_at(step: int) -> list[Sink]:
             stack.close()
-            ledger.back_to(step, read_records(metrics))
+            ledger.back_to(step, recorded())
             sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
             for sink in sinks:
                 stack.enter_context(closing(sink))
