@@ -110,11 +110,12 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of each kind in a round")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk in question")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk in question")
     options = parser.parse_args()
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
     built, size = build_model(options.megabytes)
+    options.folder.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="weft-checkpoint-", dir=options.folder))
     savers = {
         kind: Saver(home / kind, 1, background=kind == "background")

@@ -30,6 +30,7 @@ from weft.checkpoint import store
 from weft.checkpoint.interval import Saves, young_interval
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import (
+    CheckpointError,
     Saver,
     Superseded,
     checkpoint_step,
@@ -300,6 +301,15 @@ def test_a_commit_that_comes_too_late_does_not_count(tmp_path: Path) -> None:
     run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
     take(tmp_path, 2)
     assert saves_of(tmp_path) == [(1, 1), (2, 1)]
+
+
+def test_a_damaged_lease_is_told(tmp_path: Path) -> None:
+    """It may say that a branch is abandoned: nothing is guessed."""
+    take(tmp_path, 0)
+    for text in ("", "{", "[]", '{"step": "x"}'):
+        (tmp_path / "lease-000001.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"lease-000001\.json: is damaged"):
+            checkpoints(tmp_path)
 
 
 def take_many(folder: str) -> list[int]:

@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import wrapped
-from weft.checkpoint.storage import is_remote, read_into, read_range, size_of
+from weft.checkpoint.storage import is_remote, read_into, read_range
 
 Json = dict[str, Any]
 
@@ -281,7 +281,7 @@ def read_shards(
             by_file.setdefault(each.shard.file, []).append((name, each))
     requests: list[Request] = []
     for file, pairs in by_file.items():
-        size, expected = size_of(folder / file), contents.files[file][0]
+        size, expected = (folder / file).stat().st_size, contents.files[file][0]
         if size != expected:
             raise Damaged(f"{file} has {size:,} bytes, not {expected:,}")
         requests += joined(file, pairs)

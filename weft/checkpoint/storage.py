@@ -122,11 +122,6 @@ def put_new(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file."""
-    return path.stat().st_size
-
-
 def read_range(path: Path, start: int, stop: int) -> memoryview:
     """The bytes of a file from ``start`` up to ``stop``, and no others; fewer at its end."""
     if is_remote(path):

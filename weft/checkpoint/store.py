@@ -128,13 +128,22 @@ def _counts(path: Path, taken: list[tuple[int, int]]) -> bool:
 
 
 def leases(folder: Path) -> list[tuple[int, int]]:
-    """(epoch, step that it went on from) of everybody who took the run, oldest first."""
+    """(epoch, step that it went on from) of everybody who took the run, oldest first.
+
+    Raises:
+        CheckpointError: if one cannot be read.
+    """
     if not folder.is_dir():
         return []
     found = []
     for path in folder.iterdir():
         if match := _LEASE.fullmatch(path.name):
-            found.append((int(match[1]), int(json.loads(path.read_text("utf-8"))["step"])))
+            try:
+                found.append((int(match[1]), int(json.loads(path.read_text("utf-8"))["step"])))
+            except (ValueError, KeyError, TypeError) as error:
+                rule = "is damaged: from which step the run was gone on with cannot be told"
+                remedy = "if no other process trains it, remove the file"
+                raise CheckpointError(f"{path}: {rule}; {remedy}") from error
     return sorted(found)
 
 
@@ -496,7 +505,7 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
     marks: dict[str, int] = {}
     params = dict(named_parameters(parts))
     _together(path, lambda: _read(folder, contents, state, params, marks))
-    wrong = _other_than(contents, state, marks, next(iter(params.values())).device)
+    wrong = _other_than(contents, state, marks)
     if wrong:
         named = _from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
         reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
@@ -563,14 +572,11 @@ def _together(path: Path, work: Callable[[], None]) -> None:
             raise error_kind(f"{path}: could not be loaded: rank {rank}: {why}")
 
 
-def _other_than(
-    contents: Contents, state: State, marks: dict[str, int], device: torch.device
-) -> list[str]:
+def _other_than(contents: Contents, state: State, marks: dict[str, int]) -> list[str]:
     """The tensors whose fingerprint, over all ranks, is not the one that was saved."""
     names = list(contents.tensors)
     # What no rank loaded (the optimizer's, where only the model is wanted) is not judged.
     sums = torch.tensor([[marks.get(n, 0) for n in names], [n in state for n in names]])
-    sums = sums.to(device)
     if dist.is_initialized():
         dist.all_reduce(sums)
     found, loaded = sums.tolist()

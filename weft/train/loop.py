@@ -96,8 +96,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         return gather(share, *grad_norm(params, stages))
 
     section = job.checkpoint
-    saver = Saver(home, section.keep, background=section.background, say=say)
-    saver.epoch = take(home, at.step)
+    epoch = take(home, at.step)
+    saver = Saver(home, section.keep, background=section.background, epoch=epoch, say=say)
     with closing(saver), ExitStack() as stack:
 
         def open_at(step: int) -> list[Sink]:
