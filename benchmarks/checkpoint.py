@@ -31,8 +31,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import Saver, checkpoint_path, load
+from weft.checkpoint.store import Saver, load
 from weft.data.loader import Batch
 from weft.job import read_job
 from weft.plan.resolve import Machine, resolve

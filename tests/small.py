@@ -12,9 +12,9 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.checkpoint.shards import overlaps, parse_contents, read_shards
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import checkpoints, read_manifest
 from weft.data.loader import Loader
 from weft.data.store import open_store
 from weft.job import Job, read_job

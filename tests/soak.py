@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.conftest import make_store, make_text
 from tests.harness import RankError, run_ranks
 from tests.resilience.test_chaos import CANONICAL, JOB, STEPS, check, train_until_killed
-from weft.checkpoint.store import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
 
 
 def disturb(source: random.Random, folder: Path, counts: Counter[str]) -> None:

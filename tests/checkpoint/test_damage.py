@@ -18,16 +18,15 @@ from tests.checkpoint.test_store import everything, stepped
 from tests.harness import RankError, run_ranks
 from weft.checkpoint import shards
 from weft.checkpoint.fingerprint import fingerprint, wrapped
-from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import (
+from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
     checkpoints,
-    load,
     manifest_text,
     read_manifest,
-    save,
 )
+from weft.checkpoint.state import named_parameters
+from weft.checkpoint.store import load, save
 from weft.train.setup import resume
 
 SHAPE = (5, 6, 7)

@@ -14,17 +14,16 @@ from tests import s3
 from tests.checkpoint.test_store import everything, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, small_job, train_rank
-from weft.checkpoint.shards import overlaps, parse_contents, read_shards
-from weft.checkpoint.storage import open_folder, put_new
-from weft.checkpoint.store import (
+from weft.checkpoint.manifest import (
     DamagedCheckpoint,
     checkpoint_step,
     checkpoints,
-    load,
     read_manifest,
-    save,
     take,
 )
+from weft.checkpoint.shards import overlaps, parse_contents, read_shards
+from weft.checkpoint.storage import open_folder, put_new
+from weft.checkpoint.store import load, save
 from weft.cli import main
 from weft.job import to_toml
 from weft.train.setup import resume

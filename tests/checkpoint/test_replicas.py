@@ -9,7 +9,7 @@ import pytest
 from tests.harness import RankError, run_ranks
 from tests.resilience.test_anomaly import faults
 from tests.small import Overrides, train_rank
-from weft.checkpoint.store import checkpoints
+from weft.checkpoint.manifest import checkpoints
 
 # A thousandth more of a gradient, on rank 1, in step 3: no spike, and nobody notices.
 WRONG = faults({"kind": "corrupt", "passing": 3, "factor": 1.001})

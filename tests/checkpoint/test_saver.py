@@ -26,20 +26,19 @@ from tests.small import (
     this_rank,
     train_rank,
 )
-from weft.checkpoint import store
+from weft.checkpoint import manifest
 from weft.checkpoint.interval import Saves, young_interval
-from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import (
+from weft.checkpoint.manifest import (
     CheckpointError,
-    Saver,
     Superseded,
     checkpoint_step,
     checkpoints,
     leases,
     read_manifest,
-    save,
     take,
 )
+from weft.checkpoint.state import named_parameters
+from weft.checkpoint.store import Saver, save
 from weft.data.store import open_store
 from weft.job import CheckpointSection
 from weft.resilience.faults import arm
@@ -313,7 +312,7 @@ def test_a_damaged_lease_is_told(tmp_path: Path) -> None:
 
 
 def take_many(folder: str) -> list[int]:
-    return [store._take(Path(folder), 0) for _ in range(20)]
+    return [manifest._take(Path(folder), 0) for _ in range(20)]
 
 
 def test_of_several_who_take_the_run_each_has_its_own_epoch(tmp_path: Path) -> None:

@@ -16,15 +16,9 @@ import torch.distributed as dist
 from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint import store
+from weft.checkpoint.manifest import CheckpointError, DamagedCheckpoint, checkpoints, read_manifest
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import (
-    CheckpointError,
-    DamagedCheckpoint,
-    checkpoints,
-    load,
-    read_manifest,
-    save,
-)
+from weft.checkpoint.store import load, save
 from weft.train.setup import build
 
 JOB = [("run.dir", "/nonexistent")]

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.launch.conftest import WEFT, processes_in
 from tests.small import SMALL, losses, newest_state, records
-from weft.checkpoint.store import checkpoints
+from weft.checkpoint.manifest import checkpoints
 from weft.launch.local import Failure, first_cause
 from weft.launch.worker import write_error
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.conftest import WEFT
 from tests.small import newest_state, records
-from weft.checkpoint.store import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
 
 pytestmark = pytest.mark.timeout(400)
 

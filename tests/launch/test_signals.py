@@ -16,7 +16,7 @@ import torch.distributed.elastic.multiprocessing.api as multiprocessing
 from tests.launch.conftest import WEFT
 from tests.launch.test_local import run, start_and_wait
 from tests.small import losses, newest_state, records
-from weft.checkpoint.store import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.launch import REQUEUE
 from weft.launch.local import status
 

@@ -11,11 +11,7 @@ import torch
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
-from weft.checkpoint.store import (
-    checkpoints,
-    manifest_text,
-    read_manifest,
-)
+from weft.checkpoint.manifest import checkpoints, manifest_text, read_manifest
 from weft.job import ResilienceSection
 from weft.resilience.anomaly import AnomalyError, Trial, Watch
 

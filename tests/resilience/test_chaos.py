@@ -20,7 +20,7 @@ import torch
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, records, this_rank, train_rank
-from weft.checkpoint.store import checkpoint_step, checkpoints, read_manifest
+from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
 from weft.data.loader import Batch, Loader
 from weft.train import loop
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
-from weft.checkpoint.store import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.data.store import open_store
 from weft.job import InvalidJob, read_job
 from weft.resilience.faults import SITES

@@ -21,7 +21,7 @@ from tests.small import (
     this_rank,
     train_rank,
 )
-from weft.checkpoint.store import checkpoint_step, checkpoints
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.data.store import open_store
 from weft.resilience.signals import listen
 from weft.train.loop import train

@@ -33,7 +33,7 @@ from tests.small import (
 )
 from weft.checkpoint import export
 from weft.checkpoint.export import INDEX, publishing, split, write_model
-from weft.checkpoint.store import CheckpointError, checkpoints, read_manifest
+from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
 from weft.cli import main
 from weft.data.prepare import Progress
 from weft.data.store import open_store

@@ -23,6 +23,13 @@ import xxhash
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import fingerprint, wrapped
+from weft.checkpoint.manifest import (
+    FORMAT,
+    CheckpointError,
+    DamagedCheckpoint,
+    manifest_text,
+    read_manifest,
+)
 from weft.checkpoint.safetensors import Entry, Malformed, read_table, table
 from weft.checkpoint.shards import (
     Contents,
@@ -34,14 +41,7 @@ from weft.checkpoint.shards import (
     read_shards,
 )
 from weft.checkpoint.storage import create, is_remote, read_range, remove, sync_folder
-from weft.checkpoint.store import (
-    FORMAT,
-    CheckpointError,
-    DamagedCheckpoint,
-    folder_of_shards,
-    manifest_text,
-    read_manifest,
-)
+from weft.checkpoint.store import folder_of_shards
 from weft.job import WeftError
 
 BLOCK = 1 << 20  # elements of a tensor that are in memory at a time

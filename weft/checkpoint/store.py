@@ -11,20 +11,11 @@ checkpoint visible: it is put last, and only if there is none.
 compared with what lies in live memory after loading, on whatever layout.  So everything in between
 is covered, what was read is read once, and the price is a pass over memory.  All ranks come to the
 same verdict.
-
-*Belong.*  Every start of a run, and every return to an earlier step, takes the run anew: it writes
-``lease-NNNNNN.json``, of which there can be only one of a number (its *epoch*), with the step that
-it goes on from.  A checkpoint carries the epoch of its writer, and counts only if no later epoch
-went on from an earlier step.  So a writer that has lost the run, asleep or cut off until then, can
-neither bring back an abandoned branch nor come between; and the newest is never of one.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import socket
 import threading
 import time
 import uuid
@@ -32,16 +23,33 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
+from weft.checkpoint.manifest import (
+    FORMAT,
+    NAME,
+    CheckpointError,
+    DamagedCheckpoint,
+    Superseded,
+    cause,
+    checkpoint_path,
+    checkpoint_step,
+    checkpoints,
+    committed,
+    counts,
+    from_rank_0,
+    leases,
+    manifest_text,
+    own_rank,
+    read_manifest,
+)
 from weft.checkpoint.shards import (
     Contents,
     Damaged,
@@ -63,142 +71,8 @@ from weft.checkpoint.state import (
     optimizer_state,
 )
 from weft.checkpoint.storage import create, is_remote, put_new, remove, sync_folder
-from weft.job import WeftError
 from weft.parallel.init import shard_offsets
 from weft.resilience.faults import at
-
-FORMAT = 3
-
-T = TypeVar("T")
-
-_NAME = re.compile(r"step-(\d{8,})")
-_LEASE = re.compile(r"lease-(\d{6,})\.json")
-
-
-class CheckpointError(WeftError):
-    """A checkpoint could not be written or read; the message says which and why."""
-
-
-class DamagedCheckpoint(CheckpointError):
-    """What a checkpoint holds is not what was saved; every rank has the same error."""
-
-
-class Superseded(CheckpointError):
-    """Another process has taken over the run: this one must not go on."""
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08}"
-
-
-def checkpoint_step(path: Path) -> int:
-    """The step of a checkpoint, from its name."""
-    return int(path.name.removeprefix("step-"))
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints in ``folder``, oldest first; whether they are sound `load` tells.
-
-    Those of an abandoned branch are not among them.
-    """
-    taken = leases(folder)
-    return [path for path in _committed(folder) if _counts(path, taken)]
-
-
-def _committed(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    found = [
-        (int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
-    ]
-    if is_remote(folder):  # without a manifest it is not there yet, or no more
-        found = [(step, path) for step, path in found if (path / "manifest.json").exists()]
-    return [path for _, path in sorted(found, key=lambda each: each[0])]
-
-
-def _counts(path: Path, taken: list[tuple[int, int]]) -> bool:
-    """Whether no later epoch than a checkpoint's own went on from an earlier step."""
-    if not taken:
-        return True
-    try:
-        epoch = read_manifest(path).get("epoch", 0)
-    except CheckpointError:
-        return True  # whoever loads it will hear of it
-    return all(later <= epoch or step >= checkpoint_step(path) for later, step in taken)
-
-
-def leases(folder: Path) -> list[tuple[int, int]]:
-    """(epoch, step that it went on from) of everybody who took the run, oldest first.
-
-    Raises:
-        CheckpointError: if one cannot be read.
-    """
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in folder.iterdir():
-        if match := _LEASE.fullmatch(path.name):
-            try:
-                found.append((int(match[1]), int(json.loads(path.read_text("utf-8"))["step"])))
-            except (ValueError, KeyError, TypeError) as error:
-                rule = "is damaged: from which step the run was gone on with cannot be told"
-                remedy = "if no other process trains it, remove the file"
-                raise CheckpointError(f"{path}: {rule}; {remedy}") from error
-    return sorted(found)
-
-
-def take(folder: Path, step: int) -> int:
-    """Go on from ``step`` as the only one: later checkpoints of others do not count any more.
-
-    Every rank calls it.
-
-    Returns:
-        The epoch.
-    """
-    return _from_rank_0(lambda: _take(folder, step), f"{folder}: could not be taken")
-
-
-def _take(folder: Path, step: int) -> int:
-    if not is_remote(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    about = {"step": step, "host": socket.gethostname(), "process": os.getpid()}
-    content = json.dumps(about | {"time": time.time()}).encode()
-    while True:
-        epoch = 1 + max((epoch for epoch, _ in leases(folder)), default=0)
-        try:
-            put_new(folder / f"lease-{epoch:06}.json", content)
-        except FileExistsError:
-            continue  # somebody else was quicker: the later one has the run
-        return epoch
-
-
-def read_manifest(path: Path) -> Json:
-    """The manifest of a committed checkpoint.
-
-    Raises:
-        DamagedCheckpoint: if it is not, to the byte, what was written.
-    """
-    try:
-        text = (path / "manifest.json").read_text("utf-8")
-        manifest: Json = json.loads(text)
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{path}: is of format {manifest.get('format')}, not {FORMAT}")
-        if text != manifest_text({name: v for name, v in manifest.items() if name != "hash"}):
-            raise ValueError("its hash is another")
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"its manifest is damaged: {type(error).__name__}: {error}"
-        raise DamagedCheckpoint(f"{path}: {reason}") from error
-    return manifest
-
-
-def manifest_text(manifest: Json) -> str:
-    """A manifest as it is written: in one possible way, with its own hash."""
-
-    def text(values: Json) -> str:
-        return json.dumps(values, sort_keys=True, separators=(",", ":"))
-
-    return text(manifest | {"hash": xxhash.xxh3_128_hexdigest(text(manifest).encode())}) + "\n"
-
 
 # --------------------------------------------------------------------------- saving
 
@@ -340,7 +214,7 @@ class Saver:
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # a peer is gone
-            self._error = CheckpointError(f"step {manifest['step']}: {_cause(error)}")
+            self._error = CheckpointError(f"step {manifest['step']}: {cause(error)}")
         self._told = False
         self._failures = 0 if self._error is None else self._failures + 1
         self.write_seconds = time.perf_counter() - began
@@ -361,17 +235,17 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
     final = checkpoint_path(folder, manifest["step"])
     failed = f"{final}: could not be written"
     # One rank decides: another could already see what the first one does next.
-    temporary, exists = _from_rank_0(lambda: _begin(final), failed, group)
+    temporary, exists = from_rank_0(lambda: _begin(final), failed, group)
     if exists:
         return
     try:
         mine: tuple[Json | None, str] = _write_shards(temporary, boxes), ""
     except Exception as error:
-        mine = None, f"rank {_rank()}: {_cause(error)}"
+        mine = None, f"rank {own_rank()}: {cause(error)}"
     ranks: list[Any] = [mine]
     if dist.is_initialized():
         ranks = ranks * dist.get_world_size(group)
-        dist.gather_object(mine, ranks if _rank() == 0 else None, group=group, group_dst=0)
+        dist.gather_object(mine, ranks if own_rank() == 0 else None, group=group, group_dst=0)
 
     def commit() -> None:
         try:
@@ -386,9 +260,9 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
                 remove(temporary)
             raise
 
-    _from_rank_0(commit, failed, group)
+    from_rank_0(commit, failed, group)
     late = f"{final} is saved, but an older one could not be deleted"
-    _from_rank_0(lambda: _delete_old(folder, keep), late, group)
+    from_rank_0(lambda: _delete_old(folder, keep), late, group)
     at("checkpoint.saved")
 
 
@@ -397,7 +271,7 @@ def _begin(final: Path) -> tuple[Path, bool]:
     home, unique = final.parent, uuid.uuid4().hex[:8]
     if is_remote(final):
         for path in home.iterdir() if home.is_dir() else []:
-            if _NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
+            if NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
                 remove(path)
         temporary = final / f"{unique}"
     else:
@@ -406,7 +280,7 @@ def _begin(final: Path) -> tuple[Path, bool]:
             remove(leftover)
         temporary = final.with_name(f".tmp-{final.name}-{unique}")
         temporary.mkdir()
-    exists = (final / "manifest.json").is_file() and _counts(final, leases(home))
+    exists = (final / "manifest.json").is_file() and counts(final, leases(home))
     return temporary, exists
 
 
@@ -414,7 +288,7 @@ def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
     at("checkpoint.shards")
     if not boxes:
         return None
-    name = f"shard-{_rank():05}.bin"
+    name = f"shard-{own_rank():05}.bin"
     with create(temporary / name, sum(box.content.nbytes for box in boxes)) as file:
         written = write_shards(file, name, boxes)
         at("checkpoint.written")
@@ -449,7 +323,7 @@ def _commit(temporary: Path, final: Path, manifest: Json) -> None:
 def _delete_old(folder: Path, keep: int) -> None:
     """Delete all but the newest ``keep``, and what is older than they are of abandoned branches."""
     kept = checkpoints(folder)[-keep:]
-    for old in _committed(folder):
+    for old in committed(folder):
         if old in kept or checkpoint_step(old) > checkpoint_step(kept[-1]):
             continue
         # First out of sight, in one step: nothing half-deleted may look whole.
@@ -489,7 +363,7 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         CheckpointError: if it is of another model, or cannot be read.
     """
     at("load")
-    manifest = _from_rank_0(lambda: read_manifest(path), f"{path}: could not be read")
+    manifest = from_rank_0(lambda: read_manifest(path), f"{path}: could not be read")
     try:
         contents = parse_contents(manifest)  # every rank has the same one to judge
     except Damaged as error:
@@ -507,7 +381,7 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
     _together(path, lambda: _read(folder, contents, state, params, marks))
     wrong = _other_than(contents, state, marks)
     if wrong:
-        named = _from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
+        named = from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
         reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
         raise DamagedCheckpoint(f"{path}: {reason}")
     return manifest
@@ -558,9 +432,9 @@ def _together(path: Path, work: Callable[[], None]) -> None:
     try:
         work()
     except (Damaged, FileNotFoundError) as error:
-        failure = "damaged", _cause(error)
+        failure = "damaged", cause(error)
     except Exception as error:
-        failure = "failed", _cause(error)
+        failure = "failed", cause(error)
     found = [failure]
     if dist.is_initialized():
         found = [None] * dist.get_world_size()
@@ -620,33 +494,3 @@ def _owns(name: str, tensor: Tensor, param: nn.Parameter) -> bool:
         if mesh.get_local_rank(axis) != chosen:
             return False
     return True
-
-
-def _cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _from_rank_0(compute: Callable[[], T], failed: str, group: Any = None) -> T:
-    """What ``compute()`` returns on rank 0, on every rank; so with its error.
-
-    Args:
-        failed: what an error means, for people.
-    """
-    answer: list[Any] = [None, None]
-    if _rank() == 0:
-        try:
-            answer[0] = compute()
-        except CheckpointError as error:
-            answer[1] = error
-        except Exception as error:
-            answer[1] = CheckpointError(f"{failed}: {_cause(error)}")
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0, group=group)
-    result, failure = answer
-    if failure is not None:
-        raise failure
-    return result  # type: ignore[no-any-return]

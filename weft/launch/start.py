@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import weft
-from weft.checkpoint.store import checkpoint_step, checkpoints, take
+from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
 from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare
 from weft.data.store import Store, open_store

@@ -10,7 +10,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from weft.checkpoint.store import checkpoints, load
+from weft.checkpoint.manifest import checkpoints
+from weft.checkpoint.store import load
 from weft.data.tokenizer import load_tokenizer, separator_id
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.models import load_family, resolve_model

@@ -29,9 +29,9 @@ from weft.checkpoint.export import (
     write_model,
     write_weights,
 )
+from weft.checkpoint.manifest import CheckpointError, checkpoint_path
 from weft.checkpoint.safetensors import NAMES, Entry, Malformed, parse_json
 from weft.checkpoint.storage import create, is_remote
-from weft.checkpoint.store import CheckpointError, checkpoint_path
 from weft.data.prepare import Progress, Report
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml

@@ -20,9 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from weft.checkpoint.interval import Saves
+from weft.checkpoint.manifest import take
 from weft.checkpoint.replicas import compare_replicas
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import Saver, take
+from weft.checkpoint.store import Saver
 from weft.data.loader import Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError

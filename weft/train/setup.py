@@ -25,19 +25,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 import weft
-from weft.checkpoint.state import named_parameters
-from weft.checkpoint.storage import open_folder
-from weft.checkpoint.store import (
+from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
-    Saver,
     checkpoint_step,
     checkpoints,
-    load,
     read_manifest,
-    set_aside,
     take,
 )
+from weft.checkpoint.state import named_parameters
+from weft.checkpoint.storage import open_folder
+from weft.checkpoint.store import Saver, load, set_aside
 from weft.data.loader import check_length
 from weft.data.source import check_path
 from weft.data.store import Store
