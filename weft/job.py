@@ -320,6 +320,12 @@ class CheckpointSection(Section):
         "auto", "folder or s3://bucket/prefix of the checkpoints; auto: checkpoints in run.dir"
     )
     keep: Positive = key(2, "newest checkpoints that are kept")
+    local: Text = key(
+        "off",
+        "folder of each node itself, where its ranks leave the newest state: /dev/shm (its memory, "
+        "twice the state) or a disk of its own; off",
+    )
+    local_interval: Positive = key(10, "steps after which they do, if the last time is over")
 
 
 class Fault(Section):

@@ -190,7 +190,7 @@ def corrupt(folder: str, times: float) -> tuple[int, list[str]]:
             name = source.choice(names)
             kind(home / "step-00000002" / name, source)
             said: list[str] = []
-            at = resume(home, parts, optimizer, said.append)
+            at = resume(home, "off", parts, optimizer, said.append)
             state = everything(parts, optimizer)
             exact = all(state[key].equal(value) for key, value in expected.items())
             if at.step != 1 or not exact or "step-00000002" not in "".join(said):
@@ -201,7 +201,7 @@ def corrupt(folder: str, times: float) -> tuple[int, list[str]]:
             shutil.rmtree(home / "step-00000002", ignore_errors=True)
             shutil.copytree(spare, home / "step-00000002")
     # And undamaged it is taken.
-    assert resume(home, parts, optimizer, unnoticed.append).step == 2
+    assert resume(home, "off", parts, optimizer, unnoticed.append).step == 2
     return done, unnoticed
 
 
@@ -225,7 +225,7 @@ def test_seven_hundred_times(tmp_path: Path) -> None:
 def resume_all(folder: str) -> tuple[int, list[str], dict[str, torch.Tensor]]:
     parts, optimizer = stepped(1.0)
     said: list[str] = []
-    at = resume(Path(folder), parts, optimizer, said.append)
+    at = resume(Path(folder), "off", parts, optimizer, said.append)
     return at.step, said, everything(parts, optimizer)
 
 
@@ -352,5 +352,5 @@ def refuse_reading(folder: str) -> None:
         shards.read_range = refused
     parts, optimizer = stepped(1.0)
     with pytest.raises(CheckpointError, match=r"rank 1: OSError.*Input/output error") as caught:
-        resume(Path(folder), parts, optimizer, print)
+        resume(Path(folder), "off", parts, optimizer, print)
     assert not isinstance(caught.value, DamagedCheckpoint)

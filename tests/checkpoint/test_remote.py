@@ -161,7 +161,7 @@ def fall_back(home: str) -> tuple[int, list[str], list[str]]:
     newest = checkpoints(folder)[-1]
     file = next(iter((newest / read_manifest(newest)["inside"]).iterdir()))
     file.write_bytes(file.read_bytes()[::-1])
-    at = resume(folder, parts, optimizer, said.append)
+    at = resume(folder, "off", parts, optimizer, said.append)
     # It is out of the way, not lost, and the step can be saved again.
     save(folder, parts, optimizer, {"step": 2}, 2)
     return at.step, said, listed(home)

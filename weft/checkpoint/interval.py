@@ -32,6 +32,7 @@ class Saves:
     def __init__(self, section: CheckpointSection, step: int, say: Callable[[str], None]) -> None:
         self._mtbf_seconds = section.mtbf_hours * 3600
         self._interval = section.interval
+        self._nodes = 0 if section.local == "off" else section.local_interval
         self._next, self._told = step + FIRST, FIRST
         self._say = say
 
@@ -40,6 +41,10 @@ class Saves:
         if self._interval == "auto":
             return step >= self._next
         return self._interval > 0 and step % self._interval == 0
+
+    def due_on_nodes(self, step: int) -> bool:
+        """Whether nodes keep the state after ``step``, see `weft.checkpoint.local`."""
+        return self._nodes > 0 and step % self._nodes == 0
 
     def saved(
         self, step: int, stall_seconds: float, write_seconds: float, step_seconds: float

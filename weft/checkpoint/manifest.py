@@ -82,7 +82,12 @@ def counts(path: Path, taken: list[tuple[int, int]]) -> bool:
         epoch = read_manifest(path).get("epoch", 0)
     except CheckpointError:
         return True  # whoever loads it will hear of it
-    return all(later <= epoch or step >= checkpoint_step(path) for later, step in taken)
+    return continues(checkpoint_step(path), epoch, taken)
+
+
+def continues(step: int, epoch: int, taken: list[tuple[int, int]]) -> bool:
+    """Whether no epoch after ``epoch`` went on from before ``step``."""
+    return all(later <= epoch or begin >= step for later, begin in taken)
 
 
 def leases(folder: Path) -> list[tuple[int, int]]:
@@ -137,15 +142,29 @@ def read_manifest(path: Path) -> Json:
         DamagedCheckpoint: if it is not, to the byte, what was written.
     """
     try:
-        text = (path / "manifest.json").read_text("utf-8")
+        return parse_manifest((path / "manifest.json").read_text("utf-8"))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = f"its manifest is damaged: {cause(error)}"
+        raise DamagedCheckpoint(f"{path}: {reason}") from error
+
+
+def parse_manifest(text: str) -> Json:
+    """A manifest from its text.
+
+    Raises:
+        ValueError: if it is not, to the byte, what was written.
+        CheckpointError: if it is of another format.
+    """
+    try:
         manifest: Json = json.loads(text)
         if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{path}: is of format {manifest.get('format')}, not {FORMAT}")
+            raise CheckpointError(f"is of format {manifest.get('format')}, not {FORMAT}")
         if text != manifest_text({name: v for name, v in manifest.items() if name != "hash"}):
             raise ValueError("its hash is another")
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"its manifest is damaged: {type(error).__name__}: {error}"
-        raise DamagedCheckpoint(f"{path}: {reason}") from error
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(cause(error)) from error
     return manifest
 
 
@@ -169,14 +188,15 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def from_rank_0(compute: Callable[[], T], failed: str, group: Any = None) -> T:
+def from_rank_0(compute: Callable[[], T], failed: str, group: Any = None, *, source: int = 0) -> T:
     """What ``compute()`` returns on rank 0, on every rank; so with its error.
 
     Args:
         failed: what an error means, for people.
+        source: another rank in the place of rank 0.
     """
     answer: list[Any] = [None, None]
-    if own_rank() == 0:
+    if own_rank() == source:
         try:
             answer[0] = compute()
         except CheckpointError as error:
@@ -184,8 +204,35 @@ def from_rank_0(compute: Callable[[], T], failed: str, group: Any = None) -> T:
         except Exception as error:
             answer[1] = CheckpointError(f"{failed}: {cause(error)}")
     if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0, group=group)
+        dist.broadcast_object_list(answer, src=source, group=group)
     result, failure = answer
     if failure is not None:
         raise failure
     return result  # type: ignore[no-any-return]
+
+
+def gathered(work: Callable[[], T], failed: str, group: Any = None) -> list[T]:
+    """Do something on every rank; what came of it, in the order of the ranks, on rank 0.
+
+    Args:
+        failed: what an error means, for people.
+
+    Raises:
+        CheckpointError: on every rank, if any failed.
+    """
+    try:
+        mine: tuple[Any, str] = work(), ""
+    except Exception as error:
+        mine = None, f"rank {own_rank()}: {cause(error)}"
+    ranks: list[Any] = [mine]
+    if dist.is_initialized():
+        ranks = ranks * dist.get_world_size(group)
+        dist.gather_object(mine, ranks if own_rank() == 0 else None, group=group, group_dst=0)
+
+    def all_right() -> None:
+        for _, failure in ranks:
+            if failure:
+                raise CheckpointError(f"{failed}: {failure}")
+
+    from_rank_0(all_right, failed, group)
+    return [value for value, _ in ranks]

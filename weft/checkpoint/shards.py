@@ -141,9 +141,16 @@ class Contents(NamedTuple):
     tensors: dict[str, Entry]
     files: dict[str, tuple[int, str]]  # bytes, hash
 
+    def without_shards(self) -> Contents:
+        bare = {name: entry._replace(shards=[]) for name, entry in self.tensors.items()}
+        return Contents(bare, {})
 
-def parse_contents(manifest: Json) -> Contents:
+
+def parse_contents(manifest: Json, whole: bool = True) -> Contents:
     """The table of contents in a manifest.
+
+    Args:
+        whole: whether there must be all shards of every tensor.
 
     Raises:
         Damaged: if it is none: names that leave the folder, shards outside of their files, shards
@@ -170,7 +177,7 @@ def parse_contents(manifest: Json) -> Contents:
                 place = Shard(tuple(offsets), tuple(sizes), dtype, names[file], position)
                 shards.append(place)
                 elements += math.prod(sizes)
-            _check(elements == math.prod(shape), f"the shards of {name}")
+            _check(not whole or elements == math.prod(shape), f"the shards of {name}")
             tensors[name] = Entry(dtype, shape, mark, shards)
         return Contents(tensors, files)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

@@ -1,15 +1,17 @@
 """A training state as one flat dictionary of named tensors.
 
 Names are the model's parameter names, which are the same under every layout:
-``model.<name>`` and ``optim.<name>.<key>``.  DTensors carry their own sharding, so
-that torch's distributed checkpoint can load them into any other mesh.
+``model.<name>`` and ``optim.<name>.<key>``.  DTensors carry their own sharding.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -68,3 +70,53 @@ def allocate_optimizer_state(
                 device = param.to_local().device if isinstance(param, DTensor) else param.device
                 state[key.removeprefix(prefix)] = torch.empty(shape, dtype=dtype, device=device)
         optimizer.state[param] = state
+
+
+class Copies(NamedTuple):
+    """Ranks that hold copies of a tensor along one axis."""
+
+    group: dist.ProcessGroup | None  # None: all
+    size: int
+    own: int  # this rank's place
+
+
+def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies]]:
+    """Along which axes other ranks hold the same as this one, of each tensor of a state."""
+    params = dict(named_parameters(parts))
+    found = {}
+    for name, tensor in state.items():
+        kind, _, rest = name.partition(".")
+        param = params[rest if kind == "model" else rest.rpartition(".")[0]]
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            axes = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
+        elif isinstance(param, DTensor):  # a step count beside it
+            mesh = param.device_mesh
+            axes = list(range(mesh.ndim))
+        else:
+            alone = not dist.is_initialized()
+            found[name] = [] if alone else [Copies(None, dist.get_world_size(), dist.get_rank())]
+            continue
+        found[name] = [
+            Copies(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis))
+            for axis in axes
+        ]
+    return found
+
+
+def owns(name: str, copies: Iterable[Copies]) -> bool:
+    """Whether this rank's copy of a tensor is the one that is written and read.
+
+    Of several it is now this one, now that: so replicas share the work.
+    """
+    lot = zlib.crc32(name.encode())
+    for each in copies:
+        lot, chosen = divmod(lot, each.size)
+        if each.own != chosen:
+            return False
+    return True
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -15,11 +15,12 @@ same verdict.
 
 from __future__ import annotations
 
+import math
 import re
+import shutil
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,10 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import fingerprint
+from weft.checkpoint.fingerprint import fingerprint, wrapped
+from weft.checkpoint.local import keep_local, read_local
 from weft.checkpoint.manifest import (
     FORMAT,
     NAME,
@@ -45,6 +46,7 @@ from weft.checkpoint.manifest import (
     committed,
     counts,
     from_rank_0,
+    gathered,
     leases,
     manifest_text,
     own_rank,
@@ -64,11 +66,14 @@ from weft.checkpoint.shards import (
     write_shards,
 )
 from weft.checkpoint.state import (
+    Copies,
     State,
     allocate_optimizer_state,
+    copies_of,
+    local_part,
     model_state,
-    named_parameters,
     optimizer_state,
+    owns,
 )
 from weft.checkpoint.storage import create, is_remote, put_new, remove, sync_folder
 from weft.parallel.init import shard_offsets
@@ -91,6 +96,7 @@ class Saver:
         *,
         background: bool = False,
         epoch: int = 0,
+        local: Path | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Every rank makes one.
@@ -100,32 +106,45 @@ class Saver:
             keep: newest checkpoints that are kept; older ones are removed.
             background: whether training goes on while files are written.
             epoch: see `take`.
+            local: where this node keeps the newest state, if it does: see `local_folder`.
             say: told of failures.
         """
         self.folder, self.keep, self.background, self.epoch = folder, keep, background, epoch
+        self.local = local
         self.stall_seconds = 0.0  # of the last save
         self.write_seconds = 0.0  # of the last one that is done
         self._say = say
         self._failures = 0  # in a row
         self._error: CheckpointError | None = None  # of the last save
-        self._told = True
+        self._untold: list[CheckpointError] = []
         self._thread: threading.Thread | None = None
         self._copies: dict[str, Tensor] = {}
         # What is said in the background must not come between what training says.
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group = dist.new_group(backend="gloo") if background and not alone else None
 
-    def save(self, parts: Sequence[nn.Module], optimizer: Optimizer, manifest: Json) -> None:
+    def save(
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        manifest: Json,
+        home: bool = True,
+    ) -> None:
         """Copy the state and begin to write it as checkpoint of ``manifest["step"]``.
 
         Every rank calls it.  Waits for the one before, if need be.
+
+        Args:
+            home: whether into ``folder``, or on the nodes only.
         """
         began = time.perf_counter()
         self._join()
         self._tell()
         at("checkpoint")
-        boxes = self._stage(parts, optimizer)
-        self._thread = threading.Thread(target=self._write, args=(boxes, manifest), daemon=True)
+        boxes, owned = self._stage(parts, optimizer)
+        about = manifest | {"epoch": self.epoch}
+        work = (boxes, owned, about, home)
+        self._thread = threading.Thread(target=self._write, args=work, daemon=True)
         self._thread.start()
         if not self.background:
             self._join()
@@ -140,10 +159,16 @@ class Saver:
         self._join()
         if self._error is not None:
             raise self._error
+        if self.local is not None:  # it is at home now
+            shutil.rmtree(self.local, ignore_errors=True)
 
     def close(self) -> None:
         """Let a save that is under way come to its end, whatever that is."""
         self._join()
+
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wants_again(self) -> bool:
         """Whether the last save has ended in an error, and is worth another try at once.
@@ -153,38 +178,45 @@ class Saver:
         Raises:
             Superseded: if the run is not this process's any more.
         """
-        if self._thread is not None and self._thread.is_alive():
+        if self.busy():
             return False
-        return self._tell() and self._failures == 1
+        return self._tell() and self._error is not None and self._failures == 1
 
     def _tell(self) -> bool:
-        """Tell a failure that was not told yet; whether there was one."""
-        if self._told or self._error is None:
-            return False
-        if isinstance(self._error, Superseded):
-            raise self._error
-        self._told = True
-        self._say(f"warning: {self._error}; going on without it")
-        return True
+        """Tell failures that were not told yet; whether there were any."""
+        untold, self._untold = self._untold, []
+        for error in untold:
+            if isinstance(error, Superseded):
+                raise error
+            self._say(f"warning: {error}; going on without it")
+        return bool(untold)
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _stage(self, parts: Sequence[nn.Module], optimizer: Optimizer) -> list[Staged]:
-        """This rank's boxes with their fingerprints, copied so that training can go on."""
-        params = dict(named_parameters(parts))
+    def _stage(
+        self, parts: Sequence[nn.Module], optimizer: Optimizer
+    ) -> tuple[list[Staged], set[str]]:
+        """This rank's boxes, copied so that training can go on, and the names of those that count.
+
+        The others, copies that another rank has too, are only there if nodes keep them.
+        """
+        state = model_state(parts) | optimizer_state(parts, optimizer)
+        copies = copies_of(parts, state)
+        owned = {name for name in state if owns(name, copies[name])}
         boxes, marks = [], []
-        for name, tensor in (model_state(parts) | optimizer_state(parts, optimizer)).items():
-            if not _owns(name, tensor, params[_parameter(name)]):
+        for name, tensor in state.items():
+            if name not in owned and self.local is None:
                 continue
-            local = _local(tensor)
+            local = local_part(tensor)
             if local.numel() == 0 and tensor.numel() > 0:
                 continue  # others have it all
             offsets = shard_offsets(tensor)
             # Of the live tensor, before it is copied anywhere.
-            marks.append(fingerprint(local, offsets, tensor.shape))
+            counts_once = local if name in owned else local.new_empty(0)
+            marks.append(fingerprint(counts_once, offsets, tensor.shape))
             boxes.append((name, tuple(tensor.shape), tuple(offsets), self._copy(name, local)))
         numbers = torch.stack(marks).tolist() if marks else []  # waits for the copies, too
         if torch.cuda.is_available():
@@ -194,7 +226,7 @@ class Saver:
             for (name, shape, offsets, copy), mark in zip(boxes, numbers, strict=True)
         ]
         # What every rank needs of every other, step counts, is small: together, it is one request.
-        return sorted(staged, key=lambda box: box.content.nbytes)
+        return sorted(staged, key=lambda box: box.content.nbytes), owned
 
     def _copy(self, name: str, live: Tensor) -> Tensor:
         """A copy on the CPU in memory that is used again by the next save."""
@@ -207,16 +239,24 @@ class Saver:
             self._copies[name] = copy
         return copy.copy_(live, non_blocking=True)
 
-    def _write(self, boxes: list[Staged], manifest: Json) -> None:
+    def _write(self, boxes: list[Staged], owned: set[str], manifest: Json, home: bool) -> None:
         began, self._error = time.perf_counter(), None
+        untold: list[CheckpointError] = []
         try:
-            _write(self.folder, boxes, manifest | {"epoch": self.epoch}, self.keep, self._group)
+            if self.local is not None:
+                try:
+                    keep_local(self.local, boxes, owned, manifest, self._group)
+                except CheckpointError as error:
+                    untold.append(error)
+            if home:
+                mine = [box for box in boxes if box.name in owned]
+                _write(self.folder, mine, manifest, self.keep, self._group)
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # a peer is gone
             self._error = CheckpointError(f"step {manifest['step']}: {cause(error)}")
-        self._told = False
         self._failures = 0 if self._error is None else self._failures + 1
+        self._untold = untold if self._error is None else [*untold, self._error]
         self.write_seconds = time.perf_counter() - began
 
 
@@ -239,28 +279,19 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
     if exists:
         return
     try:
-        mine: tuple[Json | None, str] = _write_shards(temporary, boxes), ""
-    except Exception as error:
-        mine = None, f"rank {own_rank()}: {cause(error)}"
-    ranks: list[Any] = [mine]
-    if dist.is_initialized():
-        ranks = ranks * dist.get_world_size(group)
-        dist.gather_object(mine, ranks if own_rank() == 0 else None, group=group, group_dst=0)
+        written = gathered(lambda: _write_shards(temporary, boxes), failed, group)
 
-    def commit() -> None:
-        try:
-            for _, failure in ranks:
-                if failure:
-                    raise CheckpointError(f"{failed}: {failure}")
-            table = table_of_contents(written for written, _ in ranks if written is not None)
+        def commit() -> None:
+            table = table_of_contents(each for each in written if each is not None)
             inside = {"inside": temporary.name} if is_remote(final) else {}
             _commit(temporary, final, manifest | {"format": FORMAT} | inside | table)
-        except Exception:
+
+        from_rank_0(commit, failed, group)
+    except Exception:
+        if own_rank() == 0:
             with suppress(OSError):
                 remove(temporary)
-            raise
-
-    from_rank_0(commit, failed, group)
+        raise
     late = f"{final} is saved, but an older one could not be deleted"
     from_rank_0(lambda: _delete_old(folder, keep), late, group)
     at("checkpoint.saved")
@@ -368,6 +399,61 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         contents = parse_contents(manifest)  # every rank has the same one to judge
     except Damaged as error:
         raise DamagedCheckpoint(f"{path}: {error}") from error
+    folder = folder_of_shards(path, manifest)
+    wrong = _fill(path, folder, contents, parts, optimizer, whole=True)
+    if wrong:
+        named = from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
+        reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
+        raise DamagedCheckpoint(f"{path}: {reason}")
+    return manifest
+
+
+def load_local(
+    folder: Path, step: int, epoch: int, parts: Sequence[nn.Module], optimizer: Optimizer
+) -> Json:
+    """`load` what the nodes have kept of a step.
+
+    Raises:
+        DamagedCheckpoint: also if they do not have all of it any more.
+    """
+    at("load")
+    name = f"step {step} in {folder} of the nodes"
+    found: list[tuple[Path, Json, Contents] | None] = []
+    _together(name, lambda: found.append(read_local(folder, step, epoch)))
+    everywhere = [found[0] is not None]
+    if dist.is_initialized():
+        everywhere *= dist.get_world_size()
+        dist.all_gather_object(everywhere, found[0] is not None)
+    if True not in everywhere:
+        raise DamagedCheckpoint(f"{name}: no node has it any more")
+    source = everywhere.index(True)
+    manifest = from_rank_0(lambda: found[0][1] if found[0] else {}, name, source=source)
+    place, contents = folder, parse_contents(manifest, whole=False).without_shards()
+    if found[0] is not None:
+        place, _, contents = found[0]
+    wrong = _fill(name, place, contents, parts, optimizer, whole=False)
+    if wrong:
+        raise DamagedCheckpoint(f"{name}: {wrong[0]} is not what was saved")
+    return manifest
+
+
+def _fill(
+    name: object,
+    folder: Path,
+    contents: Contents,
+    parts: Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    whole: bool,
+) -> list[str]:
+    """Load into live tensors, and compare.
+
+    Args:
+        whole: whether all of it is in ``folder``: then each part is read by one rank; else by all
+            that find it there.
+
+    Returns:
+        The tensors that are not what was saved.
+    """
     state: State = model_state(parts)
     if optimizer is not None:
         saved = {
@@ -375,16 +461,18 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         }
         allocate_optimizer_state(parts, optimizer, saved)
         state |= optimizer_state(parts, optimizer)
-    folder = folder_of_shards(path, manifest)
+    copies = copies_of(parts, state)
+    owned = {name for name in state if owns(name, copies[name])}
     marks: dict[str, int] = {}
-    params = dict(named_parameters(parts))
-    _together(path, lambda: _read(folder, contents, state, params, marks))
-    wrong = _other_than(contents, state, marks)
-    if wrong:
-        named = from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
-        reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
-        raise DamagedCheckpoint(f"{path}: {reason}")
-    return manifest
+    _together(name, lambda: _read(folder, contents, state, owned if whole else None, marks))
+    _spread(state, copies, marks)
+
+    def all_there() -> None:
+        if missing := state.keys() - marks.keys():
+            raise Damaged(f"no node has {min(missing)} any more")
+
+    _together(name, all_there)
+    return _other_than(contents, state, copies, owned, marks)
 
 
 def folder_of_shards(path: Path, manifest: Json) -> Path:
@@ -396,13 +484,13 @@ def folder_of_shards(path: Path, manifest: Json) -> Path:
 
 
 def _read(
-    folder: Path,
-    contents: Contents,
-    state: State,
-    params: dict[str, nn.Parameter],
-    marks: dict[str, int],
+    folder: Path, contents: Contents, state: State, names: set[str] | None, marks: dict[str, int]
 ) -> None:
-    """Fill the local part of every tensor, and take the fingerprints of what is this rank's."""
+    """Fill this rank's part of some tensors, and take the fingerprints of what is there then.
+
+    Args:
+        names: of those tensors; None: of all whose part is in the table.
+    """
     wanted: dict[str, list[Wanted]] = {}
     problems = []
     for name, tensor in state.items():
@@ -411,22 +499,55 @@ def _read(
             problems.append(f"{name} is not in it")
         elif entry.shape != tuple(tensor.shape):
             problems.append(f"{name} has shape {entry.shape} in it, not {tuple(tensor.shape)}")
-        else:
-            wanted[name] = list(overlaps(entry, shard_offsets(tensor), _local(tensor)))
+        elif names is None or name in names:
+            part = local_part(tensor)
+            pieces = list(overlaps(entry, shard_offsets(tensor), part))
+            if part.numel() == 0:
+                marks[name] = 0
+            elif sum(each.target.numel() for each in pieces) == part.numel():
+                wanted[name] = pieces
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise ValueError(f"it is of another model: {problems[0]}{more}")
 
-    def complete(name: str) -> None:
-        tensor = state[name]
-        if _owns(name, tensor, params[_parameter(name)]):
-            # Of live memory, where it has just come from the disk.
-            marks[name] = int(fingerprint(_local(tensor), shard_offsets(tensor), tensor.shape))
+    def complete(name: str) -> None:  # of live memory, where it has just come from the disk
+        marks[name] = _mark(state[name])
 
     read_shards(folder, contents, wanted, complete)
 
 
-def _together(path: Path, work: Callable[[], None]) -> None:
+def _mark(tensor: Tensor) -> int:
+    return int(fingerprint(local_part(tensor), shard_offsets(tensor), tensor.shape))
+
+
+def _spread(state: State, copies: dict[str, list[Copies]], marks: dict[str, int]) -> None:
+    """Send what one rank has to those that hold copies of it, along one axis after the other.
+
+    Args:
+        marks: fingerprints of what this rank has; those of what it got are added.
+    """
+    for depth in range(max((len(each) for each in copies.values()), default=0)):
+        groups: dict[Any, list[str]] = {}
+        for name, each in copies.items():
+            if depth < len(each) and each[depth].size > 1:
+                groups.setdefault(each[depth].group, []).append(name)
+        for group, names in groups.items():
+            have = torch.tensor([name in marks for name in names], dtype=torch.uint8)
+            every = [torch.empty_like(have) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(every, have, group=group)
+            for name, held in zip(names, torch.stack(every, 1).tolist(), strict=True):
+                if not any(held) or all(held):
+                    continue
+                part = local_part(state[name])
+                sent = part.contiguous()
+                dist.broadcast(sent, group=group, group_src=held.index(1))
+                if name not in marks:
+                    if sent is not part:
+                        part.copy_(sent)
+                    marks[name] = _mark(state[name])
+
+
+def _together(path: object, work: Callable[[], None]) -> None:
     """Do something on every rank; if it fails on any, all raise the same."""
     failure: tuple[str, str] | None = None
     try:
@@ -446,51 +567,28 @@ def _together(path: Path, work: Callable[[], None]) -> None:
             raise error_kind(f"{path}: could not be loaded: rank {rank}: {why}")
 
 
-def _other_than(contents: Contents, state: State, marks: dict[str, int]) -> list[str]:
-    """The tensors whose fingerprint, over all ranks, is not the one that was saved."""
-    names = list(contents.tensors)
+def _other_than(
+    contents: Contents,
+    state: State,
+    copies: dict[str, list[Copies]],
+    owned: set[str],
+    marks: dict[str, int],
+) -> list[str]:
+    """The tensors of which a copy does not have the fingerprint that was saved."""
+    # Of those that count once, of all copies, and how many there are: one is wrong, or others are.
     # What no rank loaded (the optimizer's, where only the model is wanted) is not judged.
-    sums = torch.tensor([[marks.get(n, 0) for n in names], [n in state for n in names]])
+    rows = []
+    for name in contents.tensors:
+        mark, many = marks.get(name, 0), math.prod(each.size for each in copies.get(name, ()))
+        rows.append([mark * (name in owned), mark, name in state, many * (name in state)])
+    sums = torch.tensor(rows).T.contiguous()
     if dist.is_initialized():
         dist.all_reduce(sums)
-    found, loaded = sums.tolist()
-    return [
-        name
-        for name, mark, there in zip(names, found, loaded, strict=True)
-        if there and mark != contents.tensors[name].fingerprint
-    ]
-
-
-# --------------------------------------------------------------------------- helpers
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _parameter(name: str) -> str:
-    """The parameter that an entry of the state belongs to."""
-    kind, _, rest = name.partition(".")
-    return rest if kind == "model" else rest.rpartition(".")[0]
-
-
-def _owns(name: str, tensor: Tensor, param: nn.Parameter) -> bool:
-    """Whether this rank's copy of its part of a tensor is the one that is written and counted.
-
-    Of several copies it is now this one, now that: so replicas share the work.
-    """
-    lot = zlib.crc32(name.encode())
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        copies = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
-    elif isinstance(param, DTensor):
-        mesh = param.device_mesh
-        copies = list(range(mesh.ndim))
-    else:
-        return not dist.is_initialized() or lot % dist.get_world_size() == dist.get_rank()
-    for axis in copies:
-        lot, chosen = divmod(lot, mesh.size(axis))
-        if mesh.get_local_rank(axis) != chosen:
-            return False
-    return True
+    wrong = []
+    for (name, entry), once, each, ranks, held in zip(
+        contents.tensors.items(), *sums.tolist(), strict=True
+    ):
+        every = wrapped(entry.fingerprint * (held // max(ranks, 1)))
+        if ranks and (once, each) != (entry.fingerprint, every):
+            wrong.append(name)
+    return wrong

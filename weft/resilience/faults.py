@@ -46,6 +46,7 @@ SITES = {
     "checkpoint.delete": "on rank 0, before an old one is deleted",
     "checkpoint.deleting": "on rank 0, when the old one is out of sight",
     "checkpoint.saved": "after a checkpoint is saved",
+    "local": "when the node has what this rank holds, before that counts",
 }
 
 _armed: list[tuple[Fault, Path]] = []

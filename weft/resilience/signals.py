@@ -29,7 +29,7 @@ def listen() -> None:
 
 
 class Wishes:
-    """What any rank wants all of them to do after a step: stop, or save; see above."""
+    """What any rank wants all of them to do after a step: stop, save, or wait with saving."""
 
     def __init__(self, seconds: float) -> None:
         """``seconds``: from now on, after which to stop of its own accord; 0: never."""
@@ -37,20 +37,23 @@ class Wishes:
         self._flags: Any = None
         self._work: Any = None
 
-    def ask(self, save: bool) -> None:
+    def ask(self, save: bool, busy: bool) -> None:
         """At the beginning of a step: every rank tells the others what it wants."""
         import torch
         import torch.distributed as dist
 
         stop = bool(_came) or (self._deadline is not None and time.monotonic() > self._deadline)
-        self._flags = torch.tensor([stop, save], dtype=torch.int32)
+        self._flags = torch.tensor([stop, save, busy], dtype=torch.int32)
         if dist.get_world_size() > 1:
             self._work = dist.all_reduce(self._flags, async_op=True)
 
-    def answer(self) -> tuple[bool, bool]:
-        """At the end of the step: whether to stop, and whether to save; the same on all ranks."""
+    def answer(self) -> tuple[bool, bool, bool]:
+        """At the end of the step: whether to stop, to save, and whether any is busy saving.
+
+        The same on all ranks.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
-        stop, save = self._flags.tolist()
-        return bool(stop), bool(save)
+        stop, save, busy = self._flags.tolist()
+        return bool(stop), bool(save), bool(busy)

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from weft.checkpoint.interval import Saves
+from weft.checkpoint.local import local_folder
 from weft.checkpoint.manifest import take
 from weft.checkpoint.replicas import compare_replicas
 from weft.checkpoint.state import named_parameters
@@ -73,7 +74,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     ledger = Ledger(recorded())
     parts, mesh, engine, optimizer, decay = build(job, plan, rank)
     home = home_of(job.checkpoint.dir, folder)
-    at = resume(home, parts, optimizer, say)
+    at = resume(home, job.checkpoint.local, parts, optimizer, say)
     loader = Loader(
         store.tokens("train"),
         seq_len=job.train.seq_len,
@@ -98,7 +99,14 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
     section = job.checkpoint
     epoch = take(home, at.step)
-    saver = Saver(home, section.keep, background=section.background, epoch=epoch, say=say)
+    saver = Saver(
+        home,
+        section.keep,
+        background=section.background,
+        epoch=epoch,
+        local=local_folder(section.local, home),
+        say=say,
+    )
     with closing(saver), ExitStack() as stack:
 
         def open_at(step: int) -> list[Sink]:
@@ -120,7 +128,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         anomalies: list[dict[str, Any]] = []  # that are not recorded yet
         while at.step < steps:
             step = at.step + 1
-            wishes.ask(save=saver.wants_again())
+            wishes.ask(save=saver.wants_again(), busy=saver.busy())
             with naming(step):
                 with clock.waiting_for_data():
                     reach("step", step=step)
@@ -128,14 +136,14 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
                 reach("forward_backward")
                 trial, anomaly = watch.examine(step, partial(compute, batches))
-                stop, again = wishes.answer()
+                stop, again, busy = wishes.answer()
                 samples = at.samples + job.train.global_batch
                 if anomaly is not None:
                     say(f"warning: step {step}: {anomaly}")
                     anomalies.append(anomaly.to_dict(step, at.samples, samples - 1))
                 if anomaly is not None and anomaly.action == "rewind":
                     optimizer.zero_grad()
-                    back = rewind(home, saver, parts, optimizer, say)
+                    back = rewind(home, section.local, saver, parts, optimizer, say)
                     anomalies[-1] |= {"first_sample": back.samples, "back_to": back.step}
                     at = replace(back, samples=samples)
                     watch.restore(at.watch)
@@ -155,10 +163,11 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 evaluating = due(step, job.train.eval_interval, steps)
                 last = stop or step == steps
                 saving = last or again or saves.due(step)
+                keeping = not busy and saves.due_on_nodes(step)
                 logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 if copies and (saving or due(step, copies, steps)):
                     compare_replicas(parts, optimizer)
-                if not (logging or evaluating or saving):
+                if not (logging or evaluating or saving or keeping):
                     continue
 
                 # The only place where the host waits for the device, but for what may skip.
@@ -196,10 +205,11 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 anomalies = []
                 for sink in sinks:
                     sink.write(record)
-                if saving:
-                    saver.save(parts, optimizer, at.manifest(plan, store))
-                    saves.saved(step, saver.stall_seconds, saver.write_seconds, times[0])
+                if saving or keeping:
+                    saver.save(parts, optimizer, at.manifest(plan, store), home=saving)
                     watch.saved()
+                if saving:
+                    saves.saved(step, saver.stall_seconds, saver.write_seconds, times[0])
                 if last:
                     saver.wait()
                 ledger.spent("saving")

@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import weft
+from weft.checkpoint.local import kept_steps, local_folder
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -35,7 +36,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.storage import open_folder
-from weft.checkpoint.store import Saver, load, set_aside
+from weft.checkpoint.store import Saver, load, load_local, set_aside
 from weft.data.loader import check_length
 from weft.data.source import check_path
 from weft.data.store import Store
@@ -164,7 +165,10 @@ def _complete(job: Job) -> Job:
             "tokenizer": full(job.data.tokenizer, "train"),
             "cache": full(job.data.cache, "auto"),
         },
-        checkpoint={"dir": full(job.checkpoint.dir, "auto")},
+        checkpoint={
+            "dir": full(job.checkpoint.dir, "auto"),
+            "local": full(job.checkpoint.local, "off"),
+        },
         parallel={"schedule": full(schedule, "" if is_file(schedule) else schedule)},
     )
 
@@ -173,7 +177,13 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
     yield from check_path(job.data.path)
     if job.data.cache != "auto":
         yield from check_writable("data.cache", job.data.cache)
-    for key, value in (("run.dir", job.run.dir), ("data.cache", job.data.cache)):
+    if job.checkpoint.local != "off":
+        yield from check_writable("checkpoint.local", job.checkpoint.local)
+    for key, value in (
+        ("run.dir", job.run.dir),
+        ("data.cache", job.data.cache),
+        ("checkpoint.local", job.checkpoint.local),
+    ):
         if "://" in value:
             remedy = "use a folder; only checkpoint.dir may be s3://bucket/prefix"
             yield Problem(key, value, "is no folder", remedy)
@@ -425,13 +435,18 @@ def home_of(value: str, run: Path) -> Path:
 
 
 def resume(
-    folder: Path, parts: list[nn.Module], optimizer: Optimizer, warn: Callable[[str], None]
+    folder: Path,
+    local: str,
+    parts: list[nn.Module],
+    optimizer: Optimizer,
+    warn: Callable[[str], None],
 ) -> Position:
     """Load the newest sound checkpoint in ``folder``; the start of the run if there is none at all.
 
     A damaged one is renamed, so that it is out of the way and not lost.
 
     Args:
+        local: the value of checkpoint.local; what lies there is taken if it is as new or newer.
         warn: told what is damaged, on every rank.
 
     Raises:
@@ -440,7 +455,18 @@ def resume(
     # One decision for all ranks, each of which might see the folder at another moment.
     found = [checkpoints(folder)[::-1] if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(found, src=0)
-    for path in found[0]:
+    at_home = found[0]
+    # Before the first one it is not known whether what lies there is of the same model and text.
+    on_nodes = local_folder(local, folder) if at_home else None
+    kept = [(on_nodes, *each) for each in kept_steps(on_nodes, folder)] if on_nodes else []
+    for path in at_home:
+        while kept and kept[-1][1] >= checkpoint_step(path):
+            try:
+                manifest = load_local(*kept.pop(), parts, optimizer)
+            except CheckpointError as error:
+                warn(f"{error}; taking the one before")
+            else:
+                return _position(manifest)
         try:
             manifest = load(path, parts, optimizer)
         except DamagedCheckpoint as error:
@@ -448,16 +474,21 @@ def resume(
             if dist.get_rank() == 0:
                 set_aside(path, "damaged")
             warn(f"damaged: {error}; taking the one before")
-            continue
-        return Position(manifest["step"], manifest["samples"], manifest.get("watch", {}))
-    if found[0]:
+        else:
+            return _position(manifest)
+    if at_home:
         rule = "every checkpoint is damaged; nothing was started"
         raise CheckpointError(f"{folder}: {rule}: move the folder away to start from scratch")
     return Position(0, 0)
 
 
+def _position(manifest: Mapping[str, Any]) -> Position:
+    return Position(manifest["step"], manifest["samples"], manifest.get("watch", {}))
+
+
 def rewind(
     folder: Path,
+    local: str,
     saver: Saver,
     parts: list[nn.Module],
     optimizer: Optimizer,
@@ -470,7 +501,7 @@ def rewind(
             not cure.
     """
     saver.close()
-    at = resume(folder, parts, optimizer, warn)
+    at = resume(folder, local, parts, optimizer, warn)
     if at.step == 0:
         rule = "there is no checkpoint to rewind to yet"
         raise CheckpointError(

@@ -1,0 +1,220 @@
+"""What nodes keep of a run: found again after a crash, sent to a node that has lost it, and never
+taken for what it is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import RankError, run_ranks
+from tests.resilience.test_anomaly import faults
+from tests.small import Overrides, newest_state, small_job, this_rank, train_rank
+from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
+from weft.checkpoint.store import Saver
+from weft.train.setup import build
+
+# At home after steps 4 and 8, on the nodes after every step; killed before step 7.
+STEPS: Overrides = [
+    ("train.steps", "9"),
+    ("checkpoint.interval", "4"),
+    ("checkpoint.local_interval", "1"),
+    ("checkpoint.background", "false"),
+]
+KILLED = faults({"site": "step", "passing": 7, "kind": "kill"})
+TWO: Overrides = [("parallel.dp_replicate", "2")]
+
+
+def train_on_node(overrides: Overrides, store: str, nodes: str, ranks_per_node: int) -> None:
+    """Train with a folder of one's own for each node."""
+    own = Path(nodes) / f"node{dist.get_rank() // ranks_per_node}"
+    own.mkdir(parents=True, exist_ok=True)
+    train_rank([*overrides, ("checkpoint.local", str(own))], store)
+
+
+class Cluster:
+    """A run on nodes of some ranks each."""
+
+    def __init__(self, folder: Path, store: Path, ranks_per_node: int = 1) -> None:
+        self.run, self.nodes = folder / "run", folder / "nodes"
+        self._store, self._ranks_per_node = store, ranks_per_node
+
+    def train(self, ranks: int, *overrides: tuple[str, str]) -> None:
+        job = [("run.dir", str(self.run)), *STEPS, *overrides]
+        shared = (str(self._store), str(self.nodes), self._ranks_per_node)
+        run_ranks(train_on_node, ranks, job, *shared, timeout=120)
+
+    def crash(self, ranks: int, *overrides: tuple[str, str]) -> None:
+        with pytest.raises(RankError, match="SIGKILL"):
+            self.train(ranks, *KILLED, *overrides)
+
+    def went_on_from(self) -> int:
+        """The step of the last start."""
+        lease = max((self.run / "checkpoints").glob("lease-*.json"))
+        return int(json.loads(lease.read_text())["step"])
+
+    def kept(self) -> list[Path]:
+        return sorted(path for path in self.nodes.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, store_path: Path) -> Cluster:
+    return Cluster(tmp_path, store_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    store_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
+    """The end of the run on two replicas."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = [("run.dir", str(folder)), *STEPS, *TWO]
+    run_ranks(train_rank, 2, job, str(store_path), timeout=120)
+    return newest_state(folder)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_goes_on_from_what_a_replica_still_has(
+    cluster: Cluster, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    cluster.crash(2, *TWO)
+    assert [checkpoint_step(p) for p in checkpoints(cluster.run / "checkpoints")] == [4]
+    shutil.rmtree(cluster.nodes / "node1")
+    for path in (cluster.run / "checkpoints" / "step-00000004").glob("shard-*"):
+        path.unlink()  # the store is not needed
+    cluster.train(2, *TWO)
+    assert cluster.went_on_from() == 6
+    assert_same(newest_state(cluster.run), undisturbed)
+    assert cluster.kept() == []  # all of it is at home
+
+
+def test_a_part_that_nobody_has_is_read_at_home(cluster: Cluster) -> None:
+    cluster.crash(2)
+    shutil.rmtree(cluster.nodes / "node1")
+    cluster.train(2)
+    assert cluster.went_on_from() == 4
+
+
+def test_in_another_layout(tmp_path: Path, store_path: Path) -> None:
+    one_node = Cluster(tmp_path, store_path, ranks_per_node=2)
+    one_node.crash(2)
+    one_node.train(1)
+    assert one_node.went_on_from() == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "step"),
+    [
+        ([("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")], 6),
+        ([("parallel.dp_replicate", "2"), ("parallel.tp", "2")], 6),
+        ([("parallel.dp_replicate", "2"), ("parallel.pp", "2")], 6),
+        ([("parallel.dp_shard", "2"), ("parallel.tp", "2")], 4),
+    ],
+)
+def test_a_lost_node_of_two(layout: Overrides, step: int, tmp_path: Path, store_path: Path) -> None:
+    cluster = Cluster(tmp_path, store_path, ranks_per_node=2)
+    nodes_are_replicas = layout[0][0] == "parallel.dp_replicate"
+    if ("parallel.pp", "2") in layout:  # pipeline stages are the outermost: a replica on each node
+        cluster._ranks_per_node = 4
+    cluster.crash(4, *layout)
+    if ("parallel.pp", "2") not in layout:
+        shutil.rmtree(cluster.nodes / "node0")
+    cluster.train(4, *layout)
+    assert cluster.went_on_from() == step == (6 if nodes_are_replicas else 4)
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("pattern", ["shard-*.bin", "rank-*.json"])
+def test_what_is_damaged_is_not_taken(cluster: Cluster, pattern: str) -> None:
+    cluster.crash(2)
+    damage(next(path for path in cluster.kept() if path.match(pattern)))
+    cluster.train(2)
+    assert cluster.went_on_from() == 4
+
+
+def test_nor_what_was_abandoned(cluster: Cluster) -> None:
+    cluster.crash(2, *TWO)
+    take(cluster.run / "checkpoints", 4)  # as after `weft rollback`
+    cluster.train(2, *TWO)
+    assert cluster.went_on_from() == 4
+
+
+def test_nor_what_is_of_another_run_of_that_name(cluster: Cluster) -> None:
+    cluster.crash(2, *TWO)
+    shutil.rmtree(cluster.run)
+    cluster.train(2, *TWO, ("train.steps", "4"), ("train.seed", "7"))
+    cluster.train(2, *TWO, ("train.steps", "5"), ("train.seed", "7"))
+    assert cluster.went_on_from() == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_while_it_is_kept(
+    cluster: Cluster, rank: int, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    killed = faults({"site": "local", "passing": 6, "kind": "kill", "rank": rank})
+    with pytest.raises(RankError, match="SIGKILL"):
+        cluster.train(2, *TWO, *killed)
+    cluster.train(2, *TWO)
+    # The other one may or may not have come further: step 6 counts if every rank had its bytes.
+    assert cluster.went_on_from() in (5, 6)
+    assert_same(newest_state(cluster.run), undisturbed)
+
+
+def test_no_room_on_the_node(cluster: Cluster) -> None:
+    full = faults({"site": "local", "passing": 6, "kind": "error", "error": "ENOSPC"})
+    killed = faults({"site": "step", "passing": 8, "kind": "kill"})
+    both = [(full[0][0], f"{full[0][1][:-1]}, {killed[0][1][1:]}")]
+    with pytest.raises(RankError, match="SIGKILL"):
+        cluster.train(2, *TWO, *both)
+    assert {path.parent.name for path in cluster.kept()} == {"000001-00000007"}
+    cluster.train(2, *TWO)
+    assert cluster.went_on_from() == 7
+
+
+def bytes_read(folder: str) -> tuple[int, int]:
+    """Bytes that this rank reads to load a checkpoint, and that the checkpoint has."""
+    job = small_job(("parallel.dp_replicate", "2"), ("model.dim", "256"))
+    from tests.small import plan_here
+
+    built = build(job, plan_here(job), this_rank())
+    saver = Saver(Path(folder), keep=1)
+    for param in (p for part in built.parts for p in part.parameters()):
+        param.grad = torch.ones_like(param)
+    built.optimizer.step()
+    saver.save(built.parts, built.optimizer, {"step": 1, "samples": 8})
+    saver.wait()
+    from weft.checkpoint.store import load
+
+    def counted() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in lines)["rchar"])
+
+    before = counted()
+    load(checkpoints(Path(folder))[0], built.parts, built.optimizer)
+    read = counted() - before
+    size = sum(path.stat().st_size for path in Path(folder).rglob("shard-*"))
+    return read, size
+
+
+def test_replicas_read_a_checkpoint_once(tmp_path: Path) -> None:
+    ranks: Sequence[tuple[int, int]] = run_ranks(bytes_read, 2, str(tmp_path), timeout=60)
+    size = ranks[0][1]
+    assert size > 1 << 20
+    assert size <= sum(read for read, _ in ranks) < 1.1 * size
+    assert max(read for read, _ in ranks) < 0.9 * size
