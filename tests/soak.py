@@ -19,11 +19,14 @@ from weft.checkpoint.manifest import checkpoint_step, checkpoints
 
 
 def disturb(source: random.Random, folder: Path, counts: Counter[str]) -> None:
-    """Now and then spoil a file of the newest checkpoint, if there is one before it."""
+    """Now and then spoil a file of the newest checkpoint, or of what the node keeps."""
     found = checkpoints(folder / "run/checkpoints")
-    if len(found) < 2 or source.random() > 0.2:
+    if len(found) < 2 or source.random() > 0.4:
         return
-    path = source.choice(sorted(found[-1].iterdir()))
+    kept = sorted((folder / "node").glob("*/*/*"))
+    path = source.choice(
+        source.choice([sorted(found[-1].iterdir()), kept or [found[-1] / "manifest.json"]])
+    )
     content = bytearray(path.read_bytes())
     match source.choice(["flip", "cut", "zero", "delete"]):
         case "flip":
@@ -37,7 +40,7 @@ def disturb(source: random.Random, folder: Path, counts: Counter[str]) -> None:
             path.unlink()
     if path.exists():
         path.write_bytes(content)
-    counts["spoiled checkpoints"] += 1
+    counts["spoiled on the node" if path in kept else "spoiled checkpoints"] += 1
 
 
 def run_once(source: random.Random, folder: Path, store: Path, counts: Counter[str]) -> None:
@@ -54,6 +57,8 @@ def run_once(source: random.Random, folder: Path, store: Path, counts: Counter[s
         faults = [fault] * (start + 1)
         more = [
             ("checkpoint.background", source.choice(["true", "false"])),
+            ("checkpoint.local", source.choice(["off", str(folder / "node")])),
+            ("checkpoint.local_interval", "1"),
             ("resilience.faults", f"[{', '.join(faults)}]"),
         ]
         call = ([*overrides, *more], str(store), doomed, source.uniform(0, patience))

@@ -101,8 +101,12 @@ def chaos(source: random.Random, kills: int, folder: Path, store: Path) -> int:
         ranks = source.choice([1, 2, 3])
         doomed = source.choice([[source.randrange(ranks)], list(range(ranks))])
         seconds = source.uniform(0.0, 1.5) if starts <= kills else 1e9
-        background = ("checkpoint.background", source.choice(["true", "false"]))
-        call = ([*overrides, background], str(store), doomed, seconds, str(folder / "seen"))
+        how = [
+            ("checkpoint.background", source.choice(["true", "false"])),
+            ("checkpoint.local", source.choice(["off", str(folder / "node")])),
+            ("checkpoint.local_interval", "1"),
+        ]
+        call = ([*overrides, *how], str(store), doomed, seconds, str(folder / "seen"))
         try:
             run_ranks(train_until_killed, ranks, *call, timeout=120)
         except RankError as error:
