@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import wrapped
-from weft.checkpoint.storage import is_remote, read_into, read_range
+from weft.checkpoint.storage import read_into, read_range
 
 Json = dict[str, Any]
 
@@ -296,9 +296,7 @@ def read_shards(
 
     def serve(request: Request) -> None:
         file, begin, end, serves = request
-        direct = None
-        if len(serves) == 1 and not is_remote(folder):
-            direct = serves[0][1].direct()
+        direct = serves[0][1].direct() if len(serves) == 1 else None
         if direct is not None:
             got = read_into(folder / file, begin, direct)
         else:

@@ -20,6 +20,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -124,20 +125,61 @@ def put_new(path: Path, content: bytes) -> None:
 
 def read_range(path: Path, start: int, stop: int) -> memoryview:
     """The bytes of a file from ``start`` up to ``stop``, and no others; fewer at its end."""
-    if is_remote(path):
-        return memoryview(bytearray(path.fs.cat_file(path.path, start=start, end=stop)))  # type: ignore[attr-defined]
     buffer = memoryview(np.empty(stop - start, np.uint8).data)  # not touched before it is filled
     return buffer[: read_into(path, start, buffer)]
 
 
 def read_into(path: Path, start: int, buffer: memoryview) -> int:
-    """Fill ``buffer`` from the bytes of a file on; how many there were."""
+    """Fill ``buffer`` with the bytes of a file from ``start`` on; how many there were."""
+    if is_remote(path):
+        return _fetch(path, start, buffer)
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         got = 0
         while got < len(buffer) and (count := file.readinto(buffer[got:])):
             got += count
     return got
+
+
+def _fetch(path: Any, start: int, buffer: memoryview) -> int:
+    """`read_into` from an object store: with Amazon's own client if that is installed and can."""
+    if client := _amazon_client(path.fs):
+        from s3torchconnector import S3Exception, S3ReaderConstructor
+
+        bucket, _, key = path.path.partition("/")
+        # Without a buffer it fetches what is asked for, and no more.
+        exact = S3ReaderConstructor.range_based(buffer_size=0)
+        try:
+            reader = client.get_object(bucket, key, reader_constructor=exact)
+            reader.seek(start)
+            return int(reader.readinto(buffer))
+        except S3Exception:
+            pass  # not all stores get on with it; s3fs tries again, and says what is wrong
+    content = path.fs.cat_file(path.path, start=start, end=start + len(buffer))
+    buffer[: len(content)] = content
+    return len(content)
+
+
+@cache
+def _amazon_client(fs: Any) -> Any:
+    """s3torchconnector's client for the same store; None if it is not installed.
+
+    Written in Rust, so it does not share Python's lock with others that read.  Its class is
+    private: what it makes public reads an object from its beginning on.
+    """
+    if "s3" not in fs.protocol:
+        return None
+    try:
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector._s3client import S3Client
+    except ImportError:
+        return None
+    fs.connect()
+    found = fs.s3.meta
+    amazon = "amazonaws.com" in found.endpoint_url
+    config = S3ClientConfig(unsigned=fs.anon, force_path_style=not amazon, max_attempts=ATTEMPTS)
+    endpoint = None if amazon else found.endpoint_url
+    return S3Client(found.region_name or "us-east-1", endpoint=endpoint, s3client_config=config)
 
 
 def remove(path: Path) -> None:
