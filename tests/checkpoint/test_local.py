@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from tests.harness import RankError, run_ranks
 from tests.resilience.test_anomaly import faults
-from tests.small import Overrides, newest_state, small_job, this_rank, train_rank
+from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
-from weft.checkpoint.store import Saver
+from weft.checkpoint.store import Saver, load
 from weft.train.setup import build
 
 # At home after steps 4 and 8, on the nodes after every step; killed before step 7.
@@ -114,24 +114,23 @@ def test_in_another_layout(tmp_path: Path, store_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "step"),
+    ("layout", "lost", "step"),
     [
-        ([("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")], 6),
-        ([("parallel.dp_replicate", "2"), ("parallel.tp", "2")], 6),
-        ([("parallel.dp_replicate", "2"), ("parallel.pp", "2")], 6),
-        ([("parallel.dp_shard", "2"), ("parallel.tp", "2")], 4),
+        ([*TWO, ("parallel.dp_shard", "2")], (0, 1), 6),
+        ([*TWO, ("parallel.tp", "2")], (2, 3), 6),
+        ([*TWO, ("parallel.pp", "2"), ("model.tied_embeddings", "false")], (1, 3), 6),
+        ([*TWO, ("parallel.tp", "2")], (0, 2), 4),  # one part of all replicas
+        ([("parallel.dp_shard", "2"), ("parallel.tp", "2")], (3,), 4),
     ],
 )
-def test_a_lost_node_of_two(layout: Overrides, step: int, tmp_path: Path, store_path: Path) -> None:
-    cluster = Cluster(tmp_path, store_path, ranks_per_node=2)
-    nodes_are_replicas = layout[0][0] == "parallel.dp_replicate"
-    if ("parallel.pp", "2") in layout:  # pipeline stages are the outermost: a replica on each node
-        cluster._ranks_per_node = 4
+def test_lost_nodes_of_four(
+    layout: Overrides, lost: tuple[int, ...], step: int, cluster: Cluster
+) -> None:
     cluster.crash(4, *layout)
-    if ("parallel.pp", "2") not in layout:
-        shutil.rmtree(cluster.nodes / "node0")
+    for node in lost:
+        shutil.rmtree(cluster.nodes / f"node{node}")
     cluster.train(4, *layout)
-    assert cluster.went_on_from() == step == (6 if nodes_are_replicas else 4)
+    assert cluster.went_on_from() == step
 
 
 def damage(path: Path) -> None:
@@ -140,7 +139,9 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("pattern", ["shard-*.bin", "rank-*.json"])
+@pytest.mark.parametrize(
+    "pattern", ["shard-*.bin", pytest.param("rank-*.json", marks=pytest.mark.slow)]
+)
 def test_what_is_damaged_is_not_taken(cluster: Cluster, pattern: str) -> None:
     cluster.crash(2)
     damage(next(path for path in cluster.kept() if path.match(pattern)))
@@ -155,15 +156,18 @@ def test_nor_what_was_abandoned(cluster: Cluster) -> None:
     assert cluster.went_on_from() == 4
 
 
+@pytest.mark.slow
 def test_nor_what_is_of_another_run_of_that_name(cluster: Cluster) -> None:
     cluster.crash(2, *TWO)
     shutil.rmtree(cluster.run)
-    cluster.train(2, *TWO, ("train.steps", "4"), ("train.seed", "7"))
-    cluster.train(2, *TWO, ("train.steps", "5"), ("train.seed", "7"))
-    assert cluster.went_on_from() == 4
+    sooner = faults({"site": "step", "passing": 6, "kind": "kill"})
+    with pytest.raises(RankError, match="SIGKILL"):
+        cluster.train(2, *TWO, ("train.seed", "7"), *sooner)
+    cluster.train(2, *TWO, ("train.seed", "7"))
+    assert cluster.went_on_from() == 5
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_while_it_is_kept(
     cluster: Cluster, rank: int, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -178,20 +182,17 @@ def test_killed_while_it_is_kept(
 
 def test_no_room_on_the_node(cluster: Cluster) -> None:
     full = faults({"site": "local", "passing": 6, "kind": "error", "error": "ENOSPC"})
-    killed = faults({"site": "step", "passing": 8, "kind": "kill"})
-    both = [(full[0][0], f"{full[0][1][:-1]}, {killed[0][1][1:]}")]
+    both = [(full[0][0], f"{full[0][1][:-1]}, {KILLED[0][1][1:]}")]
     with pytest.raises(RankError, match="SIGKILL"):
         cluster.train(2, *TWO, *both)
-    assert {path.parent.name for path in cluster.kept()} == {"000001-00000007"}
+    assert {path.parent.name for path in cluster.kept()} == {"000001-00000005"}  # on both
     cluster.train(2, *TWO)
-    assert cluster.went_on_from() == 7
+    assert cluster.went_on_from() == 5
 
 
 def bytes_read(folder: str) -> tuple[int, int]:
     """Bytes that this rank reads to load a checkpoint, and that the checkpoint has."""
     job = small_job(("parallel.dp_replicate", "2"), ("model.dim", "256"))
-    from tests.small import plan_here
-
     built = build(job, plan_here(job), this_rank())
     saver = Saver(Path(folder), keep=1)
     for param in (p for part in built.parts for p in part.parameters()):
@@ -199,7 +200,6 @@ def bytes_read(folder: str) -> tuple[int, int]:
     built.optimizer.step()
     saver.save(built.parts, built.optimizer, {"step": 1, "samples": 8})
     saver.wait()
-    from weft.checkpoint.store import load
 
     def counted() -> int:
         lines = Path("/proc/self/io").read_text().splitlines()
