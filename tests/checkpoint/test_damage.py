@@ -349,7 +349,7 @@ def refuse_reading(folder: str) -> None:
         raise OSError(5, "Input/output error")
 
     if dist.get_rank() == 1:
-        shards.read_range = refused
+        shards.read_pieces = refused
     parts, optimizer = stepped(1.0)
     with pytest.raises(CheckpointError, match=r"rank 1: OSError.*Input/output error") as caught:
         resume(Path(folder), "off", parts, optimizer, print)

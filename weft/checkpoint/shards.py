@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from weft.checkpoint.fingerprint import wrapped
-from weft.checkpoint.storage import read_into, read_range
+from weft.checkpoint.storage import read_pieces, read_range, room
 
 Json = dict[str, Any]
 
@@ -238,11 +238,9 @@ def overlaps(entry: Entry, offsets: Sequence[int], box: Tensor) -> Iterator[Want
 
 
 class Request(NamedTuple):
-    """Bytes of a file that are read at once, and the tensors' boxes that they fill."""
+    """What is read of a file at once."""
 
     file: str
-    begin: int
-    end: int
     serves: list[tuple[str, Wanted]]
 
 
@@ -255,14 +253,14 @@ def joined(file: str, wanted: Iterable[tuple[str, Wanted]]) -> Iterator[Request]
         more = max(0, stop - max(start, end))
         whole = max(stop, end) - begin
         if serves and (whole > READ_BYTES or useful + more < (1 - WASTE) * whole):
-            yield Request(file, begin, end, serves)
+            yield Request(file, serves)
             serves = []
         if not serves:
             begin, useful, more, end = start, 0, stop - start, start
         serves.append((name, each))
         end, useful = max(end, stop), useful + more
     if serves:
-        yield Request(file, begin, end, serves)
+        yield Request(file, serves)
 
 
 def read_shards(
@@ -295,19 +293,18 @@ def read_shards(
     missing, lock = {name: len(some) for name, some in wanted.items()}, Lock()
 
     def serve(request: Request) -> None:
-        file, begin, end, serves = request
-        direct = serves[0][1].direct() if len(serves) == 1 else None
-        if direct is not None:
-            got = read_into(folder / file, begin, direct)
-        else:
-            content = read_range(folder / file, begin, end)
-            got = len(content)
-        if got != end - begin:
-            raise Damaged(f"{file} ends {end - begin - got} bytes too early")
-        for name, each in serves:
-            if direct is None:
-                start, stop = each.rows()
-                each.fill(content[start - begin : stop - begin])
+        file, serves = request
+        targets = [each.direct() for _, each in serves]
+        spans = [each.rows() for _, each in serves]
+        pieces = [
+            (start, room(stop - start) if target is None else target)
+            for (start, stop), target in zip(spans, targets, strict=True)
+        ]
+        if lacking := read_pieces(folder / file, pieces):
+            raise Damaged(f"{file} ends {lacking} bytes too early")
+        for (name, each), target, (_, content) in zip(serves, targets, pieces, strict=True):
+            if target is None:
+                each.fill(content)
             with lock:
                 missing[name] -= 1
                 last = missing[name] == 0

@@ -18,7 +18,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path, PurePath
@@ -125,24 +125,50 @@ def put_new(path: Path, content: bytes) -> None:
 
 def read_range(path: Path, start: int, stop: int) -> memoryview:
     """The bytes of a file from ``start`` up to ``stop``, and no others; fewer at its end."""
-    buffer = memoryview(np.empty(stop - start, np.uint8).data)  # not touched before it is filled
-    return buffer[: read_into(path, start, buffer)]
+    buffer = room(stop - start)
+    return buffer[: stop - start - read_pieces(path, [(start, buffer)])]
 
 
-def read_into(path: Path, start: int, buffer: memoryview) -> int:
-    """Fill ``buffer`` with the bytes of a file from ``start`` on; how many there were."""
+def room(size: int) -> memoryview:
+    """New memory, not touched before it is filled."""
+    return memoryview(np.empty(size, np.uint8).data)
+
+
+def read_pieces(path: Path, pieces: Sequence[tuple[int, memoryview]]) -> int:
+    """Fill each piece of memory with the bytes of a file from a position on.
+
+    One request to a store for all of them, what lies between included; from a disk nothing else.
+
+    Args:
+        pieces: in the order of their positions.
+
+    Returns:
+        How many bytes the file lacks.
+    """
+    lacking = 0
     if is_remote(path):
-        return _fetch(path, start, buffer)
+        begin, end = pieces[0][0], max(start + len(piece) for start, piece in pieces)
+        content = pieces[0][1] if len(pieces) == 1 else room(end - begin)
+        lacking = end - begin - _fetch(path, begin, content)
+        if len(pieces) > 1:
+            for start, piece in pieces:
+                piece[:] = content[start - begin : start - begin + len(piece)]
+        return lacking
     with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        got = 0
-        while got < len(buffer) and (count := file.readinto(buffer[got:])):
-            got += count
-    return got
+        for start, piece in pieces:
+            file.seek(start)
+            got = 0
+            while got < len(piece) and (count := file.readinto(piece[got:])):
+                got += count
+            lacking += len(piece) - got
+    return lacking
 
 
 def _fetch(path: Any, start: int, buffer: memoryview) -> int:
-    """`read_into` from an object store: with Amazon's own client if that is installed and can."""
+    """Fill ``buffer`` from an object's byte ``start`` on; how many there were.
+
+    With Amazon's own client, if that is installed and can.
+    """
     if client := _amazon_client(path.fs):
         from s3torchconnector import S3Exception, S3ReaderConstructor
 

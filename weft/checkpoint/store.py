@@ -438,7 +438,7 @@ def load_local(
 
 
 def _fill(
-    name: object,
+    what: object,
     folder: Path,
     contents: Contents,
     parts: Sequence[nn.Module],
@@ -464,14 +464,14 @@ def _fill(
     copies = copies_of(parts, state)
     owned = {name for name in state if owns(name, copies[name])}
     marks: dict[str, int] = {}
-    _together(name, lambda: _read(folder, contents, state, owned if whole else None, marks))
+    _together(what, lambda: _read(folder, contents, state, owned if whole else None, marks))
     _spread(state, copies, marks)
 
-    def all_there() -> None:
+    def all_there() -> None:  # or a tensor of zeros would have the right fingerprint
         if missing := state.keys() - marks.keys():
             raise Damaged(f"no node has {min(missing)} any more")
 
-    _together(name, all_there)
+    _together(what, all_there)
     return _other_than(contents, state, copies, owned, marks)
 
 
