@@ -88,12 +88,12 @@ def anomalies(folder: Path) -> list[dict[str, Any]]:
     [
         ([], "corrupt"),
         (REPLICAS, "nan"),  # only rank 1 sees it: without a word from it rank 0 would go on
-        (PIPELINE, "nan"),
         *(
             pytest.param(layout, kind, marks=pytest.mark.slow)
             for layout, kind in [
                 ([], "nan"),
                 (REPLICAS, "corrupt"),
+                (PIPELINE, "nan"),
                 (PIPELINE, "corrupt"),
                 ([("parallel.tp", "2")], "nan"),
                 ([("parallel.tp", "2")], "corrupt"),
@@ -126,6 +126,7 @@ def test_what_one_rank_got_wrong_all_skip(
     assert (records(tmp_path / "a")[7]["grad_norm"] is None) == (kind == "nan")
 
 
+@pytest.mark.slow
 def test_in_the_very_first_steps(store_path: Path, tmp_path: Path) -> None:
     # While the learning rate rises from nothing, the first few norms say little of the next.
     only_nan = ("resilience.spike_threshold", "1e9")
@@ -137,6 +138,7 @@ def test_in_the_very_first_steps(store_path: Path, tmp_path: Path) -> None:
     assert same(state, newest_state(tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_many_in_a_row(store_path: Path, tmp_path: Path) -> None:
     """Ten may be skipped; the eleventh stops the run."""
     ten = faults(*bad("nan", *range(2, 22)))
