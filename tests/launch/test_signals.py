@@ -16,7 +16,7 @@ from tests.launch.conftest import WEFT
 from tests.launch.test_local import TORCHRUN, run, start_and_wait, undisturbed
 from tests.small import losses, newest_state, records
 from weft.checkpoint.store import checkpoint_step, checkpoints
-from weft.launch import REQUEUE
+from weft.launch import FAILED, REQUEUE
 from weft.launch.local import status
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
@@ -142,9 +142,31 @@ def test_inside_torchrun(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     process = start_and_wait([*command, "--train.steps", "100000"], tmp_path, 5)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=60) == FAILED
     (saved,) = checkpoints(tmp_path / "run/checkpoints")
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
+    said = (tmp_path / "log").read_text()
+    assert f"stopped and saved; the same command goes on from {saved}" in said
+
+
+@pytest.mark.slow
+def test_the_time_limit_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
+    """Its status is 1 until all steps are done, and its report says what happened."""
+    command = ["-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
+    limited = [*command, "--resilience.time_limit", "0.001"]
+    done = run([*TORCHRUN, *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == FAILED
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert f"stopped and saved; the same command goes on from {saved}" in done.stdout
+    assert done.stderr.count("stopped and saved; the same command goes on") == 2
+    assert done.stderr.count(f"exitcode  : {REQUEUE}") == 2
+    done = run([*TORCHRUN, *command], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path / "run")[-1]["step"] == 20
+    # It would not let them end.
+    done = run([*TORCHRUN, "--max-restarts=1", *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == FAILED
+    assert "resilience.time_limit = 0.001: torchrun would start the ranks again" in done.stderr
 
 
 def test_what_is_private() -> None:
