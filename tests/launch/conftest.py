@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,18 +35,23 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
     deadline = time.monotonic() + 10
     while left := processes_in(tmp_path):
-        assert time.monotonic() < deadline, f"left behind: {left}"
+        if time.monotonic() > deadline:
+            for process in left:  # of a test that failed half-way, too
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            pytest.fail(f"left behind: {left}")
         time.sleep(0.1)
 
 
-def processes_in(folder: Path) -> list[str]:
-    """Command lines of the processes whose working directory is ``folder``."""
-    found = []
+def processes_in(folder: Path) -> dict[int, str]:
+    """Ids and command lines of the processes whose working directory is ``folder``."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if (entry / "cwd").resolve() == folder:
-                    found.append((entry / "cmdline").read_text().replace("\0", " "))
+                    line = (entry / "cmdline").read_text().replace("\0", " ")
+                    found[int(entry.name)] = line
             except OSError:
                 continue  # it has ended meanwhile, or is another user's
-    return [line for line in found if line]
+    return {process: line for process, line in found.items() if line}

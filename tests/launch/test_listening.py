@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.conftest import processes_in
+
 LISTENING = "0A"
 
 
@@ -28,18 +30,7 @@ def sockets_of(process: int) -> set[str]:
     return found
 
 
-def ids_in(folder: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and (entry / "cwd").resolve() == folder:
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(300, method="signal")
 def test_nothing_listens_beyond_this_host(arguments: list[str], tmp_path: Path) -> None:
     command = [*arguments, "--train.steps", "400", "--observe.log_interval", "1"]
     seen: set[str] = set()
@@ -47,7 +38,7 @@ def test_nothing_listens_beyond_this_host(arguments: list[str], tmp_path: Path) 
         try:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline:
-                for process in ids_in(tmp_path):
+                for process in processes_in(tmp_path):
                     try:
                         seen |= sockets_of(process)
                     except OSError:

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from tests.harness import run_ranks
 from tests.launch.conftest import WEFT, processes_in
-from tests.small import SMALL, losses, newest_state, records
+from tests.small import SMALL, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints
 from weft.launch.local import Failure, first_cause
 from weft.launch.worker import write_error
 
 # Each starts whole commands, several of them: on a busy machine that takes a while.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 
-def run(command: list[str], folder: Path, timeout: float = 100, **environment: str):
+def run(command: list[str], folder: Path, timeout: float = 200, **environment: str):
     return subprocess.run(
         command,
         cwd=folder,
@@ -65,17 +66,15 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
     }
     assert os.listdir(tmp_path) == ["run"]  # nothing beside it
 
-    again = run(arguments, tmp_path)
-    assert again.returncode == 0
-    assert "is complete at step 20" in again.stdout
-    (folder / "metrics.jsonl").unlink()
-    again = run(arguments, tmp_path)
-    assert (again.returncode, again.stderr) == (0, "")
-
     # The complete job starts the same run again, elsewhere.
     copy = run([*WEFT, "train", "run/job.toml", "--run.dir", "copy"], tmp_path)
     assert copy.returncode == 0, copy.stderr
     assert losses(tmp_path / "copy") == curve
+
+    (folder / "metrics.jsonl").unlink()
+    again = run(arguments, tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "is complete at step 20" in again.stdout
 
     text = run([*WEFT, "generate", "run", "--prompt", "import ", "--max-tokens", "20"], tmp_path)
     assert text.returncode == 0, text.stderr
@@ -105,13 +104,26 @@ def test_other_text_is_refused(text_folder: Path, tmp_path: Path) -> None:
 
 def wait_for(folder: Path, step: int) -> None:
     """Until the run in ``folder`` has recorded ``step``."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").exists() or len(losses(folder)) < step:
         assert time.monotonic() < deadline, f"step {step} did not come"
         time.sleep(0.05)
 
 
 LONG = ["--train.steps", "300", "--checkpoint.interval", "30", "--optim.warmup_steps", "20"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def undisturbed(arguments: list[str], folder: Path, store: Path) -> Path:
+    """A run in two ranks by the keys of a command, without starting the command itself."""
+    words = arguments[len(WEFT) + 2 :]
+    pairs = {
+        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
+    }
+    straight = folder / "straight"
+    overrides = [*pairs.items(), ("run.dir", str(straight))]
+    run_ranks(train_rank, 2, overrides, str(store), timeout=120)
+    return straight
 
 
 def start_and_wait(command: list[str], folder: Path, step: int) -> subprocess.Popen[str]:
@@ -122,7 +134,7 @@ def start_and_wait(command: list[str], folder: Path, step: int) -> subprocess.Po
     return process
 
 
-def test_killed_and_started_again(arguments: list[str], tmp_path: Path) -> None:
+def test_killed_and_started_again(arguments: list[str], store_path: Path, tmp_path: Path) -> None:
     """kill -9 in the middle, the same command again: an undisturbed run's losses and weights."""
     once = ["--resilience.restarts", "0"]
     process = start_and_wait([*arguments, *LONG, *once], tmp_path, 45)
@@ -152,10 +164,9 @@ def test_killed_and_started_again(arguments: list[str], tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout
     assert "; checkpoint.keep 2 -> 5\n" in again.stdout
-    straight = run([*arguments, *LONG, "--run.dir", "straight"], tmp_path)
-    assert straight.returncode == 0, straight.stderr
-    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
-    ours, theirs = newest_state(tmp_path / "run"), newest_state(tmp_path / "straight")
+    straight = undisturbed([*arguments, *LONG], tmp_path, store_path)
+    assert losses(tmp_path / "run") == losses(straight)
+    ours, theirs = newest_state(tmp_path / "run"), newest_state(straight)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
@@ -229,17 +240,10 @@ def test_the_first_cause_is_told(tmp_path: Path) -> None:
     assert (cause.rank, cause.message) == (2, "the process ended with status 7")
 
 
-def test_two_trainings_in_one_folder(arguments: list[str], tmp_path: Path) -> None:
-    process = start_and_wait([*arguments, "--train.steps", "100000"], tmp_path, 2)
-    second = run([*arguments, "--train.steps", "100000"], tmp_path)
-    assert second.returncode == 2
-    assert "another process is training in this folder" in second.stderr
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-
-
-@pytest.mark.parametrize("how", ["| head -1", ">/dev/full", ">&-"])
+@pytest.mark.parametrize(
+    "how",
+    ["| head -1", *(pytest.param(how, marks=pytest.mark.slow) for how in (">/dev/full", ">&-"))],
+)
 def test_a_reader_that_goes_away(how: str, arguments: list[str], tmp_path: Path) -> None:
     """What happens to the terminal is no reason to lose a run: the files have it all."""
     run(["bash", "-c", f"{shlex.join(arguments)} {how}"], tmp_path)
@@ -247,9 +251,15 @@ def test_a_reader_that_goes_away(how: str, arguments: list[str], tmp_path: Path)
     assert checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000020"
 
 
-def test_interrupted(arguments: list[str], tmp_path: Path) -> None:
+def test_a_second_training_is_refused_and_the_first_interrupted(
+    arguments: list[str], tmp_path: Path
+) -> None:
     command = [*arguments, "--train.steps", "100000"]
     process = start_and_wait(command, tmp_path, 12)
+    second = run(command, tmp_path)
+    assert second.returncode == 2
+    assert "another process is training in this folder" in second.stderr
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.wait(timeout=60)
     errors = (tmp_path / "log").read_text()
@@ -259,18 +269,16 @@ def test_interrupted(arguments: list[str], tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "run/checkpoints")
 
 
-def test_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
+def test_inside_torchrun(arguments: list[str], store_path: Path, tmp_path: Path) -> None:
     """The same command joins the ranks that a launcher has started."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "weft.cli", *arguments[len(WEFT) :]]
+    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :]]
     done = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tokens/s") == 20
     assert (tmp_path / "run/job.toml").exists()
-    ours = run([*arguments, "--run.dir", "ours"], tmp_path)
-    assert ours.returncode == 0, ours.stderr
-    assert losses(tmp_path / "run") == losses(tmp_path / "ours")
-    a, b = newest_state(tmp_path / "run"), newest_state(tmp_path / "ours")
+    ours = undisturbed(arguments, tmp_path, store_path)
+    assert losses(tmp_path / "run") == losses(ours)
+    a, b = newest_state(tmp_path / "run"), newest_state(ours)
     assert all(a[name].equal(b[name]) for name in a)
     assert records(tmp_path / "run")[-1]["step"] == 20
 
@@ -278,8 +286,7 @@ def test_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
 def test_a_mistake_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
     """Text that turns out bad only when it is read: every rank ends, and the cause is shown."""
     (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "weft.cli", *arguments[len(WEFT) :], "--data.path", "bad.txt"]
+    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], "--data.path", "bad.txt"]
     command += ["--data.cache", "cache"]
     done = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 1

@@ -6,14 +6,16 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from tests.harness import run_ranks
@@ -25,7 +27,10 @@ from weft.launch import REQUEUE
 from weft.launch.nodes import Meeting, meet
 from weft.plan.resolve import Machine, resolve_nodes
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(600, method="signal")  # so that fixtures tidy up
+
+
+T = TypeVar("T")
 
 
 def free_port() -> int:
@@ -44,6 +49,20 @@ def until(holds: Callable[[], Any], what: str, seconds: float = 120) -> None:
 # --------------------------------------------------------------------------- without ranks
 
 
+def begin(function: Callable[[], T]) -> Future[T]:
+    """Call it in a thread for which nobody waits in the end, should it never return."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
 class Node:
     """A launcher's part in the meeting, in a thread, and what was asked of its ranks."""
 
@@ -58,6 +77,13 @@ class Node:
             save=lambda: self.asked.append("save"),
             say=self.asked.append,
         )
+
+    def joining(self) -> Future[RendezvousInfo]:
+        return begin(self.meeting.next_rendezvous)
+
+    def join(self) -> int:
+        """How many nodes train then."""
+        return self.joining().result(60).world_size
 
     def watch(self) -> bool:
         """What the agent does while ranks run."""
@@ -76,30 +102,20 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
         return made[-1]
 
     yield node
-    for each in made:  # what still waits, ends
-        each.meeting.end(None)
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    executor = ThreadPoolExecutor(4)
-    yield executor
-    executor.shutdown(wait=False)
+    wait([begin(partial(each.meeting.end, None)) for each in made], 20)  # what still waits, ends
 
 
 @pytest.mark.slow
-def test_standing_by_taking_over_and_the_end(
-    nodes: Callable[..., Node], threads: ThreadPoolExecutor
-) -> None:
+def test_standing_by_taking_over_and_the_end(nodes: Callable[..., Node]) -> None:
     """Where one or two nodes can be used, and three are there."""
     trio = [nodes(1, 2, 4) for _ in range(3)]
-    joining = [threads.submit(each.meeting.next_rendezvous) for each in trio]
+    joining = [each.joining() for each in trio]
     until(lambda: sum(each.done() for each in joining) == 2, "two of three nodes")
     first, second = (node for node, each in zip(trio, joining, strict=True) if each.done())
     (third,) = (node for node in trio if node not in (first, second))
     until(lambda: third.asked, "the third stands by")
     assert third.asked == ["standing by: of 3 nodes 2 can be used"]
-    assert {each.result().world_size for each in joining if each.done()} == {2}
+    assert {each.result(0).world_size for each in joining if each.done()} == {2}
     time.sleep(2)
     assert not first.watch()
     assert not second.watch()
@@ -108,8 +124,7 @@ def test_standing_by_taking_over_and_the_end(
     until(second.watch, "that one has left", 10)
     assert "kill" in second.asked
     began = time.monotonic()
-    again = threads.submit(second.meeting.next_rendezvous)
-    assert again.result(60).world_size == 2
+    assert second.join() == 2
     assert time.monotonic() - began < 30
     until(lambda: all(each.done() for each in joining), "the third trains")
     assert third.meeting.nodes == 2
@@ -119,29 +134,30 @@ def test_standing_by_taking_over_and_the_end(
     until(second.watch, "the end", 10)
     assert "kill" in second.asked
     with pytest.raises(RendezvousClosedError):
-        second.meeting.next_rendezvous()
+        second.join()
     assert second.meeting.verdict() == {"rank": 1}
 
 
-def test_growing(nodes: Callable[..., Node], threads: ThreadPoolExecutor) -> None:
+def test_growing(nodes: Callable[..., Node]) -> None:
     """A node that comes makes the others save, but only if it can be used."""
     first = nodes(1, 3)
-    assert first.meeting.next_rendezvous().world_size == 1
+    assert first.join() == 1
     second, third = nodes(1, 3), nodes(1, 3)
-    joining = [threads.submit(second.meeting.next_rendezvous)]
+    joining = [second.joining()]
     time.sleep(3)
     assert not first.watch()
-    joining.append(threads.submit(third.meeting.next_rendezvous))
+    joining.append(third.joining())
     until(first.watch, "that more have come", 10)
     assert first.asked == ["1 node train", "save"]
-    assert first.meeting.next_rendezvous().world_size == 3
+    assert first.join() == 3
     assert [each.result(60).world_size for each in joining] == [3, 3]
 
 
-def test_a_lost_node_is_noticed(nodes: Callable[..., Node], threads: ThreadPoolExecutor) -> None:
+def test_a_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
     """One without a heartbeat, as after a power cut: no connection is reset."""
     pair = [nodes(1, 2) for _ in range(2)]
-    list(threads.map(lambda node: node.meeting.next_rendezvous(), pair))
+    for each in [node.joining() for node in pair]:
+        assert each.result(60).world_size == 2
     time.sleep(2)
     assert not pair[0].watch()
     pair[1].meeting._stop_heartbeats()
@@ -149,7 +165,7 @@ def test_a_lost_node_is_noticed(nodes: Callable[..., Node], threads: ThreadPoolE
     until(pair[0].watch, "that one is lost", 30)
     assert "kill" in pair[0].asked
     assert time.monotonic() - began > 2
-    assert pair[0].meeting.next_rendezvous().world_size == 1
+    assert pair[0].join() == 1
 
 
 def test_another_job_is_refused(nodes: Callable[..., Node]) -> None:
@@ -165,11 +181,10 @@ def test_another_job_is_refused(nodes: Callable[..., Node]) -> None:
 def test_an_earlier_life_of_the_run(nodes: Callable[..., Node]) -> None:
     """Where the meeting place survives the run, the same command begins anew."""
     first = nodes(1, 2, lr=1)
-    first.meeting.next_rendezvous()
+    first.join()
     first.meeting.end(None)
     assert first.meeting.verdict() is None
-    second = nodes(1, 2, lr=2)
-    assert second.meeting.next_rendezvous().world_size == 1
+    assert nodes(1, 2, lr=2).join() == 1
 
 
 def test_what_is_private() -> None:

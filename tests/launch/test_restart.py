@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -12,12 +11,12 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.launch.conftest import WEFT
-from tests.launch.test_local import run, start_and_wait, wait_for
+from tests.launch.test_local import TORCHRUN, run, start_and_wait, wait_for
 from tests.launch.test_signals import workers
 from tests.small import losses, newest_state, records, train_rank
 from weft.launch.local import Failure, judge
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 STEPS = ["--train.steps", "60"]
 KILLS = (
@@ -112,8 +111,7 @@ def test_under_torchrun(
     arguments: list[str], store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own restarts work, too, where the stale store is disabled."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "--max-restarts=1", "-m", "weft.cli", *arguments[len(WEFT) :], *STEPS]
+    command = [*TORCHRUN, "--max-restarts=1", "-m", "weft.cli", *arguments[len(WEFT) :], *STEPS]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     process = start_and_wait(command, tmp_path, 12)

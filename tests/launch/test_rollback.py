@@ -10,8 +10,10 @@ import pytest
 from tests.launch.conftest import WEFT
 from tests.small import newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.job import InvalidJob
+from weft.launch.start import rollback
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -30,9 +32,8 @@ def test_back_and_forth(arguments: list[str], tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [5, 10, 15, 20]
     before = newest_state(tmp_path / "run")
 
-    done = run([*WEFT, "rollback", "run", "7"], tmp_path)
-    assert done.returncode == 2
-    assert "use one of [0, 5, 10, 15, 20]" in done.stderr
+    with pytest.raises(InvalidJob, match=r"use one of \[0, 5, 10, 15, 20\]"):
+        rollback(tmp_path / "run", 7)
     done = run([*WEFT, "rollback", "run", "10"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "goes on from" in done.stdout
@@ -50,6 +51,5 @@ def test_back_and_forth(arguments: list[str], tmp_path: Path) -> None:
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    done = run([*WEFT, "rollback", "nothing", "7"], tmp_path)
-    assert done.returncode == 2
-    assert "is not the folder of a run" in done.stderr
+    with pytest.raises(InvalidJob, match="is not the folder of a run"):
+        rollback(tmp_path / "nothing", 7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,13 @@ import pytest
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
 
 from tests.launch.conftest import WEFT
-from tests.launch.test_local import run, start_and_wait
+from tests.launch.test_local import TORCHRUN, run, start_and_wait, undisturbed
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
-from weft.launch import REQUEUE
+from weft.launch import FAILED, REQUEUE
 from weft.launch.local import status
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 SLOW = ["--checkpoint.interval", "0"]  # nothing is saved but on the signal
 
@@ -67,26 +66,21 @@ def test_saved_and_to_be_queued_again(
     (saved,) = checkpoints(tmp_path / "run/checkpoints")
     assert "Traceback" not in said
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
-    # It goes on from there, with the losses of a run that nobody stopped.
-    more = checkpoint_step(saved) + 3
-    done = run([*arguments, *SLOW, "--train.steps", str(more)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"going on from {saved}" in done.stdout
 
 
-def test_the_time_limit(arguments: list[str], tmp_path: Path) -> None:
-    """Stopped again and again, it ends with the bits of a run that was not."""
-    limited = [*arguments, *SLOW, "--train.steps", "3", "--optim.schedule", "linear"]
-    for _ in range(20):
+def test_the_time_limit(arguments: list[str], store_path: Path, tmp_path: Path) -> None:
+    """Stopped and gone on with, it ends with the bits of a run that was not."""
+    limited = [*arguments, *SLOW, "--train.steps", "2", "--optim.schedule", "linear"]
+    for turn in range(20):
         done = run([*limited, "--resilience.time_limit", "0.001"], tmp_path)
-        if done.returncode == 0:
+        if turn and done.returncode == 0:
             break
         assert done.returncode == REQUEUE, done.stderr
         assert "stopped and saved; the same command goes on from" in done.stdout
-    undisturbed = run([*limited, "--run.dir", "whole"], tmp_path)
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    assert losses(tmp_path / "run")[-1] == losses(tmp_path / "whole")[-1]
-    a, b = newest_state(tmp_path / "run"), newest_state(tmp_path / "whole")
+    assert "going on from" in done.stdout
+    whole = undisturbed(limited, tmp_path, store_path)
+    assert losses(tmp_path / "run") == losses(whole)
+    a, b = newest_state(tmp_path / "run"), newest_state(whole)
     assert all(a[name].equal(b[name]) for name in b)
 
 
@@ -98,7 +92,7 @@ def test_a_second_signal_kills(arguments: list[str], tmp_path: Path) -> None:
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 130
+    assert process.wait(timeout=20) == 130
 
 
 def test_a_dead_rank_ends_one_that_stands_still(
@@ -111,7 +105,7 @@ def test_a_dead_rank_ends_one_that_stands_still(
     first, second = workers(process)
     os.kill(first, signal.SIGSTOP)
     os.kill(second, signal.SIGKILL)
-    assert process.wait(timeout=10) == 1
+    assert process.wait(timeout=20) == 1
     assert "rank 1 failed: SIGKILL" in (tmp_path / "log").read_text()
 
 
@@ -128,7 +122,7 @@ def test_before_the_first_step(
     command = [*arguments, *SLOW, "--train.steps", "100000"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, text=True)
-        ready = time.monotonic() + 30
+        ready = time.monotonic() + 120
         while "SigCgt" in (text := Path(f"/proc/{process.pid}/status").read_text()):
             caught = next(line for line in text.splitlines() if line.startswith("SigCgt"))
             if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
@@ -144,14 +138,35 @@ def test_before_the_first_step(
 def test_inside_torchrun(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
+    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     process = start_and_wait([*command, "--train.steps", "100000"], tmp_path, 5)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=60) == FAILED
     (saved,) = checkpoints(tmp_path / "run/checkpoints")
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
+    said = (tmp_path / "log").read_text()
+    assert f"stopped and saved; the same command goes on from {saved}" in said
+
+
+@pytest.mark.slow
+def test_the_time_limit_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
+    """Its status is 1 until all steps are done, and its report says what happened."""
+    command = ["-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
+    limited = [*command, "--resilience.time_limit", "0.001"]
+    done = run([*TORCHRUN, *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == FAILED
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert f"stopped and saved; the same command goes on from {saved}" in done.stdout
+    assert done.stderr.count("stopped and saved; the same command goes on") == 2
+    assert done.stderr.count(f"exitcode  : {REQUEUE}") == 2
+    done = run([*TORCHRUN, *command], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path / "run")[-1]["step"] == 20
+    # It would not let them end.
+    done = run([*TORCHRUN, "--max-restarts=1", *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == FAILED
+    assert "resilience.time_limit = 0.001: torchrun would start the ranks again" in done.stderr
 
 
 def test_what_is_private() -> None:

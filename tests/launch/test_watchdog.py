@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -14,14 +13,14 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.launch.conftest import WEFT
-from tests.launch.test_local import run, start_and_wait, wait_for
+from tests.launch.test_local import TORCHRUN, run, start_and_wait, wait_for
 from tests.launch.test_signals import workers
 from tests.small import losses
 from weft.launch import FAILED, HUNG, REQUEUE
 from weft.launch.watchdog import Seen, Watched, main_stack, verdict
 from weft.resilience.heartbeat import Contact, beat, measured, start, step_limit
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 LIMIT = 3.0
 LONG = ["--train.steps", "100000", "--checkpoint.interval", "20"]
@@ -82,16 +81,12 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
 def test_a_missing_rank_is_named(
     fault: dict[str, object], sentence: str, arguments: list[str], tmp_path: Path
 ) -> None:
-    command = [*arguments, *WATCHED, *faults(**fault, passing=30)]
-    done = run(command, tmp_path)
+    done = run([*arguments, *WATCHED, *faults(**fault, passing=30)], tmp_path)
     assert done.returncode == HUNG, done.stderr
     check_sentence(
         sentence, tmp_path, done.stderr, (tmp_path / "run/logs/fault-0.happened").stat().st_mtime
     )
     assert f"log: {tmp_path}/run/logs/rank-{fault['rank']}.log" in done.stderr
-    # The fault happens once: the same command goes on.
-    done = run([*command, "--train.steps", "40"], tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 MISMATCH = """
@@ -128,13 +123,15 @@ def test_collectives_at_odds(arguments: list[str], tmp_path: Path) -> None:
 def test_in_a_pipeline(arguments: list[str], tmp_path: Path) -> None:
     """gloo records no sending and receiving; who waits there is known by its stack."""
     fault = faults(site="step", kind="stop", rank=0, passing=30)
-    done = run(
-        [*arguments, *WATCHED, *fault, "--parallel.pp", "2", "--model.tied_embeddings", "false"],
-        tmp_path,
-    )
+    pipeline = ["--parallel.pp", "2", "--model.tied_embeddings", "false"]
+    command = [*arguments, *WATCHED, *fault, *pipeline]
+    done = run(command, tmp_path)
     assert done.returncode == HUNG, done.stderr
     assert "rank 0 is missing: it is stopped (SIGSTOP) in step 30" in done.stderr
     assert "rank 1 is missing" not in done.stderr
+    # The fault happens once: the same command goes on.
+    done = run([*command, "--train.steps", "40"], tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -142,8 +139,7 @@ def test_inside_torchrun(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun shows the sentence; its own status is 1."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "weft.cli", *arguments[len(WEFT) :], *WATCHED]
+    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], *WATCHED]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     process = start_and_wait(command, tmp_path, 30)
     os.kill(workers(process)[1], signal.SIGSTOP)

@@ -122,6 +122,7 @@ def test_what_one_rank_got_wrong_all_skip(
     assert (records(tmp_path / "a")[7]["grad_norm"] is None) == (kind == "nan")
 
 
+@pytest.mark.slow
 def test_in_the_very_first_steps(store_path: Path, tmp_path: Path) -> None:
     # While the learning rate rises from nothing, the first few norms say little of the next.
     only_nan = ("resilience.spike_threshold", "1e9")
@@ -133,6 +134,7 @@ def test_in_the_very_first_steps(store_path: Path, tmp_path: Path) -> None:
     assert same(state, newest_state(tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_many_in_a_row(store_path: Path, tmp_path: Path) -> None:
     """Ten may be skipped; the eleventh stops the run."""
     ten = faults(*bad("nan", *range(2, 22)))

@@ -28,7 +28,7 @@ from weft.job import InvalidJob, Job, Problem, WeftError, difference, read_job, 
 from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
 from weft.launch.watchdog import watch
-from weft.launch.worker import leave, log_path, redirect, write_error
+from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
 from weft.observe.ledger import goodput
 from weft.observe.sinks import duration, quiet_console, read_records
 from weft.plan.placement import AXES
@@ -151,6 +151,9 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
                 console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
                 show_end(folder, recipe, store, console)
+            if not whole:
+                why = "stopped and saved; the same command goes on"
+                tell_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), why, why)
     except BaseException as error:
         write_error(folder, rank, error)
         mistake = isinstance(error, InvalidJob)

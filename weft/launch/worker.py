@@ -78,11 +78,15 @@ def write_report(folder: Path, rank: int, report: dict[str, Any], torchrun: str 
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"rank": rank, "time": time.time(), **report}), "utf-8")
     os.replace(temporary, path)
-    if torchrun:
-        # What torchrun shows of its own accord, in the form that it reads.
-        extra = {"py_callstack": report["traceback"], "timestamp": str(int(time.time()))}
-        message = {"message": f"{report['kind']}: {report['message']}", "extraInfo": extra}
-        Path(torchrun).write_text(json.dumps({"message": message}), "utf-8")
+    tell_torchrun(torchrun, f"{report['kind']}: {report['message']}", report["traceback"])
+
+
+def tell_torchrun(path: str | None, why: str, traceback: str) -> None:
+    """Why a rank ends, as torchrun shows it of its own accord, in the form that it reads."""
+    if path:
+        extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+        message = {"message": why, "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}), "utf-8")
 
 
 def leave(status: int) -> NoReturn:

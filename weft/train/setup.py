@@ -126,6 +126,7 @@ def prepare_job(
     later += _check_files(job, plan)
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
+    later += _check_restarts(job.resilience.time_limit)
     unreachable = list(_check_home(job.checkpoint.dir))
     later += unreachable
     if job.run.dir != "auto" and "://" not in job.run.dir:
@@ -196,6 +197,14 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
             if plan is not None:
                 yield from _check_vocabulary(job, plan, vocab_entries(tokenizer))
     yield from check_names(job)
+
+
+def _check_restarts(limit: float) -> Iterator[Problem]:
+    """For torchrun every status but 0 is a failure, and 'saved' must not be 0, which means done."""
+    if limit and joined() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        rule = "torchrun would start the ranks again as soon as they have saved and ended"
+        remedy = "use torchrun --max-restarts 0, or let weft train start the ranks"
+        yield Problem("resilience.time_limit", limit, rule, remedy)
 
 
 def _check_home(value: str) -> Iterator[Problem]:

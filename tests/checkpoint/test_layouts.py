@@ -1,0 +1,220 @@
+"""A training state goes from any layout into any other, to the bit, and training goes on there.
+
+Each layout makes a real step, saves, and notes what it then has in memory: every tensor of model
+and optimizer, whole, and loss and gradients of the step that comes next.  Whoever loads that must
+have the same bits, and find the same loss and gradients to rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from tests.parallel.test_layouts import TOLERANCE, parse
+from tests.small import Overrides, loader_of, plan_here, read_state, small_job, this_rank, whole
+from weft.checkpoint.manifest import checkpoints
+from weft.checkpoint.state import model_state, named_parameters, optimizer_state
+from weft.checkpoint.store import save
+from weft.data.store import open_store
+from weft.job import Job
+from weft.optim.optimizer import set_learning_rate
+from weft.train.setup import Built, Position, build, resume
+
+# Twelve rows go over 1 to 4 ranks; three of these cut 32 rows of a weight into 11, 11 and 10.
+BATCH = 12
+JOB: Overrides = [
+    ("run.dir", "/nonexistent"),
+    ("model.num_layers", "4"),
+    ("model.tied_embeddings", "false"),
+    ("data.packing", "documents"),
+    ("train.global_batch", str(BATCH)),
+    ("train.microbatch", "2"),
+]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def hand_on(
+    overrides: Overrides, store: str, sources: list[str], target: str, first: int = 0
+) -> list[set[str]]:
+    """Load what others have saved, each into a new model, and check it; make a step, and save.
+
+    Args:
+        sources: folders of others; the step begins with the last one's, or the initial weights.
+        target: this layout's folder; empty: no step is made.
+        first: sample that a step from the initial weights begins with.
+
+    Returns:
+        The tensors of each source that this rank had.
+    """
+    job = small_job(*overrides)
+    found, at = [], Position(0, first)
+    built = build(job, plan_here(job), this_rank())
+    for number, source in enumerate(sources):
+        if number:
+            built = build(job, plan_here(job), this_rank())
+        at = resume(Path(source) / "checkpoints", "off", built.parts, built.optimizer, never)
+        found.append(check(job, built, at, store, Path(source)))
+    if not target:
+        return found
+    if not sources:
+        backward(job, built, at, store)
+    set_learning_rate(built.optimizer, job.optim.lr)
+    built.optimizer.step()
+    built.optimizer.zero_grad()
+    at = Position(at.step + 1, at.samples + BATCH)
+    manifest = at.manifest(plan_here(job), open_store(Path(store)))
+    save(Path(target) / "checkpoints", built.parts, built.optimizer, manifest, keep=1)
+    state = in_memory(built)
+    said = {"at": at, "state": state, "loss": backward(job, built, at, store)}
+    torch.save(said | {"grads": gradients(built)}, f"{target}/rank-{dist.get_rank()}.pt")
+    return found
+
+
+def check(job: Job, built: Built, at: Position, store: str, source: Path) -> set[str]:
+    """What has just been loaded against what its saver had."""
+    said = noted(source)
+    assert at == said["at"]
+    state = in_memory(built)
+    for name, tensor in state.items():
+        theirs = said["state"][name]
+        assert (tensor.shape, tensor.dtype) == (theirs.shape, theirs.dtype), name
+        assert tensor.numpy().tobytes() == theirs.numpy().tobytes(), f"{name} of {source.name}"
+    loss = backward(job, built, at, store)
+    assert loss == pytest.approx(said["loss"], rel=TOLERANCE)
+    for name, grad in gradients(built).items():
+        theirs = said["grads"][name]
+        scale = theirs.abs().max()
+        torch.testing.assert_close(
+            grad / scale, theirs / scale, rtol=0, atol=TOLERANCE, msg=f"{name} of {source.name}"
+        )
+    return set(state)
+
+
+def noted(source: Path) -> dict[str, Any]:
+    """What the ranks of a saver had, together."""
+    merged: dict[str, Any] = {"state": {}, "grads": {}}
+    for path in source.glob("rank-*.pt"):
+        said = torch.load(path, weights_only=False)
+        merged = said | {kind: merged[kind] | said[kind] for kind in ("state", "grads")}
+    return merged
+
+
+def in_memory(built: Built) -> Tensors:
+    state = model_state(built.parts) | optimizer_state(built.parts, built.optimizer)
+    return {name: whole(tensor).clone() for name, tensor in state.items()}
+
+
+def backward(job: Job, built: Built, at: Position, store: str) -> float:
+    """The loss of the step that comes next, whose gradients are there then."""
+    built.optimizer.zero_grad()
+    loader = loader_of(job, plan_here(job), store, built.mesh)
+    loss = built.engine.forward_backward(loader.batch(at.samples))
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+def gradients(built: Built) -> Tensors:
+    return {name: whole(p.grad).clone() for name, p in named_parameters(built.parts)}
+
+
+def never(text: str) -> None:
+    raise AssertionError(text)
+
+
+def start(
+    layout: str,
+    job: Overrides,
+    store: Path,
+    sources: list[Path],
+    target: Path | None,
+    first: int = 0,
+) -> None:
+    """Let the ranks of a layout do `hand_on`."""
+    ranks, overrides = parse(layout)
+    if target is not None:
+        target.mkdir()
+    names = [str(source) for source in sources]
+    call = (job + overrides, str(store), names, str(target or ""), first)
+    found = run_ranks(hand_on, ranks, *call, timeout=300)
+    for source, parts in zip(sources, zip(*found, strict=True), strict=True):
+        assert set().union(*parts) == set(noted(source)["state"])  # nobody left a tensor out
+    if target is not None:
+        check_saved(target)
+
+
+def check_saved(target: Path) -> None:
+    """What is on the disk is what was in memory, and worth being compared."""
+    state = noted(target)["state"]
+    (path,) = checkpoints(target / "checkpoints")
+    on_disk = read_state(path)
+    assert on_disk.keys() == state.keys()
+    assert all(on_disk[name].equal(tensor) for name, tensor in state.items())
+    assert all(state[name].any() for name in state if name.endswith((".exp_avg", ".exp_avg_sq")))
+    assert sum(name.endswith(".exp_avg") for name in state) == len(noted(target)["grads"])
+
+
+# --------------------------------------------------------------------------- from one to the next
+
+RING = [
+    "",
+    "pp2",
+    "dp_shard3",
+    "tp2",
+    "dp_replicate2 dp_shard2",
+    "pp2 schedule=Interleaved1F1B",
+    "cp2",
+    "dp_shard2 tp2",
+    "pp4",
+    "dp_shard2 pp2",
+    "",
+]
+
+
+def test_from_each_to_the_next(store_path: Path, tmp_path: Path) -> None:
+    """One state, handed on from layout to layout with a step in each of them."""
+    before: list[Path] = []
+    for turn, layout in enumerate(RING):
+        target = tmp_path / f"{turn} {layout}"
+        start(layout, JOB, store_path, before, target)
+        before = [target]
+    at = noted(before[0])["at"]
+    assert (at.step, at.samples) == (len(RING), BATCH * len(RING))
+
+
+# --------------------------------------------------------------------------- from each to every
+
+EVERY = [
+    *RING[:-1],
+    "dp_shard2",
+    "dp_shard4",
+    "tp4",
+    "pp2 tp2",
+    "pp2 schedule=DualPipeV",
+    "dp_shard3 persist_below=100",
+    "dp_shard2 train.canonical=true train.microbatch=1",
+]
+SOME = ["", "dp_shard3", "tp2", "dp_replicate2 dp_shard2", "cp2", "dp_shard2 tp2"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("job", "layouts"),
+    [(JOB, EVERY), ([*JOB, ("model.tied_embeddings", "true")], SOME)],
+    ids=["untied", "tied"],
+)
+def test_from_each_to_every(
+    job: Overrides, layouts: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / f"{number} {layout}" for number, layout in enumerate(layouts)]
+    for number, layout in enumerate(layouts):
+        # Each begins elsewhere in the text: no two of them save the same.
+        start(layout, job, store_path, [], folders[number], first=BATCH * number)
+    for layout in layouts:
+        start(layout, job, store_path, folders, None)
