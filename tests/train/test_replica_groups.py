@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rich.console import Console
 from tests.harness import run_ranks
 from tests.launch.conftest import WEFT, processes_in
 from tests.launch.test_listening import sockets_of
-from tests.launch.test_local import wait_for
+from tests.launch.test_signals import workers
 from tests.small import (
     SMALL,
     Overrides,
@@ -293,92 +293,159 @@ def test_no_lighthouse(store_path: Path, tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------ faults
 
-
-def start(folder: Path, group: str, lighthouse: str, store: Path) -> subprocess.Popen[bytes]:
-    slow = '[{site = "step", kind = "slow", seconds = 0.1, times = 100000}]'
-    pairs = [
-        *SMALL,
-        *WATCHED,
-        ("run.dir", group),
-        ("run.workers", "1"),
-        ("data.path", str(store)),
-        ("checkpoint.dir", "checkpoints"),
-        ("checkpoint.interval", "500"),
-        ("train.steps", str(STEPS)),
-        ("resilience.lighthouse", lighthouse),
-        ("resilience.faults", slow),
-        ("resilience.restarts", "0"),
-    ]
-    command = [*WEFT, "train", "demo", *(word for k, v in pairs for word in (f"--{k}", v))]
-    log = (folder / f"{group}.said").open("ab")
-    return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+# The learning rate does not depend on the number of steps, and is so small that rounding stays
+# small: what a step's loss is, its samples say.
+LONG: Overrides = [
+    *WATCHED,
+    ("resilience.step_timeout", "40"),
+    ("optim.lr", "1e-4"),
+    ("optim.decay_fraction", "0"),
+]
 
 
-STEPS = 600
+class Scene:
+    """Groups a and b, as `weft train` starts them, in one folder."""
+
+    def __init__(self, folder: Path, lighthouse: str, store: Path) -> None:
+        self.folder, self.lighthouse, self.store = folder, lighthouse, store
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.seen: dict[int, list[dict[str, Any]]] = {}  # records of both, by step
+
+    def start(self, group: str) -> None:
+        pairs = [
+            *SMALL,
+            *LONG,
+            ("run.dir", group),
+            ("run.workers", "1"),
+            ("data.path", str(self.store)),
+            ("checkpoint.dir", "checkpoints"),
+            ("train.steps", "1000000"),
+            ("resilience.lighthouse", self.lighthouse),
+            (
+                "resilience.faults",
+                '[{site = "step", kind = "slow", seconds = 0.1, times = 1000000}]',
+            ),
+            ("resilience.restarts", "0"),
+        ]
+        command = [*WEFT, "train", "demo", *(word for k, v in pairs for word in (f"--{k}", v))]
+        self.look()
+        before = self.records(group)
+        with (self.folder / f"{group}.said").open("ab") as log:
+            self.running[group] = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
+        # It begins its records anew.
+        self.until(group, lambda found: found != before and len(found) > 0)
+
+    def records(self, group: str) -> list[dict[str, Any]]:
+        file = self.folder / group / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def last(self, group: str) -> int:
+        found = self.records(group)
+        return int(found[-1]["step"]) if found else 0
+
+    def until(self, group: str, what: Callable[[list[dict[str, Any]]], bool]) -> None:
+        deadline = time.monotonic() + 240
+        while not what(self.records(group)):
+            assert time.monotonic() < deadline, (self.folder / f"{group}.said").read_text()
+            assert self.running[group].poll() is None, (self.folder / f"{group}.said").read_text()
+            time.sleep(0.05)
+
+    def until_step(self, group: str, step: int) -> None:
+        self.until(group, lambda found: bool(found) and found[-1]["step"] >= step)
+
+    def look(self) -> None:
+        """Remember what both have recorded."""
+        for group in "ab":
+            for record in self.records(group):
+                if record not in (known := self.seen.setdefault(record["step"], [])):
+                    known.append(record)
+
+    def lost_seconds(self, group: str, since: float) -> float:
+        """The longest time between two records."""
+        return max(
+            b - a for a, b in pairwise(r["time"] for r in self.records(group) if r["time"] > since)
+        )
+
+    def finish(self) -> None:
+        """Stop both, and check all that they did against a run that nobody disturbed."""
+        for process in self.running.values():
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(timeout=100) for process in self.running.values()] == [75, 75]
+        self.look()
+        (newest,) = checkpoints(self.folder / "checkpoints")[-1:]
+        steps = int(newest.name.removeprefix("step-"))
+        assert sorted(self.seen) == list(range(1, steps + 1))
+        alone = self.folder / "alone"
+        job = [*LONG, ("train.steps", str(steps)), ("run.dir", str(alone))]
+        run_ranks(train_rank, 1, job, str(self.store), timeout=200)
+        for expected in records(alone):
+            for record in self.seen[expected["step"]]:
+                for what in ("loss", "grad_norm"):
+                    assert record[what] == pytest.approx(expected[what], rel=1e-3), record
+                assert record["tokens"] == expected["tokens"]
+        check_weights(alone, self.folder)
 
 
-def lost_seconds(folder: Path, begin: float, end: float) -> float:
-    """The longest time between two records of a group."""
-    times = [record["time"] for record in records(folder) if begin <= record["time"] <= end]
-    return max(b - a for a, b in pairwise(times))
+@pytest.fixture
+def scene(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[Scene]:
+    """Nothing of it is left."""
+    scene = Scene(tmp_path, lighthouse, store_path)
+    try:
+        yield scene
+    finally:
+        for process in scene.running.values():
+            process.kill()
+            process.wait(timeout=30)
+    deadline = time.monotonic() + 10
+    while left := processes_in(tmp_path):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
 
 
 @needs_torchft
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @with_groups(1)
-def test_killed_and_started_again(lighthouse: str, store_path: Path, tmp_path: Path) -> None:
-    """First the group that saves, then the other: nothing is lost, and nothing is left."""
-    running: dict[str, subprocess.Popen[bytes]] = {}
+def test_killed_and_started_again(scene: Scene) -> None:
+    """First the group that saves, then the other: no step is lost, and no sample."""
+    scene.start("a")
+    scene.start("b")
+    scene.until_step("b", scene.last("a") + 5)
+    for victim, survivor in (("a", "b"), ("b", "a")):
+        now, last = time.time(), scene.last(survivor)
+        scene.running[victim].kill()
+        scene.running[victim].wait(timeout=30)
+        scene.until_step(survivor, last + 10)
+        killed = scene.lost_seconds(survivor, now - 1)
+        now = time.time()
+        scene.start(victim)
+        scene.until_step(victim, scene.last(survivor) + 10)
+        joined = scene.lost_seconds(survivor, now - 1)
+        print(f"{victim} killed: {survivor} stood still {killed:.1f} s; joined: {joined:.1f} s")
+        assert "took the state of step" in (scene.folder / f"{victim}.said").read_text()
+        assert killed < 20
+    scene.finish()
 
-    def begin(group: str) -> None:
-        running[group] = start(tmp_path, group, lighthouse, store_path)
 
-    def last(group: str) -> int:
-        return int(records(tmp_path / group)[-1]["step"])
-
-    def until(group: str, step: int) -> None:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / group / "metrics.jsonl").exists() or last(group) < step:
-            assert time.monotonic() < deadline, f"step {step} of {group} did not come"
-            assert running[group].poll() is None, (tmp_path / f"{group}.said").read_text()
-            time.sleep(0.05)
-
+@needs_torchft
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@with_groups(1)
+def test_stopped_and_continued(scene: Scene) -> None:
+    """The group that saves is stopped: the other goes on, and saves; then the first is back."""
+    scene.start("a")
+    scene.start("b")
+    scene.until_step("b", scene.last("a") + 5)
+    now, last = time.time(), scene.last("b")
+    (worker,) = workers(scene.running["a"])
+    os.kill(worker, signal.SIGSTOP)
     try:
-        begin("a")
-        wait_for(tmp_path / "a", 3)
-        begin("b")
-        wait_for(tmp_path / "b", 3)
-        for victim, survivor in (("a", "b"), ("b", "a")):
-            now = time.time()
-            running[victim].kill()
-            running[victim].wait(timeout=30)
-            killed = last(survivor)
-            until(survivor, killed + 10)
-            begin(victim)
-            until(victim, killed + 20)
-            until(survivor, last(victim) + 5)
-            lost = lost_seconds(tmp_path / survivor, now - 2, time.time())
-            print(f"{victim} killed: {survivor} had {lost:.1f} s between two steps at most")
-            assert lost < 30
-        for process in running.values():
-            assert process.wait(timeout=200) == 0
-        deadline = time.monotonic() + 10
-        while processes_in(tmp_path) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert processes_in(tmp_path) == []
+        scene.until_step("b", last + 10)
     finally:
-        for process in running.values():
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
-            process.wait(timeout=30)
-    alone = [*WATCHED, ("train.steps", str(STEPS)), ("run.dir", str(tmp_path / "alone"))]
-    run_ranks(train_rank, 1, alone, str(store_path))
-    # Either has all the steps in which it lived: no sample was left out or taken twice.
-    steps = {record["step"] for group in "ab" for record in records(tmp_path / group)}
-    assert steps == set(range(1, STEPS + 1))
-    for group in "ab":
-        check_against(tmp_path / "alone", tmp_path / group, first=STEPS - 10)
-        assert "took the state of step" in (tmp_path / f"{group}.said").read_text()
-    check_weights(tmp_path / "alone", tmp_path)
-    assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{STEPS:08}"
+        os.kill(worker, signal.SIGCONT)
+    print(f"a stopped: b stood still {scene.lost_seconds('b', now - 1):.1f} s")
+    scene.until_step("a", scene.last("b") + 10)
+    assert "took the state of step" in (scene.folder / "a.said").read_text()
+    scene.finish()
+    assert len(list((scene.folder / "checkpoints").glob("lease-*"))) == 2

@@ -71,8 +71,9 @@ def listening_store(host: str, port: int, serve: bool, size: int | None = None) 
 def gloo_group(place: str, rank: int, size: int, address: str, timeout: timedelta) -> Any:
     """A gloo process group that stands by itself, and listens on one interface.
 
-    It is not among torch's groups, so it can be aborted, and made anew with other processes, as
-    often as need be.  The public constructor takes the interface from the environment.
+    It is not among torch's groups, so it ends when it is let go of, which its peers see, and can
+    be made anew with other processes, as often as need be.  The public constructor takes the
+    interface from the environment.
 
     Args:
         place: HOST:PORT/NAME of a store, the name used once.

@@ -271,8 +271,8 @@ class Groups(Alone):
         self._met = wanted
 
     def _drop(self) -> None:
-        """Let go of the others."""
-        if self._pg is not None:
+        """Let go of the others, whose sums with this one end at once."""
+        if self._pg is not None and self._device.type == "cuda":
             self._pg.abort()
         self._pg = self._met = None
 
@@ -337,8 +337,7 @@ class Groups(Alone):
                     work.wait()
             except RuntimeError as error:
                 self._error = error
-                self._pg.abort()
-                for work in works:  # nothing may write into gradients any more
+                for work in works:  # which fail, too; nothing may write into gradients any more
                     with suppress(RuntimeError):
                         work.wait()
         if self._error is not None:
