@@ -294,9 +294,11 @@ def test_no_lighthouse(store_path: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ faults
 
 # The learning rate does not depend on the number of steps, and is so small that rounding stays
-# small: what a step's loss is, its samples say.
+# small: what a step's loss is, its samples say.  A group that is told to stop does so between two
+# comparisons of weights.
 LONG: Overrides = [
     *WATCHED,
+    ("resilience.replica_check", "7"),
     ("resilience.step_timeout", "40"),
     ("optim.lr", "1e-4"),
     ("optim.decay_fraction", "0"),

@@ -161,10 +161,11 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
                 evaluating = due(step, job.train.eval_interval, steps)
                 last = stop or step == steps
-                saving = last or again or saves.due(step)
+                saving = last or again or (groups.leads and saves.due(step))
                 logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 if copies and (saving or due(step, copies, steps)):
                     compare_replicas(parts, optimizer)
+                if copies and due(step, copies, steps):
                     groups.compare(parts, optimizer)
                 if not (logging or evaluating or saving):
                     continue

@@ -105,7 +105,7 @@ class Alone:
         return True
 
     def compare(self, parts: list[nn.Module], optimizer: Optimizer) -> None:
-        """Do all groups that take part hold the same?  After a step.
+        """Do all groups that take part hold the same?  All call it, after the same step.
 
         Raises:
             ReplicasDiffer: in all groups, on the ranks whose parts differ.
@@ -194,10 +194,10 @@ class Groups(Alone):
         before, agreed, found = self.count, False, at
         while not agreed:
             quorum = self._quorum(at.step if self._sound else -1)
-            leader = quorum.members[0]
-            if leader.step < 0:
+            if quorum.members[0].step < 0:
                 raise RuntimeError("the replica group that fed this one is gone")
-            if leader.job != self._job:
+            # Who is new has to go, however many steps it has done.
+            if min(quorum.members, key=lambda member: member.since).job != self._job:
                 rule = "the replica groups there train another job, text or layout"
                 raise GroupsError(f"{rule}: only {', '.join(OWN)} may differ")
             self.place, self.count, self._error = quorum.place, len(quorum.members), None
