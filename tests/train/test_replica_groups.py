@@ -183,13 +183,18 @@ def check_weights(alone: Path, shared: Path) -> None:
 
 
 @needs_torchft
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "interval", "check"), [(1, "10", "1"), (1, "auto", "7"), (2, "10", "1")]
+)
 @with_groups(2)
 def test_training_is_that_of_one_group(
-    lighthouse: str, size: int, store_path: Path, tmp_path: Path
+    lighthouse: str, size: int, interval: str, check: str, store_path: Path, tmp_path: Path
 ) -> None:
-    """Step by step, and in the end; weights are compared between the groups in every step."""
-    job = [*WATCHED, ("checkpoint.interval", "10")]
+    """Step by step, and in the end; weights are compared between the groups every ``check`` steps.
+
+    With ``auto`` only the group that saves knows when.
+    """
+    job = [*WATCHED, ("checkpoint.interval", interval), ("resilience.replica_check", check)]
     alone = tmp_path / "alone"
     run_ranks(train_rank, 1, [*job, ("run.dir", str(alone))], str(store_path))
     shared = ("checkpoint.dir", str(tmp_path / "checkpoints"))
@@ -231,6 +236,59 @@ def test_a_group_that_differs_is_found(lighthouse: str, tmp_path: Path) -> None:
     for before, after in run_ranks(compare_after_a_flip, 2, str(tmp_path / "g"), lighthouse):
         assert before == "equal"
         assert "rank 0 of one of the 2 replica groups differs" in after
+
+
+def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str, Any]:
+    """Group 1 learns of an error after the sum, and group 0 does not; then they meet again."""
+    group = enter_group(size, meeting)
+    overrides = [("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused")]
+    job = small_job(*overrides)
+    plan, rank = plan_here(job), this_rank()
+    parts, _, _, optimizer, _ = build(job, plan, rank)
+    groups = Groups(lighthouse, "job", 30, rank, rank.device, print)
+    at = groups.meet(Position(0, 0), parts, optimizer)
+    led = groups.leads
+    value = torch.tensor([1.0])
+    groups.sum([value])
+    if not led:
+        groups._error = RuntimeError("as the network may have it")
+    if groups.committed():
+        for _, param in named_parameters(parts):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        at = Position(1, 8)
+    began = time.monotonic()
+    at = groups.meet(at, parts, optimizer)
+    again = torch.tensor([1.0])
+    groups.sum([again])
+    sound = groups.committed()
+    groups.compare(parts, optimizer)
+    seconds = time.monotonic() - began
+    groups.close()
+    moved = next(iter(optimizer.state.values()))["exp_avg"]
+    return {
+        "group": group,
+        "kept": led == groups.leads,
+        "at": (at.step, at.samples),
+        "sums": (value.item(), again.item(), sound),
+        "seconds": seconds,
+        "moved": whole(moved).abs().sum().item() > 0,
+    }
+
+
+@needs_torchft
+@pytest.mark.parametrize("size", [1, 2])
+@with_groups(2)
+def test_who_has_missed_the_end_of_a_step_is_fed(
+    lighthouse: str, size: int, tmp_path: Path
+) -> None:
+    """With no group lost: the same members must find each other anew."""
+    for rank in run_ranks(miss_the_end_of_a_step, 2 * size, size, str(tmp_path / "g"), lighthouse):
+        assert rank["kept"], "who leads has changed"
+        assert rank["at"] == (1, 8)
+        assert rank["sums"] == (2.0, 2.0, True)
+        assert rank["moved"], "no optimizer state has come"
+        assert rank["seconds"] < 20, "it was a timeout"
 
 
 @needs_torchft

@@ -211,7 +211,7 @@ class Groups(Alone):
             self._sound, self._since = True, time.time_ns()
             self._say(f"took the state of step {found.step} from another replica group")
         if self.count != before:
-            self._say(f"step {found.step + 1}: {self.count} replica groups take part")
+            self._say(f"replica groups from step {found.step + 1} on: {self.count}")
         self.takes_over, self._led = self.leads and not self._led, self.leads
         return found
 
@@ -335,6 +335,8 @@ class Groups(Alone):
                     works.append(self._pg.allreduce([tensor], dist.AllreduceOptions()))
                 for work in works:
                     work.wait()
+                if self._device.type == "cuda" and (lost := self._pg.errored()):  # waits for it
+                    raise lost
             except RuntimeError as error:
                 self._error = error
                 for work in works:  # which fail, too; nothing may write into gradients any more
@@ -345,8 +347,6 @@ class Groups(Alone):
                 tensor.zero_()
 
     def committed(self) -> bool:
-        if self._error is None and self._pg is not None and self._device.type == "cuda":
-            self._error = self._pg.errored()  # waits for the device
         whole = torch.tensor([self._error is None], dtype=torch.int32)
         if dist.get_world_size() > 1:
             dist.all_reduce(whole, dist.ReduceOp.MIN)
