@@ -188,7 +188,13 @@ def check_weights(alone: Path, shared: Path) -> None:
 )
 @with_groups(2)
 def test_training_is_that_of_one_group(
-    lighthouse: str, size: int, interval: str, check: str, store_path: Path, tmp_path: Path
+    lighthouse: str,
+    size: int,
+    interval: str,
+    check: str,
+    store_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Step by step, and in the end; weights are compared between the groups every ``check`` steps.
 
@@ -201,6 +207,7 @@ def test_training_is_that_of_one_group(
     meeting = [("resilience.lighthouse", lighthouse), shared]
     arguments = (size, str(tmp_path / "g"), [*job, *meeting], [], str(store_path))
     assert run_ranks(train_group, 2 * size, *arguments) == ["trained"] * 2 * size
+    assert "lost another replica group" not in capsys.readouterr().out
     for group in ("g/0", "g/1"):
         check_against(alone, tmp_path / group)
         assert losses(tmp_path / group) == losses(tmp_path / "g/0")
