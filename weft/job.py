@@ -374,6 +374,11 @@ class ResilienceSection(Section):
     restarts: NonNegative = key(
         3, "times an hour that ranks start again from the newest checkpoint after a failure"
     )
+    lighthouse: Text = key(
+        "none",
+        "HOST:PORT of torchft's lighthouse, where replica groups meet: runs of their own, of which "
+        "any may die in any step; needs weft[torchft]",
+    )
     faults: tuple[Fault, ...] = key((), "faults to inject, for a drill: [[resilience.faults]]")
 
 

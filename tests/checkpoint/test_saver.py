@@ -242,13 +242,13 @@ def test_auto_in_a_run(store_path: Path, tmp_path: Path) -> None:
 def take_and_save(folder: str, step: int, first: int, last: int) -> int:
     """One incarnation: goes on from ``step``, saves the steps from ``first`` to ``last``."""
     home = Path(folder)
-    epoch = take(home, step)
-    saver = Saver(home, 9, epoch=epoch)
-    parts, optimizer = stepped(1e-3 * epoch)
+    saver = Saver(home, 9)
+    saver.take(step)
+    parts, optimizer = stepped(1e-3 * saver.epoch)
     for step in range(first, last + 1):
         saver.save(parts, optimizer, {"step": step})
         saver.wait()
-    return epoch
+    return saver.epoch
 
 
 def saves_of(folder: Path) -> list[tuple[int, int]]:
@@ -272,7 +272,8 @@ def test_an_abandoned_branch_does_not_count(tmp_path: Path) -> None:
 def be_superseded(folder: str) -> str:
     home = Path(folder)
     parts, optimizer = stepped(1e-3)
-    saver = Saver(home, 9, background=True, epoch=take(home, 0))
+    saver = Saver(home, 9, background=True)
+    saver.take(0)
     saver.save(parts, optimizer, {"step": 1})
     saver.wait()
     take(home, 1)  # another incarnation, while this one was asleep

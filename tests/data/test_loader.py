@@ -154,6 +154,31 @@ def test_global_batch_is_the_same_on_any_layout(packing: Packing) -> None:
             assert equal(join([b for rank in ranks for b in rank]), whole)
 
 
+@pytest.mark.parametrize("dp_size", [1, 2, 12])
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+def test_replica_groups_share_a_global_batch(dp_size: int, groups: int) -> None:
+    """Also unevenly; a group without rows has a batch that counts for nothing."""
+    stream = make_stream(700)
+    for consumed in (0, 80):
+        whole = join(loader(stream).batch(consumed))
+        parts = []
+        for group in range(groups):
+            ranks = [
+                loader(stream, dp_rank=r, dp_size=dp_size, microbatch=2).batch(
+                    consumed, group, groups
+                )
+                for r in range(dp_size)
+            ]
+            assert len({len(batches) for batches in ranks}) == 1, "ranks of a group work in step"
+            for batches in ranks:
+                if 24 // dp_size * (group + 1) // groups == 24 // dp_size * group // groups:
+                    assert len(batches) == 1
+                    assert (batches[0].targets_BT == IGNORE).all()
+                else:
+                    parts += batches
+        assert equal(join(parts), whole)
+
+
 def test_batches_depend_on_consumed_alone() -> None:
     stream = make_stream(700)
     data = loader(stream)

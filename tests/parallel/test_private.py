@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -158,3 +159,31 @@ def test_the_flight_recorder_knows_what_is_open() -> None:
     assert [(call.group, call.number, call.name, call.sizes) for call in first] == [
         ("1", 2, "all_reduce", [[3, 5]])
     ]
+
+
+def gloo_group_after_another() -> list[float]:
+    """Two groups of all ranks, one after the other, beside the default one."""
+    store = private.listening_store("127.0.0.1", 0, serve=True)
+    ports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ports, store.port)
+    sums = []
+    for name in ("first", "second"):
+        place = f"127.0.0.1:{ports[0]}/{name}"
+        rank, size = dist.get_rank(), dist.get_world_size()
+        group = private.gloo_group(place, rank, size, "127.0.0.1", timedelta(seconds=20))
+        value = torch.tensor([1.0 + rank])
+        group.allreduce([value], dist.AllreduceOptions()).wait()
+        sums.append(value.item())
+        dist.barrier()
+        began = time.monotonic()
+        if rank == 0:
+            with pytest.raises(RuntimeError):
+                group.allreduce([value], dist.AllreduceOptions()).wait()
+            assert time.monotonic() - began < 10, "it was the timeout"
+        del group
+        dist.barrier()
+    return sums
+
+
+def test_a_gloo_group_of_ones_own() -> None:
+    assert run_ranks(gloo_group_after_another, 2) == [[3.0, 3.0]] * 2

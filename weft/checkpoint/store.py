@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint, wrapped
-from weft.checkpoint.local import keep_local, read_local
+from weft.checkpoint.local import keep_local, local_folder, read_local
 from weft.checkpoint.manifest import (
     FORMAT,
     NAME,
@@ -51,6 +51,7 @@ from weft.checkpoint.manifest import (
     manifest_text,
     own_rank,
     read_manifest,
+    take,
 )
 from weft.checkpoint.shards import (
     Contents,
@@ -95,8 +96,7 @@ class Saver:
         keep: int,
         *,
         background: bool = False,
-        epoch: int = 0,
-        local: Path | None = None,
+        local: str = "off",
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Every rank makes one.
@@ -105,12 +105,13 @@ class Saver:
             folder: of all checkpoints of the run.
             keep: newest checkpoints that are kept; older ones are removed.
             background: whether training goes on while files are written.
-            epoch: see `take`.
-            local: where this node keeps the newest state, if it does: see `local_folder`.
+            local: where this node keeps the newest state: see `weft.checkpoint.local`.
             say: told of failures.
         """
-        self.folder, self.keep, self.background, self.epoch = folder, keep, background, epoch
-        self.local = local
+        self.folder, self.keep, self.background = folder, keep, background
+        self.epoch = 0
+        self.local: Path | None = None
+        self._local = local
         self.stall_seconds = 0.0  # of the last save
         self.write_seconds = 0.0  # of the last one that is done
         self._say = say
@@ -122,6 +123,11 @@ class Saver:
         # What is said in the background must not come between what training says.
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._group = dist.new_group(backend="gloo") if background and not alone else None
+
+    def take(self, step: int) -> None:
+        """Go on from ``step`` as the only one: see `weft.checkpoint.manifest.take`."""
+        self.epoch = take(self.folder, step)
+        self.local = local_folder(self._local, self.folder)
 
     def save(
         self,

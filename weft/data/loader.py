@@ -161,22 +161,31 @@ class Loader:
         """Samples of one epoch."""
         return (len(self.stream) - 1) // self.seq_len
 
-    def batch(self, consumed: int) -> list[Batch]:
+    def batch(self, consumed: int, group: int = 0, groups: int = 1) -> list[Batch]:
         """This rank's microbatches of the global batch that begins at sample ``consumed``.
 
         The global batch is the samples at places ``consumed .. consumed + global_batch - 1``.
         Rank r has the contiguous slice [r GB / dp, (r + 1) GB / dp) of it, cut into consecutive
         microbatches, of which the last may have fewer rows: all ranks' batches one after the
         other are the global batch, in order, whatever ``dp_size`` and ``microbatch`` are.
+
+        With several replica groups this is so inside of each group's slice, which may differ by
+        ``dp_size`` rows from another's; where there are too few, a group has a row without targets.
         """
-        share = self.global_batch // self.dp_size
-        places = consumed + self.dp_rank * share + np.arange(share, dtype=np.int64)
+        rows_per_rank = self.global_batch // self.dp_size
+        begin, end = (rows_per_rank * n // groups for n in (group, group + 1))
+        share = max(1, end - begin)
+        first = consumed + begin * self.dp_size + self.dp_rank * share
+        places = first + np.arange(share, dtype=np.int64)
         starts = sample_index(places, self.num_windows, self.seed) * self.seq_len
         rows = self.stream.window(starts, self.seq_len + 1)
-        return [
+        batches = [
             _batch(rows[i : i + self.microbatch], self.packing, self.separator)
             for i in range(0, share, self.microbatch)
         ]
+        if begin == end:
+            batches[0].targets_BT.fill_(IGNORE)
+        return batches
 
 
 def evaluation_batches(

@@ -43,6 +43,7 @@ DOING = {
     "start": "building the model",
     "load": "loading a checkpoint",
     "step": "waiting for data",
+    "quorum": "meeting the other replica groups",
     "forward_backward": "forward and backward",
     "gradients": "updating the weights",
     "record": "waiting for the device",

@@ -12,6 +12,7 @@ import json
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,30 @@ def listening_store(host: str, port: int, serve: bool, size: int | None = None) 
             port = listening.getsockname()[1]
             more["master_listen_fd"] = listening.detach()
     return TCPStore(host, port, size, is_master=serve, wait_for_workers=False, **more)
+
+
+def gloo_group(place: str, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+    """A gloo process group that stands by itself, and listens on one interface.
+
+    It is not among torch's groups, so it ends when it is let go of, which its peers see, and can
+    be made anew with other processes, as often as need be.  The public constructor takes the
+    interface from the environment.
+
+    Args:
+        place: HOST:PORT/NAME of a store, the name used once.
+        address: of this process, on the interface.
+        timeout: of every operation.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    endpoint, _, name = place.partition("/")
+    host, _, port = endpoint.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return gloo(PrefixStore(name, store), rank, size, options)
 
 
 class Collective(NamedTuple):

@@ -180,6 +180,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_layout(job, model, family, degrees)
     problems += _check_device(job, machine, degrees, local_world)
     problems += _check_canonical(job, degrees, compute)
+    problems += _check_groups(job, degrees)
     batch_problems = _check_batch(job, degrees)
     problems += batch_problems
     local = max(1, train.global_batch // degrees.dp)
@@ -413,6 +414,25 @@ def _check_canonical(job: Job, degrees: Degrees, compute: str) -> Iterator[Probl
         yield Problem(key, True, rule, "use parallel.cpu_offload false")
     if job.train.microbatch not in ("auto", 1):
         yield Problem("train.microbatch", job.train.microbatch, "is 1 in canonical order", "use 1")
+
+
+def _check_groups(job: Job, degrees: Degrees) -> Iterator[Problem]:
+    """What a replica group cannot do."""
+    key, value = "resilience.lighthouse", job.resilience.lighthouse
+    if value == "none":
+        return
+    if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):\d{1,5}", value):
+        yield Problem(key, value, "is no HOST:PORT", "use that of torchft_lighthouse, or none")
+    rule = "is not possible in a replica group (resilience.lighthouse)"
+    if degrees.pp > 1:  # its schedule has a fixed number of microbatches
+        yield Problem("parallel.pp", degrees.pp, rule, "use parallel.pp 1", (key,))
+    if job.train.canonical:
+        yield Problem("train.canonical", True, rule, "use train.canonical false", (key,))
+    if job.resilience.anomaly != "stop":
+        yield Problem("resilience.anomaly", job.resilience.anomaly, rule, "use stop", (key,))
+    if job.checkpoint.dir == "auto":
+        remedy = "use a folder that all groups share"
+        yield Problem("checkpoint.dir", "auto", "is each replica group's own", remedy, (key,))
 
 
 def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:

@@ -32,6 +32,7 @@ from weft.resilience.heartbeat import beat
 # Every site, in the order in which a step comes by.
 SITES = {
     "load": "before a checkpoint is loaded",
+    "quorum": "before a step, where replica groups meet",
     "step": "before a step, and before its data is there",
     "forward_backward": "when the data is there",
     "gradients": "after the backward pass, with this rank's gradients",

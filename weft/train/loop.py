@@ -20,8 +20,6 @@ from typing import Any
 from rich.console import Console
 
 from weft.checkpoint.interval import Saves
-from weft.checkpoint.local import local_folder
-from weft.checkpoint.manifest import take
 from weft.checkpoint.replicas import compare_replicas
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import Saver
@@ -40,6 +38,7 @@ from weft.resilience.faults import at as reach
 from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Wishes
 from weft.resilience.stragglers import Stragglers
+from weft.train.replica_groups import join
 from weft.train.setup import Position, Rank, build, home_of, resume, rewind, write_plan
 from weft.train.step import batch_to, held_out
 
@@ -89,25 +88,19 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     params = [param for _, param in named_parameters(parts)]
     stages = mesh.group("pp") if plan.pp > 1 else None
     copies = job.resilience.replica_check
+    groups = join(job, plan, store, rank, say)
 
     def compute(batches: list[Batch]) -> Trial:
         """One step without its update."""
         optimizer.zero_grad()  # there are gradients if it is computed again
-        share = engine.forward_backward(batches)
+        share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
+        groups.sum([share, *(param.grad for param in params if param.grad is not None)])
         return gather(share, *grad_norm(params, stages))
 
     section = job.checkpoint
-    epoch = take(home, at.step)
-    saver = Saver(
-        home,
-        section.keep,
-        background=section.background,
-        epoch=epoch,
-        local=local_folder(section.local, home),
-        say=say,
-    )
-    with closing(saver), ExitStack() as stack:
+    saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
+    with closing(groups), closing(saver), ExitStack() as stack:
 
         def open_at(step: int) -> list[Sink]:
             stack.close()
@@ -127,16 +120,22 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         watch = Watch(job.resilience, at.watch)
         anomalies: list[dict[str, Any]] = []  # that are not recorded yet
         while at.step < steps:
+            at = groups.meet(at, parts, optimizer)
+            if groups.takes_over:
+                saver.take(at.step)
             step = at.step + 1
             wishes.ask(save=saver.wants_again(), busy=saver.busy())
             with naming(step):
                 with clock.waiting_for_data():
                     reach("step", step=step)
-                    batches = [batch_to(batch, rank.device) for batch in loader.batch(at.samples)]
+                    rows = loader.batch(at.samples, groups.place, groups.count)
+                    batches = [batch_to(batch, rank.device) for batch in rows]
 
                 reach("forward_backward")
                 trial, anomaly = watch.examine(step, partial(compute, batches))
                 stop, again, busy = wishes.answer()
+                if not groups.committed():
+                    continue
                 samples = at.samples + job.train.global_batch
                 if anomaly is not None:
                     say(f"warning: step {step}: {anomaly}")
@@ -162,11 +161,13 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
                 evaluating = due(step, job.train.eval_interval, steps)
                 last = stop or step == steps
-                saving = last or again or saves.due(step)
-                keeping = not busy and saves.due_on_nodes(step)
+                saving = last or again or (groups.leads and saves.due(step))
+                keeping = groups.leads and not busy and saves.due_on_nodes(step)
                 logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 if copies and (saving or due(step, copies, steps)):
                     compare_replicas(parts, optimizer)
+                if copies and due(step, copies, steps):
+                    groups.compare(parts, optimizer)
                 if not (logging or evaluating or saving or keeping):
                     continue
 
@@ -192,7 +193,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     tokens=at.samples * job.train.seq_len,
                     tokens_per_step=plan.tokens_per_step,
                     times=times,
-                    devices=plan.world_size,
+                    devices=plan.world_size * groups.count,
                     flops_per_token=plan.flops_per_token,
                     peak_flops=plan.peak_flops,
                     memory_peak_gib=memory_peak_gib(rank.device),
@@ -205,10 +206,10 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 anomalies = []
                 for sink in sinks:
                     sink.write(record)
-                if saving or keeping:
+                if groups.leads and (saving or keeping):
                     saver.save(parts, optimizer, at.manifest(plan, store), home=saving)
                     watch.saved()
-                if saving:
+                if groups.leads and saving:
                     saves.saved(step, saver.stall_seconds, saver.write_seconds, times[0])
                 if last:
                     saver.wait()

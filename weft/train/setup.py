@@ -6,6 +6,7 @@ Apart from the launchers this is the only place that looks at the environment.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -32,7 +33,6 @@ from weft.checkpoint.manifest import (
     checkpoint_step,
     checkpoints,
     read_manifest,
-    take,
 )
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.storage import open_folder
@@ -228,6 +228,9 @@ def _check_home(value: str) -> Iterator[Problem]:
 
 def check_names(job: Job) -> Iterator[Problem]:
     """Does everything exist that the job calls by name?  Of files only modules are looked at."""
+    if job.resilience.lighthouse != "none" and importlib.util.find_spec("torchft") is None:
+        rule, remedy = "needs torchft", "pip install 'weft[torchft]'"
+        yield Problem("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
@@ -269,6 +272,8 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
     before = folder / "job.toml"
     if unwritable or unreachable or not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
         return
+    if not before.is_file() and job.resilience.lighthouse != "none":
+        return  # they are another replica group's
     if not before.is_file():
         rule = "holds checkpoints but no job.toml: whether they are this run's cannot be told"
         yield Problem("run.dir", job.run.dir, rule, "use another --run.dir, or put the file back")
@@ -516,7 +521,7 @@ def rewind(
         raise CheckpointError(
             f"{folder}: {rule}; try a lower --optim.lr, or --resilience.anomaly skip"
         )
-    saver.epoch = take(folder, at.step)
+    saver.take(at.step)
     return at
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -52,11 +52,16 @@ class Engine:
         # Ranks that share matrices compute the same loss: one of them tells it.
         self._tells = has_last_stage and mesh.at["tp"] == 0
 
-    def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        over_groups: Callable[[list[Tensor]], None] = lambda tensors: None,
+    ) -> Tensor:
         """Add the gradient of the mean loss of the global batch to the parameters' ``.grad``.
 
         Args:
             batches: the microbatches of this rank's rows, on its device.
+            over_groups: adds up in place over replica groups.
 
         Returns:
             This rank's share of the mean loss: summed over ranks it is the loss in nats per token.
@@ -64,8 +69,10 @@ class Engine:
         """
         batches = [self._own_tokens(batch) for batch in batches]
         count = torch.stack([valid_tokens(batch.targets_BT) for batch in batches]).sum()
+        count = self.mesh.sum_over_tokens(count)
+        over_groups([count])
         # A batch without a valid target has no loss and no gradient.
-        self._divisor = self.mesh.sum_over_tokens(count).clamp(min=1)
+        self._divisor = count.clamp(min=1)
         if self.schedule is not None:
             losses = self._run_schedule(batches, self.schedule.step)
         elif self.plan.canonical:

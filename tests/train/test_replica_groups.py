@@ -1,0 +1,518 @@
+"""Replica groups: together they compute what one alone computes, and each of them may die."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from tests.harness import run_ranks
+from tests.launch.conftest import WEFT, processes_in
+from tests.launch.test_listening import sockets_of
+from tests.launch.test_signals import workers
+from tests.small import (
+    SMALL,
+    Overrides,
+    gradients,
+    loader_of,
+    losses,
+    newest_state,
+    plan_here,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+    whole,
+)
+from weft.checkpoint.manifest import checkpoints
+from weft.checkpoint.replicas import ReplicasDiffer
+from weft.checkpoint.state import named_parameters
+from weft.data.store import open_store
+from weft.job import Job
+from weft.optim.optimizer import grad_norm
+from weft.plan.resolve import Machine, resolve
+from weft.train.loop import train
+from weft.train.replica_groups import Groups, GroupsError
+from weft.train.replica_groups import join as join_groups
+from weft.train.setup import Position, build, check_names
+
+INSTALLED = importlib.util.find_spec("torchft") is not None
+needs_torchft = pytest.mark.skipif(
+    not INSTALLED, reason="torchft is not installed: pip install 'weft[torchft]'"
+)
+# Every step is recorded, and every step all groups are compared.
+WATCHED: Overrides = [
+    ("observe.log_interval", "1"),
+    ("resilience.replica_check", "1"),
+    ("resilience.step_timeout", "20"),
+]
+
+
+class Lighthouse:
+    """torchft's server on loopback, in this process."""
+
+    def __init__(self, groups: int) -> None:
+        from torchft.coordination import LighthouseServer
+
+        self.server = LighthouseServer(
+            bind="127.0.0.1:0",
+            min_replicas=groups,
+            join_timeout_ms=20_000,
+            heartbeat_timeout_ms=3000,
+        )
+        self.place = "127.0.0.1:" + self.server.address().rpartition(":")[2]
+
+
+@pytest.fixture
+def lighthouse(request: pytest.FixtureRequest) -> Iterator[str]:
+    """HOST:PORT of one that gives a quorum of so many groups as the parameter says, or more."""
+    running = Lighthouse(request.param)
+    yield running.place
+    running.server.shutdown()
+
+
+def with_groups(*groups: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("lighthouse", groups, indirect=True, ids=str)
+
+
+def enter_group(size: int, meeting: str) -> int:
+    """Make the default process group that of this rank's replica group; the group's number."""
+    group, rank = divmod(dist.get_rank(), size)
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{meeting}-{group}", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return group
+
+
+# ------------------------------------------------------------------ what is computed
+
+
+def group_gradients(
+    size: int, meeting: str, lighthouse: str, overrides: Overrides, store: str
+) -> dict[str, Any]:
+    """As `tests.small.gradients`, but by all groups together."""
+    enter_group(size, meeting)
+    shared = ("checkpoint.dir", "unused")
+    job = small_job(*overrides, ("resilience.lighthouse", lighthouse), shared)
+    plan, rank = plan_here(job), this_rank()
+    parts, mesh, engine, optimizer, _ = build(job, plan, rank)
+    groups = join_groups(job, plan, open_store(Path(store)), rank, print)
+    groups.meet(Position(0, 0), parts, optimizer)
+    loader = loader_of(job, plan, store, mesh)
+    loss = engine.forward_backward(loader.batch(0, groups.place, groups.count), groups.sum)
+    params = dict(named_parameters(parts))
+    groups.sum([loss, *(param.grad for param in params.values())])
+    assert groups.committed()
+    dist.all_reduce(loss)
+    listens = sockets_of(os.getpid())
+    found = {
+        "loss": loss.item(),
+        "norm": grad_norm(list(params.values()))[0].item(),
+        "grads": {name: whole(param.grad).clone() for name, param in params.items()},
+        "listens": listens,
+    }
+    groups.close()
+    return found
+
+
+@needs_torchft
+@pytest.mark.parametrize("size", [1, 2])
+@with_groups(2, 3)
+def test_gradients_are_those_of_one_process(
+    lighthouse: str, size: int, store_path: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Also where groups have different numbers of rows, and rows of targets."""
+    count = request.node.callspec.params["lighthouse"]
+    job = [("data.packing", "documents"), ("train.global_batch", "8"), ("train.microbatch", "1")]
+    arguments = (size, str(tmp_path / "meet"), lighthouse, job, str(store_path))
+    ranks = run_ranks(group_gradients, size * count, *arguments)
+    (alone,) = run_ranks(gradients, 1, job, str(store_path))
+    for rank in ranks:
+        assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert rank["norm"] == pytest.approx(alone["norm"], rel=1e-4)
+        assert rank["grads"].keys() == alone["grads"].keys()
+        for name, grad in rank["grads"].items():
+            torch.testing.assert_close(grad, alone["grads"][name], rtol=1e-4, atol=1e-6)
+            assert grad.equal(ranks[0]["grads"][name]), name  # the same bits in all groups
+        assert rank["listens"] == {"0100007F"}, "listens beyond the loopback interface"
+
+
+def train_group(size: int, meeting: str, overrides: Overrides, other: Overrides, store: str) -> str:
+    """Train as group 0, 1, ..., of which the last has also the overrides ``other``."""
+    last = dist.get_world_size() // size - 1
+    group = enter_group(size, meeting)
+    more = other if group == last else []
+    if more:
+        time.sleep(1.0)  # it is not the first
+    job = small_job(*overrides, ("run.dir", f"{meeting}/{group}"), *more)
+    try:
+        train(job, plan_here(job), open_store(Path(store)), this_rank(), Console(quiet=True))
+    except (GroupsError, ReplicasDiffer) as error:
+        return str(error)
+    return "trained"
+
+
+def check_against(alone: Path, group: Path, first: int = 1) -> None:
+    """The group's records, from step ``first`` on, are an undisturbed run's to rounding."""
+    expected = {record["step"]: record for record in records(alone)}
+    found = {record["step"]: record for record in records(group)}
+    assert [step for step in expected if step >= first] == [s for s in found if s >= first]
+    for step, record in found.items():
+        for what in ("loss", "grad_norm"):
+            assert record[what] == pytest.approx(expected[step][what], rel=2e-3), (step, what)
+        assert record["tokens"] == expected[step]["tokens"]
+
+
+def check_weights(alone: Path, shared: Path) -> None:
+    ours, theirs = newest_state(shared), newest_state(alone)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=2e-4)
+
+
+@needs_torchft
+@pytest.mark.parametrize(
+    ("size", "interval", "check"), [(1, "10", "1"), (1, "auto", "7"), (2, "10", "1")]
+)
+@with_groups(2)
+def test_training_is_that_of_one_group(
+    lighthouse: str,
+    size: int,
+    interval: str,
+    check: str,
+    store_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Step by step, and in the end; weights are compared between the groups every ``check`` steps.
+
+    With ``auto`` only the group that saves knows when.
+    """
+    job = [*WATCHED, ("checkpoint.interval", interval), ("resilience.replica_check", check)]
+    alone = tmp_path / "alone"
+    run_ranks(train_rank, 1, [*job, ("run.dir", str(alone))], str(store_path))
+    shared = ("checkpoint.dir", str(tmp_path / "checkpoints"))
+    meeting = [("resilience.lighthouse", lighthouse), shared]
+    arguments = (size, str(tmp_path / "g"), [*job, *meeting], [], str(store_path))
+    assert run_ranks(train_group, 2 * size, *arguments) == ["trained"] * 2 * size
+    assert "lost another replica group" not in capsys.readouterr().out
+    for group in ("g/0", "g/1"):
+        check_against(alone, tmp_path / group)
+        assert losses(tmp_path / group) == losses(tmp_path / "g/0")
+    check_weights(alone, tmp_path)
+    assert len(list((tmp_path / "checkpoints").glob("lease-*"))) == 1, "only one group saves"
+
+
+def compare_after_a_flip(meeting: str, lighthouse: str) -> list[str]:
+    """What comparing says before and after one bit of one weight of group 1 is another."""
+    group = enter_group(1, meeting)
+    job = small_job(("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused"))
+    plan, rank = plan_here(job), this_rank()
+    parts, _, _, optimizer, _ = build(job, plan, rank)
+    groups = Groups(lighthouse, "job", 20, rank, rank.device, print)
+    groups.meet(Position(0, 0), parts, optimizer)
+    said = []
+    for _ in range(2):
+        try:
+            groups.compare(parts, optimizer)
+            said.append("equal")
+        except ReplicasDiffer as error:
+            said.append(str(error))
+        if group == 1:
+            weight = whole(list(named_parameters(parts))[3][1].data)
+            weight.view(torch.int32).view(-1)[17] ^= 1
+    groups.close()
+    return said
+
+
+@needs_torchft
+@with_groups(2)
+def test_a_group_that_differs_is_found(lighthouse: str, tmp_path: Path) -> None:
+    for before, after in run_ranks(compare_after_a_flip, 2, str(tmp_path / "g"), lighthouse):
+        assert before == "equal"
+        assert "rank 0 of one of the 2 replica groups differs" in after
+
+
+def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str, Any]:
+    """Group 1 learns of an error after the sum, and group 0 does not; then they meet again."""
+    group = enter_group(size, meeting)
+    overrides = [("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused")]
+    job = small_job(*overrides)
+    plan, rank = plan_here(job), this_rank()
+    parts, _, _, optimizer, _ = build(job, plan, rank)
+    groups = Groups(lighthouse, "job", 30, rank, rank.device, print)
+    at = groups.meet(Position(0, 0), parts, optimizer)
+    led = groups.leads
+    value = torch.tensor([1.0])
+    groups.sum([value])
+    if not led:
+        groups._error = RuntimeError("as the network may have it")
+    if groups.committed():
+        for _, param in named_parameters(parts):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        at = Position(1, 8)
+    began = time.monotonic()
+    at = groups.meet(at, parts, optimizer)
+    again = torch.tensor([1.0])
+    groups.sum([again])
+    sound = groups.committed()
+    groups.compare(parts, optimizer)
+    seconds = time.monotonic() - began
+    groups.close()
+    moved = next(iter(optimizer.state.values()))["exp_avg"]
+    return {
+        "group": group,
+        "kept": led == groups.leads,
+        "at": (at.step, at.samples),
+        "sums": (value.item(), again.item(), sound),
+        "seconds": seconds,
+        "moved": whole(moved).abs().sum().item() > 0,
+    }
+
+
+@needs_torchft
+@pytest.mark.parametrize("size", [1, 2])
+@with_groups(2)
+def test_who_has_missed_the_end_of_a_step_is_fed(
+    lighthouse: str, size: int, tmp_path: Path
+) -> None:
+    """With no group lost: the same members must find each other anew."""
+    for rank in run_ranks(miss_the_end_of_a_step, 2 * size, size, str(tmp_path / "g"), lighthouse):
+        assert rank["kept"], "who leads has changed"
+        assert rank["at"] == (1, 8)
+        assert rank["sums"] == (2.0, 2.0, True)
+        assert rank["moved"], "no optimizer state has come"
+        assert rank["seconds"] < 20, "it was a timeout"
+
+
+@needs_torchft
+@with_groups(1)
+def test_another_job_is_refused(lighthouse: str, store_path: Path, tmp_path: Path) -> None:
+    """The group that is new has to go; the other one goes on."""
+    job = [
+        ("resilience.lighthouse", lighthouse),
+        ("checkpoint.dir", f"{tmp_path}/c"),
+        ("resilience.step_timeout", "6"),
+        ("resilience.faults", '[{site = "step", kind = "slow", seconds = 0.1, times = 100}]'),
+    ]
+    arguments = (1, str(tmp_path / "g"), job, [("optim.lr", "0.1")], str(store_path))
+    first, second = run_ranks(train_group, 2, *arguments)
+    assert first == "trained"
+    assert second.startswith("the replica groups there train another job, text or layout")
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "rule"),
+    [
+        (("resilience.lighthouse", "here"), "resilience.lighthouse", "is no HOST:PORT"),
+        (("parallel.pp", "2"), "parallel.pp", "not possible in a replica group"),
+        (("train.canonical", "true"), "train.canonical", "not possible in a replica group"),
+        (("resilience.anomaly", "skip"), "resilience.anomaly", "not possible in a replica group"),
+        (("checkpoint.dir", "auto"), "checkpoint.dir", "each replica group's own"),
+    ],
+)
+def test_what_is_refused(override: tuple[str, str], key: str, rule: str) -> None:
+    right = [("resilience.lighthouse", "[::1]:29510"), ("checkpoint.dir", "/shared")]
+
+    def problems(job: Job) -> list[str]:
+        try:
+            resolve(job, Machine("cpu", devices=2, world_size=2))
+        except Exception as error:
+            return str(error).splitlines()
+        return []
+
+    assert problems(small_job(*right)) == []
+    lines = problems(small_job(*right, override))
+    assert any(line.startswith(f"{key} = ") and rule in line for line in lines), lines
+
+
+@pytest.mark.skipif(INSTALLED, reason="torchft is installed")
+def test_without_torchft_it_says_what_to_install() -> None:
+    (problem,) = check_names(small_job(("resilience.lighthouse", "host:29510")))
+    expected = "resilience.lighthouse = \"host:29510\": needs torchft; pip install 'weft[torchft]'"
+    assert str(problem) == expected
+
+
+@needs_torchft
+def test_no_lighthouse(store_path: Path, tmp_path: Path) -> None:
+    job = [("resilience.lighthouse", "127.0.0.1:1"), ("checkpoint.dir", f"{tmp_path}/c")]
+    (said,) = run_ranks(train_group, 1, 1, str(tmp_path / "g"), job, [], str(store_path))
+    assert said.startswith("resilience.lighthouse = 127.0.0.1:1: cannot be reached: ")
+
+
+# ------------------------------------------------------------------ faults
+
+# The learning rate does not depend on the number of steps, and is so small that rounding stays
+# small: what a step's loss is, its samples say.  A group that is told to stop does so between two
+# comparisons of weights.
+LONG: Overrides = [
+    *WATCHED,
+    ("resilience.replica_check", "7"),
+    ("resilience.step_timeout", "40"),
+    ("optim.lr", "1e-4"),
+    ("optim.decay_fraction", "0"),
+]
+
+
+class Scene:
+    """Groups a and b, as `weft train` starts them, in one folder."""
+
+    def __init__(self, folder: Path, lighthouse: str, store: Path) -> None:
+        self.folder, self.lighthouse, self.store = folder, lighthouse, store
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.seen: dict[int, list[dict[str, Any]]] = {}  # records of both, by step
+
+    def start(self, group: str) -> None:
+        pairs = [
+            *SMALL,
+            *LONG,
+            ("run.dir", group),
+            ("run.workers", "1"),
+            ("data.path", str(self.store)),
+            ("checkpoint.dir", "checkpoints"),
+            ("train.steps", "1000000"),
+            ("resilience.lighthouse", self.lighthouse),
+            (
+                "resilience.faults",
+                '[{site = "step", kind = "slow", seconds = 0.1, times = 1000000}]',
+            ),
+            ("resilience.restarts", "0"),
+        ]
+        command = [*WEFT, "train", "demo", *(word for k, v in pairs for word in (f"--{k}", v))]
+        self.look()
+        before = self.records(group)
+        with (self.folder / f"{group}.said").open("ab") as log:
+            self.running[group] = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
+        # It begins its records anew.
+        self.until(group, lambda found: found != before and len(found) > 0)
+
+    def records(self, group: str) -> list[dict[str, Any]]:
+        file = self.folder / group / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def last(self, group: str) -> int:
+        found = self.records(group)
+        return int(found[-1]["step"]) if found else 0
+
+    def until(self, group: str, what: Callable[[list[dict[str, Any]]], bool]) -> None:
+        deadline = time.monotonic() + 240
+        while not what(self.records(group)):
+            assert time.monotonic() < deadline, (self.folder / f"{group}.said").read_text()
+            assert self.running[group].poll() is None, (self.folder / f"{group}.said").read_text()
+            time.sleep(0.05)
+
+    def until_step(self, group: str, step: int) -> None:
+        self.until(group, lambda found: bool(found) and found[-1]["step"] >= step)
+
+    def look(self) -> None:
+        """Remember what both have recorded."""
+        for group in "ab":
+            for record in self.records(group):
+                if record not in (known := self.seen.setdefault(record["step"], [])):
+                    known.append(record)
+
+    def lost_seconds(self, group: str, since: float) -> float:
+        """The longest time between two records."""
+        return max(
+            b - a for a, b in pairwise(r["time"] for r in self.records(group) if r["time"] > since)
+        )
+
+    def finish(self) -> None:
+        """Stop both, and check all that they did against a run that nobody disturbed."""
+        for process in self.running.values():
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(timeout=100) for process in self.running.values()] == [75, 75]
+        self.look()
+        (newest,) = checkpoints(self.folder / "checkpoints")[-1:]
+        steps = int(newest.name.removeprefix("step-"))
+        assert sorted(self.seen) == list(range(1, steps + 1))
+        alone = self.folder / "alone"
+        job = [*LONG, ("train.steps", str(steps)), ("run.dir", str(alone))]
+        run_ranks(train_rank, 1, job, str(self.store), timeout=200)
+        for expected in records(alone):
+            for record in self.seen[expected["step"]]:
+                for what in ("loss", "grad_norm"):
+                    assert record[what] == pytest.approx(expected[what], rel=1e-3), record
+                assert record["tokens"] == expected["tokens"]
+        check_weights(alone, self.folder)
+
+
+@pytest.fixture
+def scene(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[Scene]:
+    """Nothing of it is left."""
+    scene = Scene(tmp_path, lighthouse, store_path)
+    try:
+        yield scene
+    finally:
+        for process in scene.running.values():
+            process.kill()
+            process.wait(timeout=30)
+    deadline = time.monotonic() + 10
+    while left := processes_in(tmp_path):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
+
+
+@needs_torchft
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@with_groups(1)
+def test_killed_and_started_again(scene: Scene) -> None:
+    """First the group that saves, then the other: no step is lost, and no sample."""
+    scene.start("a")
+    scene.start("b")
+    scene.until_step("b", scene.last("a") + 5)
+    for victim, survivor in (("a", "b"), ("b", "a")):
+        now, last = time.time(), scene.last(survivor)
+        scene.running[victim].kill()
+        scene.running[victim].wait(timeout=30)
+        scene.until_step(survivor, last + 10)
+        killed = scene.lost_seconds(survivor, now - 1)
+        now = time.time()
+        scene.start(victim)
+        scene.until_step(victim, scene.last(survivor) + 10)
+        joined = scene.lost_seconds(survivor, now - 1)
+        print(f"{victim} killed: {survivor} stood still {killed:.1f} s; joined: {joined:.1f} s")
+        assert "took the state of step" in (scene.folder / f"{victim}.said").read_text()
+        assert killed < 20
+    scene.finish()
+
+
+@needs_torchft
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@with_groups(1)
+def test_stopped_and_continued(scene: Scene) -> None:
+    """The group that saves is stopped: the other goes on, and saves; then the first is back."""
+    scene.start("a")
+    scene.start("b")
+    scene.until_step("b", scene.last("a") + 5)
+    now, last = time.time(), scene.last("b")
+    (worker,) = workers(scene.running["a"])
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        scene.until_step("b", last + 10)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    print(f"a stopped: b stood still {scene.lost_seconds('b', now - 1):.1f} s")
+    scene.until_step("a", scene.last("b") + 10)
+    assert "took the state of step" in (scene.folder / "a.said").read_text()
+    scene.finish()
+    assert len(list((scene.folder / "checkpoints").glob("lease-*"))) == 2
