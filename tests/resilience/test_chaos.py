@@ -51,8 +51,8 @@ def note_batches(path: str) -> None:
     """From now on a line for each row that this rank trains on: its place in the run, its hash."""
 
     class Noting(Loader):
-        def batch(self, consumed: int) -> list[Batch]:
-            batches = super().batch(consumed)
+        def batch(self, consumed: int, *groups: int) -> list[Batch]:
+            batches = super().batch(consumed, *groups)
             rows = torch.cat([batch.tokens_BT for batch in batches])
             first = consumed + self.dp_rank * len(rows)
             with open(path, "a", encoding="utf-8") as file:
