@@ -19,7 +19,9 @@ from weft.parallel.init import flat_index
 
 # Elements at a time: temporaries that stay in a core's caches, and that torch does not spread over
 # threads, of which there may be several here; or that fill a GPU.
-CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
+CHUNK = {"cpu": (1 << 15) - 1, "cuda": 1 << 24}
+
+WIDTH = 1024  # of the rows that a vector is cut into
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,23 +34,40 @@ def fingerprint(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> 
         An int64 scalar on the device of ``local``; the sum over all boxes, which wraps, is the
         fingerprint of the whole.
     """
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
     bits = local.detach().contiguous().view(_BITS[local.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
     if bits.numel() == 0:
         return total
-    if bits.dim() == 0:
-        bits, offsets, shape = bits.view(1), [0], [1]
-    rows = max(1, CHUNK.get(local.device.type, 1 << 20) // math.prod(bits.shape[1:]))
-    _, index = next(flat_index(bits[:rows], offsets, shape, bits.numel()))
-    odd = (2 * index + 1).expand(bits[:rows].shape).contiguous()
-    buffer = torch.empty_like(odd)
-    for begin in range(0, len(bits), rows):
-        block = bits[begin : begin + rows]
+    if bits.dim() <= 1:  # cut into rows, of which the last may be shorter
+        bits, first = bits.view(-1), offsets[0] if bits.dim() else 0
+        whole = len(bits) // WIDTH * WIDTH
+        for rows, begin in ((bits[:whole].view(-1, WIDTH), 0), (bits[whole:].view(1, -1), whole)):
+            if rows.numel():
+                index = torch.arange(rows.shape[1], device=local.device) + first + begin
+                total += _weighted_sum(rows, index, WIDTH)
+        return total
+    _, index = next(flat_index(bits[:1], offsets, shape, 1))
+    index = index.expand(bits[:1].shape).flatten()
+    return _weighted_sum(bits.flatten(1), index, math.prod(shape[1:]))
+
+
+def _weighted_sum(rows_RC: Tensor, index_C: Tensor, step: int) -> Tensor:
+    """The sum of every element times (2 * its place + 1), from sums of rows and of columns.
+
+    Args:
+        index_C: places of the first row's elements; those of each next row are ``step`` higher.
+    """
+    height, width = rows_RC.shape
+    at_a_time = max(1, CHUNK.get(rows_RC.device.type, 1 << 20) // width)
+    buffer = torch.empty(min(height, at_a_time), width, dtype=torch.int64, device=rows_RC.device)
+    columns_C, sums_R = buffer.new_zeros(width), buffer.new_empty(height)
+    for begin in range(0, height, at_a_time):
+        block = rows_RC[begin : begin + at_a_time]
         part = buffer[: len(block)].copy_(block)
-        # Further down all places are higher by the same number.
-        total += part.sum() * wrapped(2 * begin * math.prod(shape[1:]))
-        total += part.mul_(odd[: len(part)]).sum()
-    return total
+        columns_C += part.sum(0)
+        torch.sum(part, 1, out=sums_R[begin : begin + at_a_time])
+    number_R = torch.arange(height, device=rows_RC.device)
+    return (columns_C * (2 * index_C + 1)).sum() + (sums_R * (2 * step * number_R)).sum()
 
 
 def wrapped(value: int) -> int:

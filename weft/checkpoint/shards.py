@@ -15,6 +15,7 @@ A shard is (offsets, sizes, index of its file, first byte).
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,7 @@ DTYPES = {
 
 READ_BYTES = 16 << 20  # from here on a request serves one box only
 WASTE = 0.05  # of a request, at most, that is read for nothing
-READERS = 4  # requests at a time
+READERS = min(4, len(os.sched_getaffinity(0)))  # requests at a time
 
 
 class Damaged(Exception):
