@@ -302,8 +302,25 @@ class PrecisionSection(Section):
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
 
 
+class RematSection(Section):
+    kind: Literal["none", "full", "selective", "budget"] = key(
+        "none",
+        "what blocks compute again in backward: nothing; all; what is cheap; what a budget leaves",
+    )
+    every: Positive = key(1, "only every n-th block does so")
+    products: NonNegative = key(
+        2, "selective: every n-th matrix product is computed again; 0: none of them"
+    )
+    budget: Annotated[float, Field(ge=0, le=1)] = key(
+        0.5, "budget: share of the activations that may be kept"
+    )
+    offload: bool = key(False, "what is kept waits in the host's memory")
+    ahead: Positive = key(1, "offload: blocks whose activations come back, or stay, ahead of use")
+
+
 class CompileSection(Section):
     enable: bool = key(False, "compile each block with torch.compile")
+    cache: Text = key("~/.cache/weft/compile", "folder for what is compiled, for the next start")
 
 
 class CheckpointSection(Section):
@@ -398,6 +415,7 @@ class Job(Section):
     parallel: ParallelSection = ParallelSection()
     pipeline: PipelineSection = PipelineSection()
     precision: PrecisionSection = PrecisionSection()
+    remat: RematSection = RematSection()
     compile: CompileSection = CompileSection()
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()

@@ -187,3 +187,28 @@ def gloo_group_after_another() -> list[float]:
 
 def test_a_gloo_group_of_ones_own() -> None:
     assert run_ranks(gloo_group_after_another, 2) == [[3.0, 3.0]] * 2
+
+
+def test_compiling_is_told_and_why_again() -> None:
+    told: list[str] = []
+    reasons = private.recompile_reasons()
+    private.on_compiling(
+        lambda: told.append("began"), lambda backward: told.append(f"ended {backward}")
+    )
+    double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    double(torch.ones(2))
+    assert told == ["began", "ended False"]
+    assert reasons == []
+    double(torch.ones(3))
+    assert "size mismatch" in reasons[-1]
+
+
+def test_the_compiler_has_a_budget() -> None:
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    try:
+        private.limit_activations(0.25)
+        assert config.activation_memory_budget == 0.25
+    finally:
+        private.limit_activations(before)

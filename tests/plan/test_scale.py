@@ -27,6 +27,7 @@ from weft.models import load_family
 from weft.plan.placement import AXES, coordinates, groups, rank_of
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan
+from weft.train.loss import chunk_tokens
 from weft.train.setup import build
 
 Overrides = list[tuple[str, str]]
@@ -212,8 +213,10 @@ def expected_in_training(plan: Plan, pp: int, again: int) -> dict[str, int]:
     exchanges = 4 * blocks + holds["embed"] + holds["head"]
     counts["all_gather tp"] = counts["reduce_scatter tp"] = exchanges * microbatches
     counts["all_reduce tp"] = (2 * blocks + holds["head"]) * per_step
-    # The loss: maxima, then sums and the targets' logits.
-    counts["all_reduce tp"] += 2 * holds["head"] * microbatches
+    # The loss, of some tokens at a time: maxima, then sums and the targets' logits.
+    tokens = plan.tokens_per_step // plan.dp_size // microbatches // plan.cp
+    chunks = -(-tokens // chunk_tokens(tokens, plan.model.vocab_size // plan.tp))
+    counts["all_reduce tp"] += 2 * holds["head"] * microbatches * chunks
     # Context parallel: keys and values are gathered in forward and anew in backward.
     counts["all_gather cp"] = 2 * blocks * microbatches
     counts["reduce_scatter cp"] = blocks * microbatches

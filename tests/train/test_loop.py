@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,21 @@ def test_a_place_for_checkpoints_that_is_none(place: str, said: str, tmp_path: P
 def test_a_run_is_not_in_a_store() -> None:
     with pytest.raises(InvalidJob, match=r"only checkpoint\.dir may be s3://bucket/prefix"):
         prepare_job("demo", [("run.dir", "s3://bucket/run")])
+
+
+def collections(overrides: Overrides, store: str) -> tuple[list[int], bool]:
+    """The generations that were looked through while Python did not by itself; whether it may."""
+    seen: list[int] = []
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        if phase == "start" and not gc.isenabled():
+            seen.append(about["generation"])
+
+    gc.callbacks.append(note)
+    train_rank(overrides, store)
+    return seen, gc.isenabled()
+
+
+def test_garbage_is_collected_by_all_after_the_same_step(store_path: Path, tmp_path: Path) -> None:
+    job = [("run.dir", str(tmp_path)), ("train.steps", "120")]
+    assert run_ranks(collections, 1, job, str(store_path)) == [([1, 1], True)]

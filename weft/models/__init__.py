@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from weft.job import InvalidJob, Problem, Section, check_section, suggest
 from weft.models import llama
@@ -43,6 +43,8 @@ class Family:
     # For pipeline parallelism; without them a model cannot have it.
     units: Callable[[Any, int], list[llama.Unit]] | None = None
     keep: Callable[[Any, range], None] | None = None
+    # For a loss without whole logits; without it they are whole.
+    without_head: Callable[[Any], Callable[[], Tensor]] | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -60,6 +62,7 @@ FAMILIES: dict[str, Family] = {
         split_sizes=llama.SPLIT_SIZES,
         units=llama.units,
         keep=llama.keep,
+        without_head=llama.without_head,
     ),
 }
 

@@ -185,6 +185,7 @@ class Llama(nn.Module):
     mask: Callable[[Tensor], Tensor]
     rope_cos_SJ: Tensor
     rope_sin_SJ: Tensor
+    headless = False  # see `without_head`
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -257,7 +258,9 @@ class Llama(nn.Module):
     def head(self, x_BTD: Tensor) -> Tensor:
         """Logits ``[B, T, V]`` of the last block's output."""
         assert self.norm is not None
-        normed_BTD = self.norm(x_BTD)
+        normed_BTD: Tensor = self.norm(x_BTD)
+        if self.headless:
+            return normed_BTD
         if self.config.tied_embeddings:
             assert self.embed_tokens is not None
             # Reads the weight outside its module's forward, which under fully_shard needs the
@@ -351,6 +354,18 @@ def decays(name: str) -> bool:
 def blocks(model: Llama) -> list[nn.Module]:
     """The repeated blocks in order: units of sharding, checkpointing and compilation."""
     return list(model.layers.values())
+
+
+def without_head(model: Llama) -> Callable[[], Tensor]:
+    """Make a model with a head return what its last product takes, ``[B, T, D]``, not logits.
+
+    Returns:
+        What gives that product's weight, ``[V, D]``, after a forward pass.
+    """
+    model.headless = True
+    embedding = model.embed_tokens if model.config.tied_embeddings else model.lm_head
+    assert embedding is not None
+    return lambda: embedding.weight
 
 
 class Split(NamedTuple):

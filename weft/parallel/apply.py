@@ -11,17 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.job import CompileSection, ParallelSection
+from weft.job import CompileSection, ParallelSection, RematSection
 from weft.models import Family
+from weft.parallel.compile import compile_blocks
 from weft.parallel.context import apply_context
 from weft.parallel.mesh import Mesh
+from weft.parallel.offload import apply_offload
+from weft.parallel.remat import apply_remat
 from weft.parallel.shard import shard
 from weft.parallel.tensor import apply_tensor, overlap_exchanges
 from weft.plan.resolve import Plan
 
 
 def build_parts(
-    plan: Plan, mesh: Mesh, family: Family, parallel: ParallelSection, compile: CompileSection
+    plan: Plan,
+    mesh: Mesh,
+    family: Family,
+    parallel: ParallelSection,
+    remat: RematSection,
+    compile: CompileSection,
 ) -> list[nn.Module]:
     """This rank's parts of the model on the meta device, laid out: one, or one for each of its
     pipeline stages.  Parameter names are those of the whole model.
@@ -36,7 +44,7 @@ def build_parts(
         if units is not None:
             assert family.keep is not None
             family.keep(model, units)
-        apply(model, plan, mesh, family, parallel, compile)
+        apply(model, plan, mesh, family, parallel, remat, compile)
         parts.append(model)
     return parts
 
@@ -56,6 +64,7 @@ def apply(
     mesh: Mesh,
     family: Family,
     parallel: ParallelSection,
+    remat: RematSection,
     compile: CompileSection,
 ) -> None:
     """Lay out ``model`` (on the meta device) in place."""
@@ -72,13 +81,17 @@ def apply(
         )
     if mesh.context is not None:
         apply_context(model, mesh.context, parallel.context, parallel.context_balance)
+    # What is recomputed is compiled with the rest, and FSDP gathers the parameters for it.
+    apply_remat(blocks, remat, compile.enable)
     # The compiler must see those exchanges to overlap them, and must not see FSDP's hooks, which
     # sit outside of the compiled forward.
     if parallel.async_tp:
         overlap_exchanges(mesh.group("tp"))
     if compile.enable:
-        for block in blocks:
-            block.compile()
+        # Dynamo cannot follow the exchanges of a context; what is around them is compiled.
+        compile_blocks(blocks, compile.cache, whole=mesh.context is None)
+    if remat.offload:
+        apply_offload(blocks, remat.ahead)
     # Last, since it decides when parameters exist at all.  One rank in float32 is the plain
     # model: nothing to gather, nothing to cast.
     wrapped = plan.world_size > 1 or plan.compute_dtype != "float32" or parallel.cpu_offload

@@ -32,6 +32,7 @@ def build_schedule(
     seq_len: int,
     sequence_parallel: bool,
     loss: Callable[[Tensor, Tensor], Tensor],
+    headless: bool,
 ) -> Any:
     """The schedule object of torch.distributed.pipelining for this rank.
 
@@ -40,6 +41,7 @@ def build_schedule(
         group: of the pipeline.
         seq_len: tokens of a whole row.
         loss: of the last stage's output and the targets; not scaled any further.
+        headless: whether that output is what the last product takes, and not logits.
 
     Returns:
         An object with ``step`` and ``eval``.
@@ -49,7 +51,8 @@ def build_schedule(
     last = len(pipeline.stages) - 1
     tokens = seq_len // plan.cp
     hidden_BTD = (plan.microbatch, tokens // (plan.tp if sequence_parallel else 1), plan.model.dim)
-    logits_BTV = (plan.microbatch, tokens, plan.model.vocab_size // plan.tp)
+    width = plan.model.dim if headless else plan.model.vocab_size // plan.tp
+    out_BTX = (plan.microbatch, tokens, width)
     dtype = getattr(torch, plan.compute_dtype)
 
     def meta(shape: tuple[int, ...]) -> Tensor:
@@ -64,7 +67,7 @@ def build_schedule(
             input_args=torch.empty((plan.microbatch, tokens), dtype=torch.int64, device="meta")
             if stage == 0
             else meta(hidden_BTD),
-            output_args=meta(logits_BTV if stage == last else hidden_BTD),
+            output_args=meta(out_BTX if stage == last else hidden_BTD),
             group=group,
         )
         for stage, part in zip(pipeline.stages_of(group.rank()), parts, strict=True)

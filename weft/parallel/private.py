@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -32,6 +33,43 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # Collectives that stay in the graph under torch.compile, where the pass for asynchronous tensor
 # parallelism looks for them.  The public ones break the graph.
 traceable = torch.ops._c10d_functional
+
+
+def on_compiling(start: Callable[[], None], end: Callable[[bool], None]) -> None:
+    """Call back when torch.compile begins to compile something, and when it has done so.
+
+    Args:
+        end: is told whether it was a backward pass.
+    """
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    callback_handler.register_start_callback(lambda about: start())
+    callback_handler.register_end_callback(
+        lambda about: end(about.callback_trigger == CallbackTrigger.LAZY_BACKWARD)
+    )
+
+
+def recompile_reasons() -> list[str]:
+    """A list that gets, from now on, why each function is compiled again, in a line."""
+    found: list[str] = []
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines = [line.strip(" -") for line in record.getMessage().splitlines()]
+            found.extend(line for line in lines[-1:] if line)
+
+    torch._logging.set_logs(recompiles=True)  # type: ignore[attr-defined]
+    logger = logging.getLogger("torch._dynamo.guards.__recompiles")
+    logger.addHandler(Listen())
+    logger.propagate = False
+    return found
+
+
+def limit_activations(share: float) -> None:
+    """Let torch.compile keep no more than a share of the activations for the backward pass."""
+    from torch._functorch import config
+
+    config.activation_memory_budget = share
 
 
 def hide_exchanges(group: dist.ProcessGroup) -> None:

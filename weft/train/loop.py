@@ -9,6 +9,7 @@ checkpoint as if nothing had happened.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -31,6 +32,7 @@ from weft.observe.record import Clock, StepRecord, memory_peak_gib
 from weft.observe.sinks import Sink, open_sinks, read_records
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
+from weft.parallel.compile import graph_break, tell_compiling
 from weft.plan.resolve import Plan
 from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
@@ -41,6 +43,8 @@ from weft.resilience.stragglers import Stragglers
 from weft.train.replica_groups import join
 from weft.train.setup import Position, Rank, build, home_of, resume, rewind, write_plan
 from weft.train.step import batch_to, held_out
+
+GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once
 
 
 class TrainingError(WeftError):
@@ -71,6 +75,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         return read_records(folder / "metrics.jsonl") if rank.rank == 0 else []
 
     ledger = Ledger(recorded())
+    if job.compile.enable:
+        tell_compiling(say)
     parts, mesh, engine, optimizer, decay = build(job, plan, rank)
     home = home_of(job.checkpoint.dir, folder)
     at = resume(home, job.checkpoint.local, parts, optimizer, say)
@@ -100,7 +106,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
 
     section = job.checkpoint
     saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
-    with closing(groups), closing(saver), ExitStack() as stack:
+    with rare_garbage(), closing(groups), closing(saver), ExitStack() as stack:
 
         def open_at(step: int) -> list[Sink]:
             stack.close()
@@ -158,6 +164,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 optimizer.zero_grad()
                 at = Position(step, samples, watch.state())
                 clock.count_step()
+                if step % GARBAGE_STEPS == 0:
+                    gc.collect(1)
 
                 evaluating = due(step, job.train.eval_interval, steps)
                 last = stop or step == steps
@@ -236,10 +244,28 @@ def finite(value: float, what: str) -> float:
 
 
 @contextmanager
+def rare_garbage() -> Iterator[None]:
+    """Inside, Python looks for garbage only when it is told to.
+
+    By itself it does so whenever enough was allocated, on each rank at another time, and all wait
+    for the one.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
 def naming(step: int) -> Iterator[None]:
     """Errors inside tell the step."""
     try:
         yield
     except Exception as error:
         error.add_note(f"in step {step}")
+        if why := graph_break(error):
+            rule = "a block cannot be compiled as one graph"
+            raise TrainingError(f"compile.enable = true: {rule}: {why}; use false") from error
         raise

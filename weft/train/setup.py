@@ -178,6 +178,8 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
     yield from check_path(job.data.path)
     if job.data.cache != "auto":
         yield from check_writable("data.cache", job.data.cache)
+    if job.compile.enable:
+        yield from check_writable("compile.cache", str(Path(job.compile.cache).expanduser()))
     if job.checkpoint.local != "off":
         yield from check_writable("checkpoint.local", job.checkpoint.local)
     for key, value in (
@@ -396,7 +398,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     torch.manual_seed(job.train.seed)
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
-    parts = build_parts(plan, mesh, family, job.parallel, job.compile)
+    parts = build_parts(plan, mesh, family, job.parallel, job.remat, job.compile)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
     init_params(
@@ -405,7 +407,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     optimizer = build_optimizer(
         named_parameters(parts), job.optim, lookup(job.optim.kind, OPTIMIZERS), family.decays
     )
-    engine = Engine(parts, job, plan, mesh, rank.device)
+    engine = Engine(parts, family, job, plan, mesh, rank.device)
     return Built(parts, mesh, engine, optimizer, lookup(job.optim.schedule, SCHEDULES))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from weft.data.loader import IGNORE, Batch, evaluation_batches
 from weft.data.store import Store
 from weft.job import Job
+from weft.models import Family
 from weft.parallel.context import cut
 from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline import build_schedule
@@ -20,7 +21,12 @@ from weft.parallel.private import forward_only
 from weft.parallel.shard import reshard, set_gradient_sync
 from weft.parallel.tensor import vocabulary_cross_entropy_sum
 from weft.plan.resolve import Plan
-from weft.train.loss import cross_entropy_sum, valid_tokens
+from weft.train.loss import (
+    chunk_tokens,
+    cross_entropy_sum,
+    linear_cross_entropy_sum,
+    valid_tokens,
+)
 
 
 class Engine:
@@ -31,13 +37,22 @@ class Engine:
     """
 
     def __init__(
-        self, parts: list[nn.Module], job: Job, plan: Plan, mesh: Mesh, device: torch.device
+        self,
+        parts: list[nn.Module],
+        family: Family,
+        job: Job,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
     ) -> None:
         self.parts, self.plan, self.mesh, self.device = parts, plan, mesh, device
         self.parallel = job.parallel
         self._divisor: Tensor | float = 1.0
         self.schedule: Any = None
-        has_last_stage = True
+        tokens = plan.microbatch * job.train.seq_len // plan.cp
+        self._chunk = chunk_tokens(tokens, plan.model.vocab_size // plan.tp)
+        headless = self._chunk < tokens and family.without_head is not None
+        has_last_stage, last_part = True, parts[-1]
         if plan.pipeline is not None:
             self.schedule = build_schedule(
                 parts,
@@ -47,8 +62,16 @@ class Engine:
                 job.train.seq_len,
                 job.parallel.sequence_parallel,
                 self._loss,
+                headless,
             )
-            has_last_stage = len(plan.pipeline.stages) - 1 in plan.pipeline.stages_of(mesh.at["pp"])
+            mine = plan.pipeline.stages_of(mesh.at["pp"])
+            last = len(plan.pipeline.stages) - 1
+            has_last_stage = last in mine
+            last_part = parts[mine.index(last)] if has_last_stage else last_part
+        self._weight: Callable[[], Tensor] | None = None
+        if headless and has_last_stage:
+            assert family.without_head is not None
+            self._weight = family.without_head(last_part)
         # Ranks that share matrices compute the same loss: one of them tells it.
         self._tells = has_last_stage and mesh.at["tp"] == 0
 
@@ -141,16 +164,24 @@ class Engine:
 
     def _forward(self, batch: Batch) -> Tensor:
         (model,) = self.parts
-        logits_BTV = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT)
-        return self._loss(logits_BTV, batch.targets_BT)
+        out = model(batch.tokens_BT, batch.documents_BT, batch.positions_BT)
+        return self._loss(out, batch.targets_BT)
 
-    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    def _loss(self, out: Tensor, targets_BT: Tensor) -> Tensor:
+        """Of the model's output: logits, or what the product takes that makes them."""
+        if self._weight is None:
+            loss = self._cross_entropy_sum(out, targets_BT)
+        else:
+            loss = linear_cross_entropy_sum(
+                out, self._weight(), targets_BT, self._cross_entropy_sum, self._chunk
+            )
+        return loss / self._divisor
+
+    def _cross_entropy_sum(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.plan.tp > 1:
             group = self.mesh.group("tp")
-            loss = vocabulary_cross_entropy_sum(logits_BTV, targets_BT, IGNORE, group)
-        else:
-            loss = cross_entropy_sum(logits_BTV, targets_BT)
-        return loss / self._divisor
+            return vocabulary_cross_entropy_sum(logits_BTV, targets_BT, IGNORE, group)
+        return cross_entropy_sum(logits_BTV, targets_BT)
 
     def _told(self, losses: list[Tensor]) -> Tensor:
         """The sum of ``losses`` where it is this rank that tells it, else zero."""

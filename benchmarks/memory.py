@@ -1,0 +1,130 @@
+"""What each way of keeping activations costs: peak memory and time of a step.
+
+One process, on CUDA if it is there, else on the CPU, where bytes are tracked as operators make and
+drop them (torch's MemTracker).  Every way takes its turn in each round; times are medians, as
+shares of pairs of one round.
+
+    .venv/bin/python benchmarks/memory.py [--layers 8] [--seq_len 1024] [--rounds 5] [--compile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from dataclasses import replace
+from datetime import date
+
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from weft.data.loader import Batch
+from weft.job import read_job
+from weft.plan.resolve import resolve
+from weft.train.setup import Built, Rank, build, detect_machine
+
+WAYS = {
+    "none": {},
+    "full": {"remat.kind": "full"},
+    "full, every 2nd block": {"remat.kind": "full", "remat.every": "2"},
+    "selective": {"remat.kind": "selective"},
+    "selective, all products": {"remat.kind": "selective", "remat.products": "0"},
+    "budget 0.25": {"remat.kind": "budget", "remat.budget": "0.25"},
+    "budget 0.5": {"remat.kind": "budget", "remat.budget": "0.5"},
+    "budget 0.75": {"remat.kind": "budget", "remat.budget": "0.75"},
+    "offload": {"remat.offload": "true"},
+    "full, offload": {"remat.kind": "full", "remat.offload": "true"},
+}
+
+
+def build_one(options: argparse.Namespace, way: dict[str, str]) -> tuple[Built, torch.device]:
+    overrides = {
+        "model.preset": options.preset,
+        "model.num_layers": str(options.layers),
+        "train.seq_len": str(options.seq_len),
+        "train.global_batch": str(options.rows),
+        "train.microbatch": str(options.rows),
+        "compile.enable": str(options.compile).lower(),
+        "run.dir": "/nonexistent",
+        **way,
+    }
+    job, _, problems = read_job("demo", list(overrides.items()))
+    assert not problems, problems
+    machine = replace(detect_machine("auto"), world_size=1, local_world_size=1)
+    plan = resolve(job, machine)
+    device = torch.device(plan.device)
+    torch.set_num_threads(plan.threads)
+    return build(job, plan, Rank(0, 0, 1, device)), device
+
+
+def step(built: Built, tokens_BT: torch.Tensor) -> float:
+    began = time.perf_counter()
+    built.engine.forward_backward([Batch(tokens_BT, tokens_BT, None, None)])
+    built.optimizer.step()
+    built.optimizer.zero_grad()
+    if tokens_BT.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def peak(built: Built, tokens_BT: torch.Tensor) -> float:
+    """Of a step, in MiB, with parameters, gradients and optimizer states."""
+    if tokens_BT.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step(built, tokens_BT)
+        return torch.cuda.max_memory_allocated() / 2**20
+    tracker = MemTracker()
+    tracker.track_external(*built.parts, built.optimizer)
+    with tracker:
+        step(built, tokens_BT)
+    return float(tracker.get_tracker_snapshot("peak")[tokens_BT.device]["Total"]) / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="toy")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq_len", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
+    peaks: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    params = 0
+    for round_ in range(options.rounds):
+        for name, way in WAYS.items():  # one at a time is there
+            built, device = build_one(options, way)
+            params = sum(p.numel() for part in built.parts for p in part.parameters())
+            tokens_BT = torch.randint(0, 512, (options.rows, options.seq_len), device=device)
+            step(built, tokens_BT)  # compiles, chooses, allocates
+            if round_ == 0:
+                peaks[name] = peak(built, tokens_BT)
+            seconds[name].append(statistics.median(step(built, tokens_BT) for _ in range(3)))
+            del built
+    dist.destroy_process_group()
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{date.today()}  torch {torch.__version__}  Python {platform.python_version()}  {where}")
+    print(
+        f"{params / 1e6:.1f} M parameters, {options.layers} blocks, {options.rows} rows of "
+        f"{options.seq_len} tokens{', compiled' if options.compile else ''}"
+    )
+    print(f"{'':<26}{'peak MiB':>10}{'of none':>9}{'s a step':>10}{'of none':>9}")
+    for name in WAYS:
+        times = statistics.median(seconds[name])
+        pairs = zip(seconds[name], seconds["none"], strict=True)
+        share = statistics.median(a / b for a, b in pairs)
+        print(
+            f"{name:<26}{peaks[name]:>10.0f}{peaks[name] / peaks['none']:>9.2f}"
+            f"{times:>10.3f}{share:>9.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

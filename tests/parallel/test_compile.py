@@ -1,0 +1,100 @@
+"""Compiled blocks: in every layout, with every way of recomputing, and compiled once for all."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.test_layouts import check
+from tests.small import SMALL
+from weft.models.llama import PRESETS, Llama
+from weft.parallel.compile import compile_blocks, graph_break
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "remat.kind=full",
+        "dp_shard2 remat.kind=selective",
+        "dp_shard2 remat.kind=budget",
+        "dp_shard2 remat.offload=true",
+        "tp2 remat.kind=selective",
+        "tp2 remat.kind=full",
+        "cp2 remat.kind=selective",
+        "cp2 context=ulysses remat.kind=full",
+        "pp2 remat.kind=selective remat.every=2",
+        "dp_shard2 tp2 remat.kind=selective remat.offload=true",
+    ],
+)
+def test_any_layout(layout: str, store_path: Path) -> None:
+    check(f"{layout} compile.enable=true", store_path)
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("seen")
+        return x * 2
+
+
+def test_a_break_is_told(tmp_path: Path) -> None:
+    block = Broken()
+    compile_blocks([block], str(tmp_path))
+    with pytest.raises(Exception, match="print") as caught:
+        block(torch.ones(3))
+    assert "print" in graph_break(caught.value)
+    assert "test_compile.py" in graph_break(caught.value)
+    assert graph_break(ValueError("no")) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_once_for_all_blocks_and_starts(store_path: Path, tmp_path: Path) -> None:
+    """Six blocks are compiled as one is, and the second start takes what the first left."""
+
+    def compiled(run: str, layers: int) -> list[float]:
+        pairs = [
+            *SMALL,
+            ("run.dir", run),
+            ("run.workers", "1"),
+            ("data.path", str(store_path)),
+            ("model.num_layers", str(layers)),
+            ("train.steps", "2"),
+            ("remat.kind", "full"),
+            ("compile.enable", "true"),
+            ("compile.cache", str(tmp_path / "cache")),
+        ]
+        words = [word for key, value in pairs for word in (f"--{key}", value)]
+        done = subprocess.run(
+            [*WEFT, "train", "demo", *words], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "again" not in done.stdout
+        return [
+            float(s)
+            for s in re.findall(r"compiled the \w+ pass of a block in ([\d.]+) s", done.stdout)
+        ]
+
+    first, deep, again = compiled("a", 1), compiled("b", 6), compiled("c", 6)
+    assert len(first) == len(deep) == len(again) == 2
+    assert sum(again) < 0.7 * sum(first)
+
+
+def test_blocks_share_a_graph(tmp_path: Path) -> None:
+    """Seen by what was compiled, on a model that is not."""
+    model = Llama(PRESETS["toy"].model_copy(update={"num_layers": 4}))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(list(model.layers.values()), str(tmp_path))
+    with torch._dynamo.config.patch(suppress_errors=False), torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

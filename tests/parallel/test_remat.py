@@ -1,0 +1,150 @@
+"""Recomputation and offload change what is kept, and not a bit of the gradients."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.harness import run_ranks
+from tests.parallel.test_layouts import MODEL, parse
+from tests.small import Overrides, gradients
+from weft.job import RematSection
+from weft.models.llama import PRESETS, Llama
+from weft.parallel import offload
+from weft.parallel.offload import apply_offload
+from weft.parallel.remat import apply_remat
+
+WAYS: dict[str, Overrides] = {
+    "full": [("remat.kind", "full")],
+    "every second": [("remat.kind", "full"), ("remat.every", "2")],
+    "selective": [("remat.kind", "selective")],
+    "all products": [("remat.kind", "selective"), ("remat.products", "0")],
+    "budget": [("remat.kind", "budget"), ("remat.budget", "0.4")],
+    "offload": [("remat.offload", "true")],
+    "offload far ahead": [("remat.offload", "true"), ("remat.ahead", "2")],
+    "full, offload": [("remat.kind", "full"), ("remat.offload", "true")],
+    "selective, offload": [("remat.kind", "selective"), ("remat.offload", "true")],
+}
+
+
+def differing(job: Overrides, store: str) -> dict[str, list[str]]:
+    """Of each way, the gradients that are not, to the bit, those without any."""
+    offload.SMALLEST = 0
+    plain = gradients(job, store)
+    found = {}
+    for name, way in WAYS.items():
+        ours = gradients([*job, *way], store)
+        assert ours["loss"] == plain["loss"], name
+        found[name] = [n for n, grad in plain["grads"].items() if not grad.equal(ours["grads"][n])]
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "dp_shard2",
+        "tp2",
+        "pp2",
+        "cp2",
+        pytest.param("precision.compute=bfloat16", marks=pytest.mark.slow),
+        pytest.param("dp_shard2 tp2", marks=pytest.mark.slow),
+        pytest.param("pp2 schedule=Interleaved1F1B dp_shard2", marks=pytest.mark.slow),
+        pytest.param("cp2 context=allgather", marks=pytest.mark.slow),
+        pytest.param("cp2 context=ulysses", marks=pytest.mark.slow),
+        pytest.param("dp_shard2 cpu_offload=true", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_the_same_to_the_bit(layout: str, store_path: Path) -> None:
+    ranks, overrides = parse(layout)
+    for found in run_ranks(differing, ranks, MODEL + overrides, str(store_path), timeout=300):
+        assert found == {name: [] for name in WAYS}
+
+
+# --------------------------------------------------------------------------- memory
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all that operators have made and that still lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._seen: Any = weakref.WeakValueDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if torch.is_tensor(x)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._seen:
+                    self._seen[storage._cdata] = storage
+                    self.bytes += storage.nbytes()
+                    weakref.finalize(storage, self._free, storage.nbytes())
+        return out
+
+    def _free(self, size: int) -> None:
+        self.bytes -= size
+
+
+def kept(**remat: Any) -> float:
+    """What eight blocks keep between forward and backward, in MB."""
+    torch.manual_seed(0)
+    model = Llama(PRESETS["toy"].model_copy(update={"num_layers": 8, "vocab_size": 256}))
+    blocks = list(model.layers.values())
+    apply_remat(blocks, RematSection(**remat), compiled=False)
+    tokens_BT = torch.randint(0, 256, (2, 128))
+    for _ in range(2):  # the first one chooses what a budget pays for
+        with Live() as live:
+            out = model(tokens_BT)
+            found = live.bytes
+            out.sum().backward()
+            del out
+    return found / 1e6
+
+
+def test_less_is_kept() -> None:
+    none, full = kept(kind="none"), kept(kind="full")
+    some, products = kept(kind="selective"), kept(kind="selective", products=0)
+    half = kept(kind="full", every=2)
+    assert full < 0.1 * none
+    assert full < some < products < none
+    assert full < half < none
+    budgets = [kept(kind="budget", budget=share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert budgets == sorted(budgets)
+    assert budgets[0] == full
+    assert budgets[-1] == none
+    for share, found in zip((0.25, 0.5, 0.75), budgets[1:-1], strict=True):
+        assert share * none - 2 <= found <= share * none + full
+
+
+def test_what_is_kept_moves_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last block's, each once; parameters and what blocks share stay."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    moved: list[tuple[int, ...]] = []
+    fetched: list[str] = []
+    begin = offload._Moved.__init__
+
+    def note(self: Any, mover: Any, tensor: torch.Tensor) -> None:
+        moved.append((tensor.data_ptr(), tensor.nbytes))
+        begin(self, mover, tensor)
+
+    monkeypatch.setattr(offload._Moved, "__init__", note)
+    model = Llama(PRESETS["toy"])
+    apply_remat(list(model.layers.values()), RematSection(kind="full"), compiled=False)
+    apply_offload(list(model.layers.values()), 1)
+    tokens_BT = torch.randint(0, 256, (2, 64))
+    model(tokens_BT).sum().backward()
+    assert len(moved) == len(model.layers) - 1
+    assert {size for _, size in moved} == {2 * 64 * 192 * 4}
+    assert not fetched
+    with torch.no_grad():
+        model(tokens_BT)
+    assert len(moved) == len(model.layers) - 1

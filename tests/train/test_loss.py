@@ -1,0 +1,89 @@
+"""The loss without whole logits is the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.harness import run_ranks
+from tests.parallel.test_layouts import MODEL, TOLERANCE, parse
+from tests.small import Overrides, gradients, merged
+from weft.data.loader import IGNORE
+from weft.train import loss
+from weft.train.loss import chunk_tokens, cross_entropy_sum, linear_cross_entropy_sum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 12, 64])
+def test_it_is_the_same(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, 16).to(dtype).requires_grad_()
+    weight = torch.randn(50, 16).to(dtype).requires_grad_()
+    targets = torch.randint(0, 50, (3, 8))
+    targets[0, :5] = IGNORE
+    plain = cross_entropy_sum(F.linear(x, weight), targets) / 7
+    expected = torch.autograd.grad(plain, (x, weight))
+    ours = linear_cross_entropy_sum(x, weight, targets, cross_entropy_sum, size) / 7
+    found = torch.autograd.grad(ours, (x, weight))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        again = linear_cross_entropy_sum(x, weight, targets, cross_entropy_sum, size) / 7
+    torch.testing.assert_close(again, plain.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_how_many_at_a_time() -> None:
+    assert chunk_tokens(1000, 4096) == 1000
+    assert chunk_tokens(8192, 128256) == 1024
+    assert chunk_tokens(8192, 128256 // 8) == 8192
+    assert chunk_tokens(10, 1 << 40) == 1
+
+
+def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:
+    """Gradients with a loss that has at most 8 tokens' logits."""
+    loss.CHUNK_BYTES = 4 * 512 * 8
+    seen = []
+    whole = loss._Chunked.forward
+
+    def note(ctx: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(len(x) > rest[-1])
+        return whole(ctx, x, *rest)
+
+    loss._Chunked.forward = staticmethod(note)  # type: ignore[method-assign]
+    return gradients(job, store) | {"chunked": any(seen)}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "model.tied_embeddings=true",
+        "dp_shard2",
+        "tp2",
+        "pp2",
+        "cp2",
+        pytest.param("tp2 sequence_parallel=false", marks=pytest.mark.slow),
+        pytest.param("dp_shard2 model.tied_embeddings=true", marks=pytest.mark.slow),
+        pytest.param("dp_shard2 reshard_after_forward=always", marks=pytest.mark.slow),
+        pytest.param("dp_shard2 tp2 model.tied_embeddings=true", marks=pytest.mark.slow),
+        pytest.param("pp2 schedule=DualPipeV dp_shard2", marks=pytest.mark.slow),
+    ],
+)
+def test_in_any_layout(layout: str, store_path: Path) -> None:
+    ranks, overrides = parse(layout)
+    tied = [each for each in overrides if each[0] == "model.tied_embeddings"]
+    (one,) = run_ranks(gradients, 1, MODEL + tied, str(store_path))
+    many = run_ranks(seven_at_a_time, ranks, MODEL + overrides, str(store_path), timeout=120)
+    assert any(each["chunked"] for each in many)
+    for each in merged(many):
+        assert each["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+        for name, grad in one["grads"].items():
+            error = (each["grads"][name] - grad).abs().max() / grad.abs().max()
+            assert error < TOLERANCE, name

@@ -1,0 +1,59 @@
+"""torch.compile, block by block.
+
+All blocks are alike, so one of them is compiled and the others use what came of it: compiling takes
+as long for 126 blocks as for one, where a graph of the whole model would grow with its depth.  What
+is compiled is a block's forward pass, with what it computes again (`weft.parallel.remat`), as one
+graph without breaks; FSDP's hooks stay outside.  What was compiled once is kept on the disk for the
+next start, `compile.cache`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weft.parallel.private import on_compiling, recompile_reasons
+
+
+def compile_blocks(blocks: Sequence[nn.Module], cache: str, whole: bool = True) -> None:
+    """Compile the forward pass of each block when it is first called, in place.
+
+    Args:
+        cache: folder for what is compiled.
+        whole: whether it must be one graph.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache).expanduser())
+    for block in blocks:
+        block.forward = torch.compile(block.forward, fullgraph=whole)
+
+
+def tell_compiling(say: Callable[[str], None]) -> None:
+    """From now on tell whenever something is compiled: how long it took, and why it was again."""
+    began, reasons = [0.0], recompile_reasons()
+
+    def start() -> None:
+        began[0] = time.monotonic()
+
+    def end(backward: bool) -> None:
+        what = "backward" if backward else "forward"
+        why = f", again: {reasons[-1]}" if reasons else ""
+        if why.endswith("grad_mode"):
+            why = " for evaluation"
+        reasons.clear()
+        say(f"compiled the {what} pass of a block in {time.monotonic() - began[0]:.1f} s{why}")
+
+    on_compiling(start, end)
+
+
+def graph_break(error: BaseException) -> str:
+    """Why a block is not one graph, if that is what an error says; else nothing."""
+    if type(error).__module__ != "torch._dynamo.exc":  # which takes a second to import
+        return ""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    where = [line for line in lines if line.startswith("File ")][-1:]
+    return "; ".join([*lines[:2], *where])

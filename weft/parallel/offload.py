@@ -1,0 +1,159 @@
+"""What blocks keep for their backward pass waits in the host's memory instead of the device's.
+
+A block's activations are idle from the end of its forward pass until its backward pass, the longer
+the earlier the block.  So they are copied to pinned host memory while the next blocks run, and
+back before they are needed: when the backward pass reaches a block, the copies of the ``ahead``
+blocks before it begin.  The last ``ahead`` blocks, whose turn comes at once, stay.  With
+recomputation what is kept, and moved, is less: with ``full``, each block's input.
+
+Both ways go over a stream of their own, and computing waits for a copy only if that is not done.
+On a CPU there is nowhere to move to: it is done all the same, as a copy, so that it can be tested.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weft.parallel.remat import is_parameter
+
+SMALLEST = 1 << 20  # bytes; what is smaller is not worth a copy
+
+
+def apply_offload(blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Make blocks move what they keep, in place; after they are compiled, before sharding.
+
+    Args:
+        blocks: in the order of their use; all but the last ``ahead`` move.
+    """
+    mover = _Mover(ahead)
+    for place, block in enumerate(blocks[: max(0, len(blocks) - ahead)]):
+        block.forward = MethodType(_Moving(mover, block.forward, place), block)
+
+
+class _Moving:
+    """A block's forward pass, of which all that autograd keeps is moved."""
+
+    def __init__(self, mover: _Mover, forward: Any, place: int) -> None:
+        self.mover, self.forward, self.place = mover, forward, place
+
+    def __call__(self, block: nn.Module, x: Tensor, *shared: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(x, *shared)
+        call = self.mover.begin(self.place, [t for t in shared if isinstance(t, Tensor)])
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+            return self.forward(x, *shared)
+
+
+class _Mover:
+    """The copies of all blocks."""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+        self.last: _Call | None = None
+        self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+
+    def begin(self, place: int, shared: list[Tensor]) -> _Call:
+        # Of the block before, in the same pass.
+        before = self.last if place and self.last and self.last.place == place - 1 else None
+        self.last = _Call(self, place, before, {t.untyped_storage().data_ptr() for t in shared})
+        return self.last
+
+
+class _Call:
+    """One forward pass of a block."""
+
+    def __init__(self, mover: _Mover, place: int, before: _Call | None, shared: set[int]) -> None:
+        self.mover, self.place, self.shared = mover, place, shared
+        self.before = None if before is None else weakref.ref(before)
+        self.moved: dict[tuple[Any, ...], weakref.ref[_Moved]] = {}
+        self.reached = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        if (
+            is_parameter(tensor)
+            or tensor.untyped_storage().data_ptr() in self.shared  # by all blocks
+            or tensor.nbytes < SMALLEST
+            or torch.empty_like(tensor, device="meta").stride() != tensor.stride()  # with gaps
+        ):
+            return tensor
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        if (known := self.moved.get(key)) and (moved := known()) and not moved.source.expired():
+            return moved  # autograd keeps some twice
+        moved = _Moved(self.mover, tensor)
+        self.moved[key] = weakref.ref(moved)
+        return moved
+
+    def unpack(self, packed: Tensor | _Moved) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if not self.reached:
+            self.reached = True
+            call: _Call | None = self
+            for _ in range(self.mover.ahead):
+                call = call.before() if call is not None and call.before else None
+                if call is not None:
+                    call.fetch()
+        return packed.get()
+
+    def fetch(self) -> None:
+        for moved in self.moved.values():
+            if (one := moved()) is not None:
+                one.fetch()
+
+
+class _Moved:
+    """A tensor in the host's memory, and soon back."""
+
+    def __init__(self, mover: _Mover, tensor: Tensor) -> None:
+        self.stream = mover.stream if tensor.device.type == "cuda" else None
+        self.device = tensor.device
+        self.source: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.back: Tensor | None = None
+        self.ready: Any = None
+        self.host = self._like(tensor, torch.device("cpu"), pin=self.stream is not None)
+        with self._beside():
+            self.host.copy_(tensor, non_blocking=True)
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+    def fetch(self) -> None:
+        """Begin to copy it back."""
+        if self.back is None:
+            with self._beside():
+                self.back = self._like(self.host, self.device)
+                self.back.copy_(self.host, non_blocking=True)
+                if self.stream is not None:
+                    self.ready = self.stream.record_event()
+
+    def get(self) -> Tensor:
+        self.fetch()
+        assert self.back is not None
+        if self.ready is not None:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_event(self.ready)
+            self.back.record_stream(now)
+        return self.back
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream of copies, after what has been begun so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    @staticmethod
+    def _like(tensor: Tensor, device: torch.device, pin: bool = False) -> Tensor:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, pin_memory=pin
+        )
