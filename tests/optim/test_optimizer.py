@@ -25,25 +25,25 @@ OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=
 
 
 def test_gains_and_embeddings_are_not_decayed() -> None:
-    model = llama.Llama(llama.PRESETS["toy"])
-    optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, llama.decays)
+    model = llama.Llama(llama.PRESETS["toy"].model_copy(update={"tied_embeddings": False}))
+    inside = {param for block in llama.blocks(model) for param in block.parameters()}
+    optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, llama.decays, inside)
     names = {param: name for name, param in model.named_parameters()}
-    groups = [
-        ({names[param] for param in group["params"]}, group["weight_decay"])
+    found = {
+        (group["weight_decay"], group["matrices"]): {names[param] for param in group["params"]}
         for group in optimizer.param_groups
-    ]
-    (decayed, decay), (plain, none) = groups
-    assert (decay, none) == (0.1, 0.0)
-    assert decayed | plain == set(names.values())
-    assert not decayed & plain
-    assert all(name.endswith("_proj.weight") for name in decayed)
-    assert "embed_tokens.weight" in plain
+    }
+    assert len(found) == len(optimizer.param_groups) == 3
+    assert sum(len(group) for group in found.values()) == len(names)
+    assert all(name.endswith("_proj.weight") for name in found[0.1, True])
+    assert found[0.1, False] == {"lm_head.weight"}
+    assert "embed_tokens.weight" in found[0.0, False]
 
 
 def test_a_step_is_adamw() -> None:
     """Against the formula, with decoupled weight decay and bias correction."""
     model = nn.Linear(5, 7, bias=False)
-    optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, lambda name: True)
+    optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, lambda name: True, ())
     w = model.weight.detach().double().clone()
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     for step in range(1, 6):

@@ -102,18 +102,23 @@ def keep_local(
         tensors = from_rank_0(lambda: _without_shards(table_of_contents(every)), failed, group)
         gathered(lambda: _seal(place, manifest, tensors, written), failed, group)
     except Exception:
-        (place / name).unlink(missing_ok=True)
-        _sealed(place).unlink(missing_ok=True)
+        for path in (place / name, _unsealed(place), _sealed(place)):
+            path.unlink(missing_ok=True)
         with suppress(OSError):
             place.rmdir()  # the last rank of the node
         raise
     for older in folder.iterdir():
-        if older.name < place.name:
+        match = _NAME.fullmatch(older.name)
+        if match and (int(match[1]), int(match[2])) < (manifest["epoch"], manifest["step"]):
             shutil.rmtree(older, ignore_errors=True)  # other ranks are at it, too
 
 
 def _sealed(place: Path) -> Path:
     return place / f"rank-{own_rank():05}.json"
+
+
+def _unsealed(place: Path) -> Path:
+    return place / f".tmp-{own_rank()}"
 
 
 def _without_shards(table: Json) -> Json:
@@ -127,9 +132,8 @@ def _seal(place: Path, manifest: Json, tensors: Json, written: Json) -> None:
         tensors[name] = tensors[name] | {"shards": [[offsets, sizes, 0, position]]}
     table = {"format": FORMAT, "tensors": tensors, "files": [written["file"]]}
     text = manifest_text(manifest | table)
-    temporary = place / f".tmp-{own_rank()}"
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, _sealed(place))
+    _unsealed(place).write_text(text, "utf-8")
+    os.replace(_unsealed(place), _sealed(place))
 
 
 def kept_steps(folder: Path, home: Path) -> list[tuple[int, int]]:

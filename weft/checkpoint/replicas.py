@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
-from weft.checkpoint.state import model_state, optimizer_state
+from weft.checkpoint.state import local_part, model_state, optimizer_state
 from weft.job import WeftError
 from weft.parallel.init import shard_offsets
 
@@ -49,7 +49,7 @@ def compare_replicas(parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
     for (mesh, axis), tensors in copied.items():
         for name, tensor in tensors.items():
             if name not in marks:
-                marks[name] = fingerprint(tensor.to_local(), shard_offsets(tensor), tensor.shape)
+                marks[name] = fingerprint(local_part(tensor), shard_offsets(tensor), tensor.shape)
         mine, group = torch.stack([marks[name] for name in tensors]), mesh.get_group(axis)
         if len(set(_gather(mine.sum(), group))) > 1:
             ranks = dist.get_process_group_ranks(group)

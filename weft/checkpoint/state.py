@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from weft.parallel.private import is_quantized
+
 State = dict[str, torch.Tensor]
 
 
@@ -64,7 +66,11 @@ def allocate_optimizer_state(
         for key in [key for key in saved if key.startswith(prefix)]:
             shape, dtype = saved[key]
             if shape == param.shape:
-                state[key.removeprefix(prefix)] = torch.empty_like(param.data, dtype=dtype)
+                # Where they will be rounded, they first come whole, to where there is room.
+                where = "cpu" if hasattr(optimizer, "adopt") else None
+                state[key.removeprefix(prefix)] = torch.empty_like(
+                    param.data, dtype=dtype, device=where
+                )
             else:
                 # Fused optimizers keep the count beside the parameter.
                 device = param.to_local().device if isinstance(param, DTensor) else param.device
@@ -118,5 +124,6 @@ def owns(name: str, copies: Iterable[Copies]) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """This rank's part of a tensor; of one in 8 bits, its values in a tensor of their own."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local.dequantize() if is_quantized(local) else local

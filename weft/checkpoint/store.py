@@ -475,10 +475,13 @@ def _fill(
 
     def all_there() -> None:  # or a tensor of zeros would have the right fingerprint
         if missing := state.keys() - marks.keys():
-            raise Damaged(f"no node has {min(missing)} any more")
+            raise Damaged(f"{min(missing)} is not there any more, or not as a whole")
 
     _together(what, all_there)
-    return _other_than(contents, state, copies, owned, marks)
+    wrong = _other_than(contents, state, copies, owned, marks)
+    if adopt := getattr(optimizer, "adopt", None):
+        adopt()
+    return wrong
 
 
 def folder_of_shards(path: Path, manifest: Json) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,20 +12,32 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.job import OptimSection
+from weft.optim.lean import LeanAdamW
+from weft.optim.muon import Muon
 from weft.parallel.private import skip_where
 
-# (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay.
+# (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay, and
+# whether they are the matrices of the blocks.
 BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
 
 
 def adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019): the fused kernel, on CPU and CUDA."""
-    return torch.optim.AdamW(
-        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
-    )
+    if optim.states != "float32":
+        return LeanAdamW(groups, states=optim.states, **_adamw(optim))
+    return torch.optim.AdamW(groups, fused=True, **_adamw(optim))
 
 
-OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": adamw}
+def muon(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
+    """Muon for the matrices of the blocks, AdamW for the rest: see `weft.optim.muon`."""
+    return Muon(groups, momentum=optim.momentum, **_adamw(optim))
+
+
+def _adamw(optim: OptimSection) -> dict[str, Any]:
+    return {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+
+
+OPTIMIZERS: dict[str, BuildOptimizer] = {"adamw": adamw, "muon": muon}
 
 
 def build_optimizer(
@@ -32,22 +45,26 @@ def build_optimizer(
     optim: OptimSection,
     build: BuildOptimizer,
     decays: Callable[[str], bool],
+    in_blocks: Collection[nn.Parameter],
 ) -> Optimizer:
-    """The optimizer over the parameters in two groups: with weight decay, and without.
+    """The optimizer over the parameters in groups: with weight decay or without, and matrices.
 
     Args:
         params: (name in the whole model, parameter).
         decays: whether weight decay applies to the parameter of that name.
+        in_blocks: those of the repeated blocks; of two dims they are matrices, not tables.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, param in params:
-        (decayed if decays(name) else plain).append(param)
-    groups: list[dict[str, object]] = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return build([group for group in groups if group["params"]], optim)
+        decay = optim.weight_decay if decays(name) else 0.0
+        groups.setdefault((decay, param.dim() == 2 and param in in_blocks), []).append(param)
+    return build(
+        [
+            {"params": some, "weight_decay": decay, "matrices": matrices}
+            for (decay, matrices), some in groups.items()
+        ],
+        optim,
+    )
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

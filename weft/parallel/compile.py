@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -40,14 +41,27 @@ def tell_compiling(say: Callable[[str], None]) -> None:
         began[0] = time.monotonic()
 
     def end(backward: bool) -> None:
-        what = "backward" if backward else "forward"
+        what = f"the {'backward' if backward else 'forward'} pass of a block"
         why = f", again: {reasons[-1]}" if reasons else ""
         if why.endswith("grad_mode"):
             why = " for evaluation"
         reasons.clear()
-        say(f"compiled the {what} pass of a block in {time.monotonic() - began[0]:.1f} s{why}")
+        say(f"compiled {_subject[-1] or what} in {time.monotonic() - began[0]:.1f} s{why}")
 
     on_compiling(start, end)
+
+
+_subject = [""]
+
+
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """What is compiled in this context is no block, but ``what``."""
+    _subject.append(what)
+    try:
+        yield
+    finally:
+        _subject.pop()
 
 
 def graph_break(error: BaseException) -> str:

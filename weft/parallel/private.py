@@ -12,7 +12,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -63,6 +63,13 @@ def recompile_reasons() -> list[str]:
     logger.addHandler(Listen())
     logger.propagate = False
     return found
+
+
+def compile_each_shape() -> AbstractContextManager[None]:
+    """In this context torch.compile does not give up on a function with many shapes."""
+    from torch._dynamo.utils import disable_cache_limit
+
+    return disable_cache_limit()
 
 
 def limit_activations(share: float) -> None:
@@ -187,6 +194,32 @@ def skip_where(optimizer: Any, bad: Tensor) -> bool:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values to ask for, because a program is traced."""
     return isinstance(tensor, FakeTensor)
+
+
+def torchao(module: str) -> Any:
+    """A module of torchao, which is not installed everywhere.
+
+    As it is imported it warns of every kernel that it has for other hardware.
+    """
+    quiet = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in quiet]
+    for logger in quiet:
+        logger.setLevel(logging.ERROR)
+    try:
+        return importlib.import_module(f"torchao.{module}")
+    finally:
+        for logger, level in zip(quiet, levels, strict=True):
+            logger.setLevel(level)
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether it stands for values that it holds in 8 bits, as torchao's tensors do."""
+    return type(tensor) is not Tensor and hasattr(tensor, "codes")
+
+
+def flat_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """The ranks along several axes of a mesh.  All ranks of the world call it: it makes groups."""
+    return mesh[axes]._flatten().get_group()
 
 
 def is_strided(placement: Placement) -> bool:

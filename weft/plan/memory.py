@@ -13,10 +13,17 @@ from weft.models.llama import Unit
 
 # Of a device's memory: the rest is for the CUDA context, communication buffers, fragments.
 USABLE = 0.9
+# Of both moments of a parameter.
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2}
 
 
 def state_bytes_per_param(
-    shards: int, *, kept_gathered: bool, kept_gradients: bool, compute_bytes: int
+    shards: int,
+    *,
+    kept_gathered: bool,
+    kept_gradients: bool,
+    compute_bytes: int,
+    states: str = "float32",
 ) -> float:
     """Bytes on a rank for each parameter that its shard group holds.
 
@@ -25,8 +32,9 @@ def state_bytes_per_param(
         kept_gathered: gathered weights stay over the step (reshard_after_forward never).
         kept_gradients: whole gradients add up over microbatches before they are reduced.
         compute_bytes: of one weight in forward and backward.
+        states: what AdamW's moments are kept in, ``optim.states``.
     """
-    sharded = 4 + 4 + 8  # weight, gradient, AdamW's moments
+    sharded = 4 + 4 + MOMENT_BYTES[states]  # weight, gradient, AdamW's moments
     if shards == 1 and compute_bytes == 4:
         return sharded
     return sharded / shards + compute_bytes * kept_gathered + 4 * kept_gradients

@@ -204,6 +204,7 @@ def memory_bytes(job: Job, plan: Plan) -> float | None:
         kept_gathered=plan.reshard_after_forward is False,
         kept_gradients=plan.gradient_sync == "step" and plan.accumulation > 1,
         compute_bytes=compute_bytes,
+        states=job.optim.states,
     )
     of_stages = [math.fsum(stage.memory_bytes for stage in mine) for mine in _held(plan)]
     # In a pipeline the stages tell their own: what is left is what is gathered at once.

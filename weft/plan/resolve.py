@@ -181,6 +181,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += _check_device(job, machine, degrees, local_world)
     problems += _check_canonical(job, degrees, compute)
     problems += _check_groups(job, degrees)
+    problems += _check_optimizer(job)
     batch_problems = _check_batch(job, degrees)
     problems += batch_problems
     local = max(1, train.global_batch // degrees.dp)
@@ -196,6 +197,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
             kept_gradients=_gradient_sync(job, reshard, family.num_params(model), degrees)
             == "step",
             compute_bytes=compute_bytes,
+            states=job.optim.states,
         )
         pipeline, microbatch, found = resolve_pipeline(
             job, model, family, degrees, local, per_param, compute_bytes
@@ -349,6 +351,7 @@ def _fit(
                 kept_gradients=_gradient_sync(job, reshard, family.num_params(model), degrees)
                 == "step",
                 compute_bytes=compute_bytes,
+                states=job.optim.states,
             ),
             compute_bytes=compute_bytes,
         )
@@ -433,6 +436,18 @@ def _check_groups(job: Job, degrees: Degrees) -> Iterator[Problem]:
     if job.checkpoint.dir == "auto":
         remedy = "use a folder that all groups share"
         yield Problem("checkpoint.dir", "auto", "is each replica group's own", remedy, (key,))
+
+
+def _check_optimizer(job: Job) -> Iterator[Problem]:
+    key, value = "optim.states", job.optim.states
+    if value == "float32":
+        return
+    if job.optim.kind != "adamw":
+        rule = f"is for adamw, not {job.optim.kind}"
+        yield Problem(key, value, rule, "use float32", ("optim.kind",))
+    if value == "8bit" and job.resilience.lighthouse != "none":
+        rule = "is not possible in a replica group (resilience.lighthouse)"
+        yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
 
 
 def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:

@@ -233,6 +233,8 @@ def check_names(job: Job) -> Iterator[Problem]:
     if job.resilience.lighthouse != "none" and importlib.util.find_spec("torchft") is None:
         rule, remedy = "needs torchft", "pip install 'weft[torchft]'"
         yield Problem("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
+    if job.optim.states == "8bit" and importlib.util.find_spec("torchao") is None:
+        yield Problem("optim.states", "8bit", "needs torchao", "pip install 'weft[torchao]'")
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
@@ -405,7 +407,11 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
         named_parameters(parts), job.train.seed, lambda name: family.init_of(name, plan.model)
     )
     optimizer = build_optimizer(
-        named_parameters(parts), job.optim, lookup(job.optim.kind, OPTIMIZERS), family.decays
+        named_parameters(parts),
+        job.optim,
+        lookup(job.optim.kind, OPTIMIZERS),
+        family.decays,
+        {param for part in parts for block in family.blocks(part) for param in block.parameters()},
     )
     engine = Engine(parts, family, job, plan, mesh, rank.device)
     return Built(parts, mesh, engine, optimizer, lookup(job.optim.schedule, SCHEDULES))

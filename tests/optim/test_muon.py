@@ -1,0 +1,160 @@
+"""Muon: against its formula, and the same under sharding as on one rank."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import run_ranks
+from tests.small import newest_state, plan_here, small_job, this_rank, train_rank, whole
+from weft.checkpoint.state import named_parameters
+from weft.job import OptimSection
+from weft.optim.muon import _Exchange, orthogonal
+from weft.optim.optimizer import muon, set_learning_rate, step_unless
+from weft.train.setup import build
+
+MUON = OptimSection(kind="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (24, 40)])
+def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(*shape)
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonal(matrix)
+    assert found.shape == shape
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.3  # the smallest: the iteration is steepest, not exact, there
+    assert values.max() < 1.3
+    along = torch.diagonal(u.T @ found @ v.T)  # the directions are those of the matrix
+    torch.testing.assert_close(along.sort().values, values.sort().values, rtol=1e-3, atol=1e-3)
+    assert orthogonal(torch.zeros(shape)).abs().max() == 0
+
+
+def test_steps_are_muon_and_the_rest_is_adamw() -> None:
+    matrix, table = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(8, 12))
+    groups: list[dict[str, Any]] = [
+        {"params": [matrix], "weight_decay": 0.1, "matrices": True},
+        {"params": [table], "weight_decay": 0.0, "matrices": False},
+    ]
+    optimizer = muon(groups, MUON)
+    copy = nn.Parameter(table.detach().clone())
+    reference = torch.optim.AdamW([copy], lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    expected, momentum = matrix.detach().clone(), torch.zeros(8, 12)
+    for step in range(4):
+        lr = 0.02 / (step + 1)
+        set_learning_rate(optimizer, lr)
+        set_learning_rate(reference, lr)
+        matrix.grad, table.grad = torch.randn(8, 12), torch.randn(8, 12)
+        copy.grad = table.grad.clone()
+        momentum = 0.9 * momentum + 0.1 * matrix.grad
+        update = orthogonal(0.9 * momentum + 0.1 * matrix.grad)
+        expected = expected * (1 - lr * 0.1) - lr * 0.2 * math.sqrt(12) * update
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(matrix.detach(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(table, copy)
+
+
+def test_a_bad_step_changes_no_bit() -> None:
+    matrix = nn.Parameter(torch.randn(8, 12))
+    optimizer = muon([{"params": [matrix], "weight_decay": 0.1, "matrices": True}], MUON)
+    matrix.grad = torch.randn(8, 12)
+    step_unless(optimizer, torch.tensor(False))
+    before = matrix.detach().clone(), optimizer.state[matrix]["momentum_buffer"].clone()
+    matrix.grad = torch.full((8, 12), torch.nan)
+    step_unless(optimizer, torch.tensor(True))
+    assert matrix.equal(before[0])
+    assert optimizer.state[matrix]["momentum_buffer"].equal(before[1])
+
+
+LAYOUTS = {
+    "FSDP over 3, uneven": (3, [("train.global_batch", "6"), ("parallel.dp_shard", "3")]),
+    "replicas": (4, [("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")]),
+    "tensor parallel": (2, [("parallel.tp", "2")]),
+    "fewer heads than ranks": (4, [("parallel.tp", "4")]),
+    "FSDP and tensor parallel": (4, [("parallel.tp", "2"), ("parallel.dp_shard", "2")]),
+    "all of them": (
+        8,
+        [("parallel.tp", "2"), ("parallel.dp_shard", "2"), ("parallel.dp_replicate", "2")],
+    ),
+    "a pipeline": (2, [("parallel.pp", "2")]),
+    "FSDP in a pipeline": (4, [("parallel.pp", "2"), ("parallel.dp_shard", "2")]),
+}
+
+
+def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
+    """What two steps with given gradients make of this rank's parameters, as a whole."""
+    job = small_job(("optim.kind", "muon"), ("model.tied_embeddings", "false"), *overrides)
+    built = build(job, plan_here(job), this_rank())
+    params = dict(named_parameters(built.parts))
+    for seed in (1, 2):
+        for name, param in params.items():
+            draw = torch.Generator().manual_seed(seed + sum(name.encode()))
+            grad = torch.randn(param.shape, generator=draw)
+            param.grad = like(param, grad)
+        built.optimizer.step()
+    exchanges: list[_Exchange] = built.optimizer._exchanges  # type: ignore[attr-defined]
+    return {
+        "params": {name: whole(param).detach().clone() for name, param in params.items()},
+        "work": sum(len(each.mine) for each in exchanges),
+        "matrices": sum(len(each.params) for each in exchanges),
+    }
+
+
+def like(param: Any, grad: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole gradient."""
+    if not hasattr(param, "placements"):
+        return grad
+    from weft.parallel.init import shard_offsets
+
+    part = grad
+    shape = param.to_local().shape
+    for dim, (offset, size) in enumerate(zip(shard_offsets(param), shape, strict=True)):
+        part = part.narrow(dim, offset, size)
+    return type(param).from_local(
+        part.clone(),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_takes_the_step_of_one_rank(layout: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    batch = [override for override in overrides if override[0].startswith("train")]
+    (alone,) = run_ranks(update_of, 1, batch)
+    many = run_ranks(update_of, ranks, overrides)
+    seen = {}
+    for rank in many:
+        for name, value in rank["params"].items():
+            torch.testing.assert_close(value, alone["params"][name], rtol=2e-4, atol=2e-6)
+            seen[name] = True
+    assert seen.keys() == alone["params"].keys()
+    # The work is shared: nobody has all of it.
+    if "dp_shard" in str(overrides) or "tp" in str(overrides):
+        assert all(rank["work"] < rank["matrices"] for rank in many if rank["matrices"])
+
+
+def test_it_trains_and_goes_on_from_a_checkpoint_in_another_layout(
+    tmp_path: Path, store_path: Path
+) -> None:
+    common = [
+        ("optim.kind", "muon"),
+        ("optim.lr", "0.01"),
+        ("optim.decay_fraction", "0"),
+        ("run.dir", str(tmp_path)),
+    ]
+    run_ranks(train_rank, 2, [*common, ("train.steps", "20")], str(store_path))
+    state = newest_state(tmp_path)
+    assert any(name.endswith("_proj.weight.momentum_buffer") for name in state)
+    assert any(name.endswith("embed_tokens.weight.exp_avg") for name in state)
+    more = [*common, ("train.steps", "25"), ("parallel.tp", "2"), ("parallel.dp_shard", "1")]
+    run_ranks(train_rank, 2, more, str(store_path))
