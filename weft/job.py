@@ -278,6 +278,9 @@ class ParallelSection(Section):
     hierarchical_gather: bool = key(
         False, "gather parameters across nodes first, then inside each node"
     )
+    symmetric_memory: bool = key(
+        False, "exchange parameters and gradients through memory that GPUs of a node share"
+    )
     prefetch: NonNegative = key(1, "blocks whose parameters are gathered ahead of their use")
     persist_below: NonNegative = key(
         0, "parameters of fewer elements stay gathered from their first use to the end of a step"

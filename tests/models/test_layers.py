@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.models import layers
 from weft.models.layers import (
     RMSNorm,
     RopeScaling,
     SwiGLU,
     apply_rope,
     attend,
+    document_blocks,
     document_mask,
     rope_frequencies,
 )
@@ -145,6 +147,7 @@ def test_attention_forward_and_backward(num_kv_heads: int, masked: bool) -> None
 def test_document_mask_is_causal_and_inside_the_document() -> None:
     documents = [[7, 7, 7, 3, 3], [0, 1, 1, 1, 2]]
     mask = document_mask(torch.tensor(documents))
+    assert isinstance(mask, torch.Tensor)
     assert mask.shape == (2, 1, 5, 5)
     assert mask.dtype == torch.bool
     for row, ids in enumerate(documents):
@@ -152,6 +155,27 @@ def test_document_mask_is_causal_and_inside_the_document() -> None:
             for seen in range(5):
                 allowed = seen <= query and ids[seen] == ids[query]
                 assert mask[row, 0, query, seen].item() is allowed
+
+
+def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as on CUDA, by its reference; it refuses gradients on CPU, which that has."""
+    from torch.nn.attention import flex_attention as private
+
+    assert private._validate_device
+    monkeypatch.setattr(private, "_validate_device", lambda *tensors: None)
+    compiled = torch.compile(private.flex_attention, backend="aot_eager")
+    monkeypatch.setattr(layers, "_compiled_flex_attention", lambda: compiled)
+    q = torch.randn(2, 512, 4, 16, requires_grad=True)
+    k = torch.randn(2, 512, 2, 16, requires_grad=True)
+    v = torch.randn(2, 512, 2, 16, requires_grad=True)
+    upstream = torch.randn(2, 512, 4, 16)
+    documents = torch.tensor([[0] * 130 + [1] * 382, [0] * 3 + [1] * 490 + [2] * 19])
+    blocks = document_blocks(documents)
+    assert blocks.sparsity() > 37  # of 4 x 4 blocks of 128 those above the diagonal, and more
+    found = [attend(q, k, v, mask) for mask in (blocks, document_mask(documents))]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    grads = [torch.autograd.grad(out, (q, k, v), upstream) for out in found]
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
 
 
 def test_swiglu() -> None:

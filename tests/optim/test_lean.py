@@ -142,7 +142,7 @@ def test_compiled_it_does_the_same(states: str) -> None:
     from weft.optim import lean
 
     plain, of_plain = trained(states, 3)
-    update, lean._update = lean._update, lean._compiled
+    update, lean._update = lean._update, lean._compiled()
     try:
         compiled, of_compiled = trained(states, 3)
     finally:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group, _fsdp_state
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import placement_types
@@ -20,6 +21,7 @@ from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
 from weft.parallel import private
+from weft.parallel.private import compile_each_shape, is_quantized, torchao
 from weft.train.setup import build
 
 
@@ -187,6 +189,38 @@ def gloo_group_after_another() -> list[float]:
 
 def test_a_gloo_group_of_ones_own() -> None:
     assert run_ranks(gloo_group_after_another, 2) == [[3.0, 3.0]] * 2
+
+
+def test_fsdp_has_a_way_to_symmetric_memory() -> None:
+    methods = ("set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm")
+    there = next(getattr(FSDPModule, name) for name in methods if hasattr(FSDPModule, name))
+    assert len(inspect.signature(there).parameters) == 2
+
+
+def test_states_in_eight_bits() -> None:
+    kind = torchao("optim.subclass_8bit").OptimState8bit
+    held = kind.zeros((16, 256), True, 256, "cpu", torch.float32)
+    assert is_quantized(held)
+    assert not is_quantized(torch.zeros(3))
+    assert held.codes.shape == (16, 256)
+    assert held.qmap.sort().values.equal(held.qmap)  # so its first entry is the lowest
+    values = torch.randn(16, 256)
+    held.copy_(values)
+    assert (held.dequantize() - values).norm() < 0.03 * values.norm()
+
+
+def test_compiling_for_many_shapes() -> None:
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(1)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
+    with compile_each_shape():
+        for size in range(2, 40):
+            double(torch.ones(size))
+    assert len(calls) == 38
 
 
 def test_compiling_is_told_and_why_again() -> None:

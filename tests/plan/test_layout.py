@@ -84,6 +84,9 @@ REFUSALS = [
      "async_tp false", "tp=2 compile.enable=true"),
     ("tp=2 async_tp=true compile.enable=true sequence_parallel=false", 2, "async_tp",
      "sequence parallelism, which is off", "sequence_parallel true", None),
+    # Symmetric memory.
+    ("symmetric_memory=true", 2, "symmetric_memory", "reach each other's memory", "false here",
+     "dp_shard=2"),
     # Context parallel: sequence, heads.
     ("cp=4 train.seq_len=60", 4, "train.seq_len", "8 pieces of cp = 4", "56 or 64",
      "cp=4 train.seq_len=56"),
@@ -166,6 +169,22 @@ def test_async_tensor_parallel_where_the_hardware_has_it() -> None:
     crossing = refused("tp=8 async_tp=true compile.enable=true", machine=across)
     assert [p.key for p in crossing] == ["parallel.async_tp"]
     assert "inside a node" in crossing[0].rule
+
+
+def test_symmetric_memory_where_the_hardware_has_it() -> None:
+    assert planned("symmetric_memory=true", machine=CUDA)
+    (problem,) = refused("symmetric_memory=true hierarchical_gather=true", machine=CUDA)
+    assert "no part in parallel.hierarchical_gather" in problem.rule
+
+
+def test_documents_on_cuda_need_the_compiler_where_operators_are_chosen() -> None:
+    documents = "data.packing=documents compile.enable"
+    for kind in ("selective", "budget"):
+        (problem,) = refused(f"{documents}=false remat.kind={kind}", machine=CUDA)
+        assert problem.key == "remat.kind"
+        assert planned(f"{documents}=true remat.kind={kind}", machine=CUDA)
+        assert planned(f"{documents}=false remat.kind={kind}", 1)
+    assert planned(f"{documents}=false remat.kind=full", machine=CUDA)
 
 
 def test_a_cpu_is_not_given_hundreds_of_processes() -> None:

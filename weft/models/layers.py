@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
 class RMSNorm(nn.Module):
@@ -112,15 +114,32 @@ def apply_rope(x_BTHK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
     return x_BTHK * cos_BTK.unsqueeze(-2) + turned_BTHK * sin_BTK.unsqueeze(-2)
 
 
-def document_mask(documents_BT: Tensor) -> Tensor:
+def document_mask(documents_BT: Tensor) -> Tensor | BlockMask:
     """Which query (second to last dim) may look at which key (last dim).
 
     Args:
         documents_BT: integers, equal within a document; one number is not reused in a row.
 
     Returns:
-        bool ``[B, 1, T, T]``, true where the key is not later and of the same document.
+        bool ``[B, 1, T, T]``, true where the key is not later and of the same document; on CUDA
+        the same as a BlockMask, by which FlexAttention leaves out whole blocks.
     """
+    return document_blocks(documents_BT) if documents_BT.is_cuda else _dense_mask(documents_BT)
+
+
+def document_blocks(documents_BT: Tensor) -> BlockMask:
+    """`document_mask` in blocks of 128 queries and keys: those that see nothing are not there."""
+    num_rows, num_tokens = documents_BT.shape
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents_BT[row, query] == documents_BT[row, key])
+
+    return create_block_mask(
+        sees, num_rows, None, num_tokens, num_tokens, device=documents_BT.device
+    )
+
+
+def _dense_mask(documents_BT: Tensor) -> Tensor:
     num_tokens = documents_BT.shape[1]
     causal_TT = torch.ones(
         num_tokens, num_tokens, dtype=torch.bool, device=documents_BT.device
@@ -129,17 +148,37 @@ def document_mask(documents_BT: Tensor) -> Tensor:
     return (same_BTT & causal_TT).unsqueeze(1)
 
 
-def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+@cache
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attend(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask_B1TT: Tensor | BlockMask | None
+) -> Tensor:
     """Scaled dot-product attention, causal unless a mask says otherwise.
 
     Args:
         q_BTHK: queries.
         k_BTGK, v_BTGK: keys and values; query head h reads head ``h // (H / G)``.
-        mask_B1TT: bool, true where attending is allowed; None: causal.
+        mask_B1TT: as of `document_mask`; None: causal.
 
     Returns:
         ``[B, T, H, K]`` in the dtype of ``q_BTHK``.
     """
+    if isinstance(mask_B1TT, BlockMask):
+        # By itself, uncompiled, it would compute all scores and keep them.
+        flex: Any = flex_attention
+        if not torch.compiler.is_compiling():
+            flex = _compiled_flex_attention()
+        out_BHTK: Tensor = flex(
+            q_BTHK.transpose(1, 2),
+            k_BTGK.transpose(1, 2),
+            v_BTGK.transpose(1, 2),
+            block_mask=mask_B1TT,
+            enable_gqa=True,
+        )
+        return out_BHTK.transpose(1, 2)
     out_BHTK = F.scaled_dot_product_attention(
         q_BTHK.transpose(1, 2),
         k_BTGK.transpose(1, 2),
@@ -160,7 +199,7 @@ class Attention(nn.Module):
     which sees the other ranks' keys and values, too.
     """
 
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor]
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -172,7 +211,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, dim, bias=False)
 
     def forward(
-        self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | None
+        self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | BlockMask | None
     ) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``; see `apply_rope` and `attend` for the others."""
         q_BTHK = self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim))

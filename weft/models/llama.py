@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from weft.job import Positive, Problem, Section, key
 from weft.models.layers import (
@@ -159,7 +160,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.dim, config.ffn_dim)
 
     def forward(
-        self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | None
+        self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | BlockMask | None
     ) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``; the others come from `Llama.rope` and the mask."""
         h_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_BTK, sin_BTK, mask_B1TT)
@@ -182,7 +183,7 @@ class Llama(nn.Module):
     embed_tokens: nn.Embedding | None
     norm: RMSNorm | None
     # From `documents_BT` to what the blocks hand to their ``attend``.
-    mask: Callable[[Tensor], Tensor]
+    mask: Callable[[Tensor], Tensor | BlockMask]
     rope_cos_SJ: Tensor
     rope_sin_SJ: Tensor
     headless = False  # see `without_head`

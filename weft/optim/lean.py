@@ -16,6 +16,7 @@ kernel that torch.compile makes; on CPU, where that takes longer than it saves, 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -129,7 +130,7 @@ def _run(param: Tensor, *args: Any) -> None:
         _update(param, *args)
         return
     with compile_each_shape(), compiling("the optimizer's update"):
-        _compiled(param, *args)
+        _compiled()(param, *args)
 
 
 def _update(
@@ -168,7 +169,9 @@ def _whole(moment: Tensor) -> Tensor:
     return moment.dequantize() if is_quantized(moment) else moment.float()
 
 
-_compiled = torch.compile(_update, fullgraph=True, dynamic=False)
+@cache
+def _compiled() -> Any:
+    return torch.compile(_update, fullgraph=True, dynamic=False)
 
 
 def round_by(value: Tensor, chance: Tensor) -> Tensor:

@@ -88,6 +88,17 @@ def hide_exchanges(group: dist.ProcessGroup) -> None:
     enable_symm_mem_for_group(group.group_name)
 
 
+def use_symmetric_memory(unit: Any) -> None:
+    """Let NCCL move what an FSDP unit gathers and reduces by copy engines, or in the switch.
+
+    The method came with torch 2.12; before, NCCL could at least be given memory of its own.
+    """
+    if hasattr(unit, "set_symm_mem_for_comm"):
+        unit.set_symm_mem_for_comm()
+    else:
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+
+
 def listening_store(host: str, port: int, serve: bool, size: int | None = None) -> Any:
     """torch's TCPStore, which listens on the interface of ``host`` alone.
 

@@ -41,7 +41,12 @@ from weft.parallel.private import limit_activations
 
 # Operators by name, as some exist on some devices or with some packages only.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
-ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention", "aten::_efficient_attention")
+ATTENTION = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention",
+    "aten::_efficient_attention",
+    "flex_attention",
+)
 EXCHANGES = ("_c10d_functional::", "c10d_functional::", "weft::")
 
 # Floating-point operations in the time that moves a byte: of an H100 in bfloat16, 989 TFLOP/s and

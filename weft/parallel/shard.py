@@ -55,7 +55,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from weft.job import ParallelSection
-from weft.parallel.private import all_gather, resharding_over, split_axis
+from weft.parallel.private import all_gather, resharding_over, split_axis, use_symmetric_memory
 
 # --------------------------------------------------------------------------- sharding
 
@@ -80,8 +80,8 @@ def shard(
             ``cpu_offload`` parameters (not buffers) must be on the CPU at the first forward pass.
         blocks: modules of ``model`` in the order of their use.
         mesh: two axes, replicas and then shards; by itself or part of a larger mesh.
-        parallel: read here are ``prefetch``, ``persist_below``, ``cpu_offload`` and
-            ``hierarchical_gather``.
+        parallel: read here are ``prefetch``, ``persist_below``, ``cpu_offload``,
+            ``symmetric_memory`` and ``hierarchical_gather``.
         compute_dtype: of gathered parameters, and so of forward and backward.
         reduce_dtype: of the reduction of gradients, and of their sums until then.
         reshard_after_forward: for the blocks.  A number: ranks that keep a copy among them.
@@ -135,6 +135,8 @@ def shard(
         unit.set_force_sum_reduction_for_comms(True)
         if gather is not None:
             unit.set_custom_all_gather(gather)
+        if parallel.symmetric_memory:
+            use_symmetric_memory(unit)
         unit.stays_gathered = unit is model or reshard_blocks is False
     _set_prefetch([model, *blocks], parallel.prefetch)
 

@@ -393,6 +393,20 @@ def _check_device(
 ) -> Iterator[Problem]:
     """What only some hardware can do."""
     key, order = "parallel.async_tp", PLACEMENTS[job.parallel.placement]
+    kind, packing = job.remat.kind, job.data.packing
+    chooses = kind in ("selective", "budget") and not job.compile.enable
+    if machine.device == "cuda" and packing == "documents" and chooses:
+        # FlexAttention is not compiled where operators are chosen one by one.
+        rule = "would compute all scores of attention within documents (data.packing)"
+        remedy = "use compile.enable true, or remat.kind full"
+        yield Problem("remat.kind", kind, rule, remedy, ("data.packing", "compile.enable"))
+    if job.parallel.symmetric_memory:
+        name, other = "parallel.symmetric_memory", "parallel.hierarchical_gather"
+        if not machine.peer_access:
+            rule, remedy = "needs GPUs that reach each other's memory", "use false here"
+            yield Problem(name, True, rule, remedy, ("run.device",))
+        elif job.parallel.hierarchical_gather:
+            yield Problem(name, True, f"has no part in {other}", "use one of them", (other,))
     if not job.parallel.async_tp:
         return
     if not machine.peer_access:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 import weft
@@ -373,9 +374,23 @@ def connect(plan: Plan) -> Iterator[Rank]:
         torch.set_num_threads(plan.threads)
         dist.init_process_group("gloo", **meeting)
     try:
-        yield Rank(dist.get_rank(), local_rank, dist.get_world_size(), device)
+        with fastest_attention(device):
+            yield Rank(dist.get_rank(), local_rank, dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
+
+
+def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
+    """In this context attention without a mask takes the fastest kernel that is there.
+
+    By itself PyTorch prefers FlashAttention 2, which was written for Ampere; from Hopper on
+    cuDNN's is faster.  What a kernel cannot do goes to the next.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return nullcontext()
+    kernels = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    order = [SDPBackend.__members__[name] for name in kernels]
+    return sdpa_kernel(order, set_priority=True)
 
 
 # --------------------------------------------------------------------------- what is trained
