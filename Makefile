@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 
-.PHONY: install demo test test-all check format schema clean
+.PHONY: install demo test test-all check format schema wheels clean
 
 install: $(VENV)/installed
 
@@ -42,6 +42,12 @@ format: install
 
 schema: install
 	$(VENV)/bin/weft schema > weft/recipes/recipe.schema.json
+
+# What benchmarks/gpu.py needs beside torch, for a machine without a network.
+wheels: install
+	$(VENV)/bin/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+		--constraint constraints.txt --dest build/wheels -r benchmarks/gpu-wheels.txt
 
 clean:
 	rm -rf $(VENV) runs build dist

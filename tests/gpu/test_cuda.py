@@ -1,0 +1,149 @@
+"""What only a GPU can show: its kernels, and what the compiler makes for it.
+
+python -m pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.small import SMALL
+from weft.job import OptimSection
+from weft.models.layers import attend, document_mask
+from weft.models.llama import PRESETS, SHARDING, Llama
+from weft.optim.optimizer import adamw
+from weft.parallel.tensor import apply_tensor
+from weft.train.setup import fastest_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+CUDA = torch.device("cuda", 0)
+
+
+def heads(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shapes = [(2, tokens, 8, 64), (2, tokens, 2, 64), (2, tokens, 2, 64)]
+    return [torch.randn(s, device=CUDA, dtype=dtype, requires_grad=True) for s in shapes]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_and_its_gradients(documents: bool) -> None:
+    """In bfloat16 by the kernels that runs take, against float64 on the CPU."""
+    numbers = torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21])
+    q, k, v = heads(1024, torch.bfloat16)
+    with fastest_attention(CUDA):
+        out = attend(q, k, v, document_mask(numbers.to(CUDA)) if documents else None)
+        upstream = torch.randn_like(out)
+        grads = torch.autograd.grad(out, (q, k, v), upstream)
+    exact = [each.detach().double().cpu().requires_grad_() for each in (q, k, v)]
+    expected = attend(*exact, document_mask(numbers) if documents else None)  # type: ignore[arg-type]
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0.02, atol=0.02)
+    theirs = torch.autograd.grad(expected, exact, upstream.double().cpu())
+    for mine, other in zip(grads, theirs, strict=True):
+        assert (mine.double().cpu() - other).norm() < 0.01 * other.norm()
+
+
+def test_attention_takes_a_flash_kernel() -> None:
+    """With grouped queries, too: no scores in memory."""
+    q, k, v = heads(4096, torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with fastest_attention(CUDA):
+        attend(q, k, v, None).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4096 * 4096 * 8  # a fourth of the scores
+
+
+@pytest.mark.parametrize("states", ["bfloat16", "8bit"])
+def test_small_moments_compiled(states: Any) -> None:
+    """The one kernel of an update does what the CPU does operator by operator."""
+    start = torch.randn(64, 128)
+    params = [nn.Parameter(start.clone()), nn.Parameter(start.to(CUDA))]
+    section = OptimSection(lr=1e-2, states=states)
+    optimizers = [
+        adamw([{"params": [param], "weight_decay": 0.1, "matrices": True}], section)
+        for param in params
+    ]
+    for _ in range(5):
+        grad = torch.randn(64, 128)
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = grad.to(param.device)
+            optimizer.step()
+    torch.testing.assert_close(params[1].cpu(), params[0], rtol=1e-3, atol=1e-4)
+
+
+def test_the_compiler_overlaps_the_exchanges_of_tensor_parallelism() -> None:
+    """A compiled sequence-parallel block of 8 ranks that are not there."""
+    import torch._inductor.fx_passes.micro_pipeline_tp as passes
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_inductor_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    graphs: list[Counter[str]] = []
+    run_pass = passes.micro_pipeline_tp_pass
+
+    def watched(graph: Any) -> None:
+        run_pass(graph)
+        names = [str(node.target).split(".")[:2] for node in graph.nodes]
+        spaces = ("symm_mem", "_c10d_functional")
+        graphs.append(Counter(n[1] for n in names if n[0] in spaces and n[1] != "wait_tensor"))
+
+    model_config = PRESETS["8b"].model_copy(update={"num_layers": 1, "vocab_size": 512})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        with torch.device("meta"):
+            model = Llama(model_config)
+        mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
+        apply_tensor(model, mesh, SHARDING, model_config.num_kv_heads, sequence_parallel=True)
+        model.to_empty(device=CUDA).to(torch.bfloat16)
+        block = model.layers["0"]
+        block.compile(fullgraph=True)
+        x = torch.zeros(1, 256, model_config.dim, device=CUDA, dtype=torch.bfloat16)
+        cos, sin = model.rope(8 * 256, None, torch.bfloat16)
+        with (
+            patch.object(passes, "micro_pipeline_tp_pass", watched),
+            patch.object(torch._inductor.fx_passes.post_grad, "micro_pipeline_tp_pass", watched),
+            config.patch(_micro_pipeline_tp=True),
+            symmetric._test_mode(),
+            fresh_inductor_cache(),
+        ):
+            block(x.requires_grad_(), cos, sin, None).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    forward, backward = graphs
+    assert forward == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
+    assert backward["fused_all_gather_matmul"] == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_on_the_gpu_is_the_run_on_the_cpu(
+    compiled: bool, tmp_path: Path, store_path: Path
+) -> None:
+    import subprocess
+    import sys
+
+    from tests.small import losses
+
+    found = {}
+    for device in ("cpu", "cuda"):
+        pairs = [
+            *SMALL,
+            ("run.dir", str(tmp_path / device)),
+            ("run.workers", "1"),
+            ("run.device", device),
+            ("data.path", str(store_path)),
+            ("precision.compute", "float32"),
+            ("compile.enable", str(compiled and device == "cuda").lower()),
+        ]
+        command = [sys.executable, "-m", "weft.cli", "train", "demo"]
+        command += [word for key, value in pairs for word in (f"--{key}", value)]
+        subprocess.run(command, check=True, timeout=300)
+        found[device] = losses(tmp_path / device)
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=2e-3)
