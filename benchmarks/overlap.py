@@ -1,0 +1,157 @@
+"""How much of the time of collectives is hidden behind computing: read from a trace of a step.
+
+Ranks of one machine train a small Llama under FSDP2, on CPU over gloo or on CUDA over NCCL; one
+step of rank 0 is traced by torch.profiler.  Hidden is the share of the time in which at least one
+collective is under way that a matrix product is, too.
+
+    .venv/bin/python benchmarks/overlap.py [--ranks 2] [--layers 6] [--dim 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import tempfile
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.profiler import ProfilerActivity, profile
+
+from weft.data.loader import Batch
+from weft.job import read_job
+from weft.plan.resolve import resolve
+from weft.train.setup import Rank, build, detect_machine
+
+WAYS = {
+    "always (ZeRO-3)": {},
+    "always, 2 blocks ahead": {"parallel.prefetch": "2"},
+    "never (ZeRO-2)": {"parallel.reshard_after_forward": "never"},
+}
+STEPS = 5
+
+Spans = list[tuple[float, float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What of the collectives is hidden?")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--dim", type=int, default=512)
+    options = parser.parse_args()
+    kind = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor()
+    print(f"{date.today()}, torch {torch.__version__}, {options.ranks} ranks, {kind}")
+    print("| reshard_after_forward | step ms | collectives ms | hidden |\n|---|---|---|---|")
+    for name, way in WAYS.items():
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
+            mp.spawn(_rank, (options, way, _free_port(), result.name), options.ranks)
+            step, exchanging, hidden = json.loads(result.read())
+        print(f"| {name} | {step:.0f} | {exchanging:.0f} | {hidden:.0%} |", flush=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _rank(
+    rank: int, options: argparse.Namespace, way: dict[str, str], port: int, result: str
+) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    overrides = {
+        "model.num_layers": str(options.layers),
+        "model.dim": str(options.dim),
+        "model.num_heads": "8",
+        "model.num_kv_heads": "4",
+        "model.ffn_dim": str(3 * options.dim),
+        "train.seq_len": "256",
+        "train.global_batch": str(2 * options.ranks),
+        "run.dir": "/nonexistent",
+        **way,
+    }
+    job, _, problems = read_job("demo", list(overrides.items()))
+    assert not problems, problems
+    machine = replace(
+        detect_machine("auto"), world_size=options.ranks, local_world_size=options.ranks
+    )
+    plan = resolve(job, machine)
+    device = torch.device("cuda", rank) if plan.device == "cuda" else torch.device("cpu")
+    if plan.device == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(plan.threads)
+    backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=options.ranks)
+    built = build(job, plan, Rank(rank, rank, options.ranks, device))
+    tokens = torch.randint(0, 4096, (2, 256), device=device)
+    batch = Batch(tokens, tokens, None, None)
+
+    def step() -> None:
+        built.engine.forward_backward([batch])
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    activities = [ProfilerActivity.CPU]
+    if plan.device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    found = []
+    for _ in range(STEPS):
+        dist.barrier()
+        with profile(activities=activities) as trace:
+            step()
+            if plan.device == "cuda":
+                torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            trace.export_chrome_trace(str(path))
+            found.append(_read(json.loads(path.read_text()), plan.device == "cuda"))
+    if rank == 0:
+        Path(result).write_text(
+            json.dumps([statistics.median(x) for x in zip(*found, strict=True)])
+        )
+    dist.destroy_process_group()
+
+
+def _read(trace: dict[str, Any], cuda: bool) -> tuple[float, float, float]:
+    """Milliseconds of the step and of collectives, and the share of those that is hidden."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    if cuda:
+        kernels = [e for e in events if e.get("cat") == "kernel"]
+        exchanges = _union(e for e in kernels if "nccl" in e["name"].lower())
+        products = _union(e for e in kernels if "nccl" not in e["name"].lower())
+    else:
+        exchanges = _union(e for e in events if e["name"].startswith("gloo:"))
+        products = _union(e for e in events if e["name"] in ("aten::mm", "aten::addmm"))
+    everything = _union(e for e in events if e.get("cat") in ("cpu_op", "kernel"))
+    hidden = sum(
+        max(0.0, min(end, other_end) - max(begin, other_begin))
+        for begin, end in exchanges
+        for other_begin, other_end in products
+    )
+    total = sum(end - begin for begin, end in exchanges)
+    step = everything[-1][1] - everything[0][0]
+    return step / 1000, total / 1000, hidden / total
+
+
+def _union(events: Any) -> Spans:
+    """Spans of time in which at least one is under way."""
+    spans: Spans = []
+    for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
+        if spans and begin <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((begin, end))
+    return spans
+
+
+if __name__ == "__main__":
+    main()
