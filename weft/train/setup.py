@@ -92,7 +92,14 @@ def detect_machine(device: str) -> Machine:
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         peer_access=use_cuda
         and all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus)),
+        capability=_capability() if use_cuda else (0, 0),
     )
+
+
+def _capability() -> tuple[int, int]:
+    found = torch.cuda.get_device_capability(0)
+    # AMD counts otherwise: its 9.4 (MI300) is the first with float8.
+    return (0, 0) if torch.version.hip and found < (9, 4) else found
 
 
 def prepare_job(
@@ -233,6 +240,9 @@ def check_names(job: Job) -> Iterator[Problem]:
     if job.resilience.lighthouse != "none" and importlib.util.find_spec("torchft") is None:
         rule, remedy = "needs torchft", "pip install 'weft[torchft]'"
         yield Problem("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
+    if job.precision.float8 != "none" and importlib.util.find_spec("torchao") is None:
+        rule, remedy = "needs torchao", "pip install 'weft[float8]'"
+        yield Problem("precision.float8", job.precision.float8, rule, remedy)
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
@@ -398,7 +408,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     torch.manual_seed(job.train.seed)
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
-    parts = build_parts(plan, mesh, family, job.parallel, job.remat, job.compile)
+    parts = build_parts(plan, mesh, family, job.parallel, job.precision, job.remat, job.compile)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
     init_params(
