@@ -11,8 +11,8 @@ candidates are left out
 * those too small to gain: casting and finding the scales, which are bound by memory, would take
   longer than what the product saves.  The limits are those of torchao's
   ``_auto_filter_for_recipe``, measured on H100 (github.com/pytorch/ao, torchao/float8/README.md).
-  It has none for
-  *rowwise_with_gw_hp* and *mxfp8*, which cast by rows and blocks: taken are those of *rowwise*.
+  It has none for *rowwise_with_gw_hp* and *mxfp8*, which cast by rows and blocks: those of *rowwise*
+  are taken.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def check_float8(
         if not any(fnmatchcase(matrix.name, pattern) for matrix in possible):
             rule = "matches none of the matrices that could be in float8"
             kinds = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in possible)
-            remedy = f"of the form {possible[0].name} there are: {', '.join(kinds)}"
+            remedy = f"there are {', '.join(kinds)}, as in {possible[0].name}"
             yield Problem("precision.float8_skip", pattern, rule, remedy, (key,))
     if not possible:
         rule = f"no matrix of a block has sides that are multiples of {unit}"
