@@ -107,7 +107,7 @@ def _contexts(keep: Keep) -> tuple[AbstractContextManager[None], AbstractContext
 
 def is_parameter(tensor: Tensor) -> bool:
     """Or a view of one, or one in float8."""
-    if is_traceable_wrapper_subclass(tensor):
+    if _wraps(tensor):
         return True
     owner = tensor if tensor._base is None else tensor._base
     return owner.is_leaf and owner.requires_grad
@@ -196,10 +196,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+def _wraps(value: object) -> bool:
+    return bool(is_traceable_wrapper_subclass(value))
+
+
 def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among ``values``, of one with a scale its parts."""
     for value in values:
-        if is_traceable_wrapper_subclass(value):
+        if _wraps(value):
             yield from _plain(getattr(value, name) for name in value.__tensor_flatten__()[0])
         elif isinstance(value, Tensor):
             yield value

@@ -11,8 +11,8 @@ candidates are left out
 * those too small to gain: casting and finding the scales, which are bound by memory, would take
   longer than what the product saves.  The limits are those of torchao's
   ``_auto_filter_for_recipe``, measured on H100 (github.com/pytorch/ao, torchao/float8/README.md).
-  It has none for *rowwise_with_gw_hp* and *mxfp8*, which cast by rows and blocks: those of *rowwise*
-  are taken.
+  It has none for *rowwise_with_gw_hp* and *mxfp8*, which cast by rows and blocks: taken are those
+  of *rowwise*.
 """
 
 from __future__ import annotations
