@@ -27,6 +27,7 @@ from torch import nn
 from weft.job import Job, PrecisionSection, Problem
 from weft.models import Family
 from weft.plan.layout import Degrees
+from weft.plan.timetable import SCHEDULES
 
 
 class Matrix(NamedTuple):
@@ -135,18 +136,26 @@ def check_float8(
         yield Problem("train.seq_len", job.train.seq_len, rule, remedy, (key, "parallel.cp"))
 
 
-def float8_warnings(job: Job, device: str, emulated: bool) -> Iterator[str]:
-    """What costs the speed that float8 is for, on a GPU."""
-    if device == "cpu" or job.precision.float8 == "none":
-        return
+def float8_warnings(job: Job, device: str, pp: int, emulated: bool) -> Iterator[str]:
+    """What costs the speed that float8 is for."""
     recipe = job.precision.float8
-    if emulated:
+    if recipe == "none":
+        return
+    head = f"precision.float8 = {recipe}"
+    if device != "cpu" and emulated:
         yield (
-            f"precision.float8 = {recipe}: this GPU has no such products; they are emulated, "
-            "slower than bfloat16, which shows the effect on the loss and nothing else"
+            f"{head}: this GPU has no such products; they are emulated, slower than bfloat16, "
+            "which shows the effect on the loss and nothing else"
         )
-    elif not job.compile.enable:
+    elif device != "cpu" and not job.compile.enable:
         yield (
-            f"precision.float8 = {recipe} without compile.enable: scaling and casting are kernels "
-            "of their own, which may cost more than the products gain"
+            f"{head} without compile.enable: scaling and casting are kernels of their own, which "
+            "may cost more than the products gain"
+        )
+    schedule = SCHEDULES.get(job.parallel.schedule)
+    if pp > 1 and schedule is not None and schedule.splits_backward:
+        yield (
+            f"{head} with {schedule.name}: a layer computes the gradients of its input and of its "
+            "weight at once, so it does both twice where they are asked for apart; another "
+            "schedule may be faster"
         )

@@ -255,7 +255,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         float8_emulated=emulated,
         warnings=(
             *placement_warnings(asdict(degrees), local_world, PLACEMENTS[parallel.placement]),
-            *float8_warnings(job, machine.device, emulated),
+            *float8_warnings(job, machine.device, degrees.pp, emulated),
         ),
     )
 
