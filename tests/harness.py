@@ -39,6 +39,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import logging
 import os
 import pickle
 import random
@@ -257,6 +258,7 @@ def _serve(client: Connection, folder: Path) -> None:
 
 def _import_torch() -> None:
     """What the ranks will need, so that it is imported once."""
+    logging.disable(logging.WARNING)  # torchao's, of kernels for other hardware
     for name in (
         "numpy",
         "pytest",
@@ -271,8 +273,10 @@ def _import_torch() -> None:
         "torch.distributed.pipelining",
         "torch.distributed.tensor",
         "torch.distributed.tensor.parallel",
+        "torchao.float8",
     ):
         importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     gc.freeze()  # a collection in a rank would copy every page of these
 
 

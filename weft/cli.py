@@ -209,7 +209,8 @@ must agree within 1e-4.  If something does not, the answer tells where it depart
 
 Any key is overridden as --section.key value; 'weft train --help' lists them.  These are honoured
 if given so, and replaced otherwise: --compile.enable true, --precision.compute bfloat16 (within
-5e-2 then).
+5e-2 then), --precision.float8 tensorwise (within 1e-1: where a number falls on the edge between two
+of float8, the smallest difference is a large one).
 
 exit status: 0 the layout holds; 1 it does not, or a rank failed; 2 a mistake in the recipe"""
 

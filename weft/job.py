@@ -307,6 +307,15 @@ class PrecisionSection(Section):
         "auto", "dtype of forward and backward; auto: bfloat16 on cuda, float32 on cpu"
     )
     reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = key(
+        "none",
+        "the blocks' matrix products in float8, by what shares a scale: a whole matrix; a row; a "
+        "row, and gradients of weights in high precision; 32 numbers; needs weft[torchao]",
+    )
+    float8_skip: tuple[Text, ...] = key(
+        (), "float8: matrices that stay in high precision, by patterns of names: *.o_proj"
+    )
+    float8_small: bool = key(False, "float8: also matrices that are too small to gain by it")
 
 
 class RematSection(Section):

@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group, _fsdp_state
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_init,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+)
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import placement_types
 
@@ -62,6 +67,24 @@ def test_meshes_and_placements() -> None:
     # `fully_shard` makes the mesh to reshard over by this name, in this module, and only once.
     assert _fsdp_init.DeviceMesh is DeviceMesh
     assert inspect.getsource(_fsdp_init).count("DeviceMesh(\n") == 1
+
+
+def test_gathers_of_ones_own() -> None:
+    param: Any = _fsdp_param.FSDPParam
+    source = inspect.getsource(param)
+    for attribute in (
+        "_orig_size",
+        "shard_mesh",
+        "fsdp_placement",
+        "sharded_param",
+        "_module_info",
+    ):
+        assert f"self.{attribute}" in source
+    # Looked for at the shard whenever it is gathered, with one argument or five.
+    source = inspect.getsource(param.all_gather_inputs.fget)
+    assert 'hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")' in source
+    assert "num_fn_params not in (1, 5)" in source
+    assert parameters(param.reset_sharded_param) == parameters(param._init_extensions) == ["self"]
 
 
 def test_schedules() -> None:

@@ -32,6 +32,7 @@ from weft.job import (
     replace,
 )
 from weft.plan.devices import parse_cluster
+from weft.plan.float8 import multiple_of
 from weft.plan.layout import fixed
 from weft.plan.placement import AXES
 from weft.plan.report import machine_of
@@ -118,6 +119,11 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         | {name: value for name, value in job.precision if f"precision.{name}" in keep},
         **({} if "compile.enable" in keep else {"compile": {"enable": False}}),
     )
+    if job.precision.float8 != here.precision.float8:
+        rule = f"off; to verify with it, say --precision.float8 {job.precision.float8}"
+        notes.append(f"precision.float8: {rule}")
+    if here.precision.float8 != "none":
+        here = replace(here, precision={"float8_small": True})  # what is small here is not there
     if job.compile.enable and not here.compile.enable:
         notes.append("compile.enable: off; to compile here, say --compile.enable true")
     problems: list[Problem] = []
@@ -242,6 +248,8 @@ def _candidates(
     parallel = here.parallel
     unit = sizes["cp"] * (2 if sizes["cp"] > 1 and parallel.context_balance else 1)
     unit *= sizes["tp"] if parallel.sequence_parallel else 1
+    if here.precision.float8 != "none":
+        unit = math.lcm(unit, multiple_of(here.precision.float8) * sizes["cp"])
     seq_len = max(unit, min(SEQ_LEN, job.train.seq_len) // unit * unit)
     models = list(_models(plan, here, sizes, seq_len))
     rows = min(2, plan.microbatch)
@@ -285,6 +293,9 @@ def _models(plan: Plan, here: Job, sizes: dict[str, int], seq_len: int) -> Itera
     for kv_heads, group in _heads(size("num_heads"), size("num_kv_heads"), plan.tp, tp):
         heads = kv_heads * group
         head_dim = 8 if heads >= 4 else 16
+        unit = 4  # of the feed-forward width on each rank
+        if (float8 := here.precision.float8) != "none":
+            head_dim = unit = multiple_of(float8)
         dim = heads * head_dim
         ratio = size("ffn_dim") / max(1, size("dim"))
         fields = {
@@ -293,7 +304,7 @@ def _models(plan: Plan, here: Job, sizes: dict[str, int], seq_len: int) -> Itera
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
-            "ffn_dim": max(1, round(ratio * dim / (4 * tp))) * 4 * tp,
+            "ffn_dim": max(1, round(ratio * dim / (unit * tp))) * unit * tp,
             "vocab_size": -(-VOCAB_SIZE // tp) * tp,
             "max_seq_len": seq_len,
         }

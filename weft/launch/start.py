@@ -32,7 +32,7 @@ from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_e
 from weft.observe.ledger import goodput
 from weft.observe.sinks import duration, quiet_console, read_records
 from weft.plan.placement import AXES
-from weft.plan.report import stage_lines
+from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.loop import train
@@ -271,9 +271,13 @@ def describe(plan: Plan, recipe: str, console: Console) -> None:
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
         f"{f' on {counts[0]} to {counts[-1]} nodes' if len(counts) > 1 else ''}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, "
-        f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}",
+        f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}"
+        f"{f' and float8 ({float8_line(plan)})' if plan.float8 != 'none' else ''}",
         soft_wrap=True,
     )
+    if plan.peak_flops is not None:
+        peak = f"{plan.peak_flops / 1e12:,.0f} TFLOP/s, the device's dense {plan.peak_dtype} peak"
+        console.print(f"MFU is relative to {peak}", soft_wrap=True)
     if plan.pipeline is not None:
         console.print("\n".join(stage_lines(plan)), soft_wrap=True)
     for warning in plan.warnings:

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.job import CompileSection, ParallelSection, RematSection
+from weft.job import CompileSection, ParallelSection, PrecisionSection, RematSection
 from weft.models import Family
 from weft.parallel.compile import compile_blocks
 from weft.parallel.context import apply_context
+from weft.parallel.float8 import apply_float8
 from weft.parallel.mesh import Mesh
 from weft.parallel.offload import apply_offload
 from weft.parallel.remat import apply_remat
 from weft.parallel.shard import shard
 from weft.parallel.tensor import apply_tensor, overlap_exchanges
+from weft.plan.float8 import float8_matrices
 from weft.plan.resolve import Plan
 
 
@@ -28,6 +30,7 @@ def build_parts(
     mesh: Mesh,
     family: Family,
     parallel: ParallelSection,
+    precision: PrecisionSection,
     remat: RematSection,
     compile: CompileSection,
 ) -> list[nn.Module]:
@@ -44,7 +47,7 @@ def build_parts(
         if units is not None:
             assert family.keep is not None
             family.keep(model, units)
-        apply(model, plan, mesh, family, parallel, remat, compile)
+        apply(model, plan, mesh, family, parallel, precision, remat, compile)
         parts.append(model)
     return parts
 
@@ -64,12 +67,18 @@ def apply(
     mesh: Mesh,
     family: Family,
     parallel: ParallelSection,
+    precision: PrecisionSection,
     remat: RematSection,
     compile: CompileSection,
 ) -> None:
     """Lay out ``model`` (on the meta device) in place."""
     blocks = family.blocks(model)
-    # First what cuts single operators: the rest wraps around whatever they are then.
+    # First what exchanges modules, which what comes after would be lost with.
+    if plan.float8 != "none":
+        matrices = float8_matrices(precision, plan.model, family, plan.tp)
+        names = [matrix.name for matrix in matrices]
+        apply_float8(model, plan.float8, names, plan.float8_emulated)
+    # Then what cuts single operators: the rest wraps around whatever they are then.
     if plan.tp > 1:
         config: Any = plan.model
         apply_tensor(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -256,6 +256,43 @@ def resharding_over(smaller: DeviceMesh) -> Iterator[None]:
         yield
     finally:
         module.DeviceMesh = original
+
+
+class Sharded(NamedTuple):
+    """A parameter as FSDP keeps it on this rank."""
+
+    param: Any  # FSDP's own
+    module: nn.Module  # that has it
+    local: Tensor  # the shard, sharing memory
+    even: bool  # all ranks' shards are equally large, and cut by rows
+    group: dist.ProcessGroup  # of the ranks that hold shards
+
+
+def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[Sharded]:
+    """Every parameter that FSDP shards, once it has its memory."""
+    for module in (module for part in parts for module in part.modules()):
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in _param_groups(fully_shard.state(module)):  # type: ignore[attr-defined]
+            for param in group.fsdp_params:
+                param.reset_sharded_param()  # FSDP does so in the first forward pass: sees memory
+                rows, size = param._orig_size[0], param.shard_mesh.size()
+                even = rows % size == 0 and param.fsdp_placement.dim == 0
+                local = param.sharded_param._local_tensor
+                holder = param._module_info.module
+                yield Sharded(param, holder, local, even, param.shard_mesh.get_group())
+
+
+def gather_as(sharded: Sharded, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Let FSDP gather a parameter by two functions, in place of a plain gather.
+
+    They are its ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for at a
+    parameter's tensor subclass.  An attribute of a plain tensor does as well, and the parameter
+    stays plain to everybody else.
+    """
+    local: Any = sharded.local
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
+    sharded.param._init_extensions()
 
 
 # --------------------------------------------------------------------------- pipelines

@@ -20,7 +20,7 @@ Recomputation itself is torch's (`torch.utils.checkpoint`, not reentrant); here 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -111,7 +111,9 @@ def _contexts(keep: Keep) -> tuple[AbstractContextManager[None], AbstractContext
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Or a view of one."""
+    """Or a view of one, or one in float8."""
+    if _wraps(tensor):
+        return True
     owner = tensor if tensor._base is None else tensor._base
     return owner.is_leaf and owner.requires_grad
 
@@ -181,13 +183,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name()
         key = name, self._calls[name]
         self._calls[name] += 1
-        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        read = list(_plain(tree_leaves((args, kwargs))))
         here = {x.untyped_storage().data_ptr() for x in read}
         if func._schema.is_mutable:
             for place in here:  # what is kept must not change
                 self.made.pop(place, None)
             return out
-        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        results = list(_plain(tree_leaves(out)))
         new = [x for x in results if x.untyped_storage().data_ptr() not in here]
         if new:
             size = sum(x.nbytes for x in new)
@@ -197,6 +199,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             op = _Op(key, size, max(work, _flops(name, read, results[0]) / FLOPS_PER_BYTE))
             self.made[new[0].untyped_storage().data_ptr()] = op
         return out
+
+
+def _wraps(value: object) -> bool:
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among ``values``, of one with a scale its parts."""
+    for value in values:
+        if _wraps(value):
+            yield from _plain(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor):
+            yield value
 
 
 def _flops(name: str, read: list[Tensor], out: Tensor) -> float:

@@ -2,7 +2,10 @@
 
 *Peaks* are in dense bfloat16 FLOP/s, for MFU, from the vendors' data sheets (without sparsity).
 A device that is not in the table, and every CPU, has no known peak: MFU is then not reported,
-rather than guessed.
+rather than guessed.  With float8 products the peak stays bfloat16's.  Only part of the arithmetic
+is in float8, so a float8 peak, twice as high, is none that could be reached, and a mixture of the
+two could be compared with nothing.  Against bfloat16 MFUs of equal models compare as their speeds
+do, whatever the precision.
 
 *Memory* is what the same data sheets specify: A100 40 or 80 GB, H100 80, H200 141 (nvidia.com,
 data sheets of each), B200 180 (DGX B200 user guide: 1,440 GB of eight; 192 was announced), MI300X
@@ -66,6 +69,24 @@ MEMORY_BYTES: dict[str, int] = {
 
 # A name that a cluster of processors may have; there is no telling their memory.
 CPU = "CPU"
+
+# Those that multiply in float8, with the compute capability from which drivers tell it: NVIDIA's
+# from Ada on, AMD's from MI300 on; MXFP8's blocks of 32 numbers with a scale are Blackwell's
+# (developer.nvidia.com/cuda-gpus; the data sheets of each).
+CAPABILITY: dict[str, tuple[int, int]] = {
+    "L4": (8, 9),
+    "L40S": (8, 9),
+    "RTX 4090": (8, 9),
+    "H100 PCIe": (9, 0),
+    "H100 NVL": (9, 0),
+    "H100": (9, 0),
+    "H800": (9, 0),
+    "H200": (9, 0),
+    "GH200": (9, 0),
+    "B200": (10, 0),
+    "MI300X": (9, 4),
+    "MI325X": (9, 4),
+}
 
 # More than the largest cluster that there is, and few enough to reckon with in seconds.
 MOST_DEVICES = 2**20

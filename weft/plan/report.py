@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.models import load_family
-from weft.plan.devices import CPU, Cluster, parse_cluster
+from weft.plan.devices import CAPABILITY, CPU, Cluster, parse_cluster
 from weft.plan.memory import USABLE, rank_bytes, state_bytes_per_param
 from weft.plan.placement import rank_map
 from weft.plan.resolve import Machine, Plan, resolve
@@ -85,6 +85,7 @@ def machine_of(cluster: Cluster) -> Machine:
         world_size=cluster.ranks,
         local_world_size=cluster.devices,
         memory_bytes=cluster.memory_bytes,
+        capability=CAPABILITY.get(cluster.device_name, (0, 0)),
     )
 
 
@@ -99,6 +100,8 @@ def describe_plan(job: Job, plan: Plan, machine: Machine, recipe: str) -> str:
         ("batch", _batch(job, plan)),
         ("", _rows(plan)),
         ("precision", f"{plan.compute_dtype}, gradients reduced in {plan.reduce_dtype}"),
+        *([("float8", float8_line(plan))] if plan.float8 != "none" else []),
+        *([("peak", _peak(plan))] if plan.peak_flops else []),
         ("sharding", _sharding(plan)),
     ]
     if plan.pipeline is not None:
@@ -151,6 +154,21 @@ def _rows(plan: Plan) -> str:
     last = plan.local_batch - plan.microbatch * (plan.accumulation - 1)
     uneven = f" (the last of {last})" if last != plan.microbatch else ""
     return f"{count} for {of}, in {plan.accumulation:,} microbatches of {plan.microbatch}{uneven}"
+
+
+def float8_line(plan: Plan) -> str:
+    """How much of the model is multiplied in float8, and how."""
+    text = f"{plan.float8}, {plan.float8_matrices:,} matrices"
+    text += ", gathered in float8" if plan.float8_gather and plan.world_size > 1 else ""
+    return text + (", emulated" if plan.float8_emulated else "")
+
+
+def _peak(plan: Plan) -> str:
+    assert plan.peak_flops is not None
+    text = (
+        f"{plan.peak_flops / 1e12:,.0f} TFLOP/s a device, dense {plan.peak_dtype}: MFU is of that"
+    )
+    return text + (", with float8, too" if plan.float8 != "none" else "")
 
 
 def _sharding(plan: Plan) -> str:

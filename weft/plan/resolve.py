@@ -19,6 +19,7 @@ from typing import Any, Literal
 from weft.job import InvalidJob, Job, Problem, difference, recipe_names
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import peak_flops
+from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
 from weft.plan.layout import (
     DEGREE_KEYS,
     Degrees,
@@ -78,6 +79,7 @@ class Machine:
     local_world_size: int | None = None
     memory_bytes: int | None = None
     peer_access: bool = False  # GPUs of a host reach each other's memory
+    capability: tuple[int, int] = (0, 0)  # of a GPU, as NVIDIA counts; (0, 0) where unknown
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,13 @@ class Plan:
     model: Any  # the family's frozen configuration
     num_params: int
     flops_per_token: float  # forward and backward, without recomputation
-    peak_flops: float | None  # of one device in compute_dtype; None where unknown
+    # Of one device, None where unknown; with float8 bfloat16's, too: see `weft.plan.devices`.
+    peak_flops: float | None
+    peak_dtype: str | None
+    float8: str  # what shares a scale, or none
+    float8_matrices: int  # of the whole model, that are multiplied so
+    float8_gather: bool  # FSDP gathers them in float8
+    float8_emulated: bool  # their rounding without their speed
     warnings: tuple[str, ...]
 
     @property
@@ -180,6 +188,9 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_layout(job, model, family, degrees)
     problems += _check_device(job, machine, degrees, local_world)
     problems += _check_canonical(job, degrees, compute)
+    float8 = job.precision.float8
+    emulated = float8 != "none" and not has_float8(float8, machine.capability)
+    problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
     batch_problems = _check_batch(job, degrees)
@@ -206,6 +217,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     if problems:
         raise InvalidJob(problems)
 
+    peak = peak_flops(machine.device_name) if compute == "bfloat16" else None
     return Plan(
         run_dir=_run_dir(job, recipe, base or job),
         device=machine.device,
@@ -233,9 +245,19 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         model=model,
         num_params=family.num_params(model),
         flops_per_token=family.flops_per_token(model, train.seq_len),
-        peak_flops=peak_flops(machine.device_name) if compute == "bfloat16" else None,
-        warnings=tuple(
-            placement_warnings(asdict(degrees), local_world, PLACEMENTS[parallel.placement])
+        peak_flops=peak,
+        peak_dtype=None if peak is None else "bfloat16",
+        float8=float8,
+        float8_matrices=len(float8_matrices(job.precision, model, family, degrees.tp)),
+        # A scale for each row or block needs the whole weight; the other two ways of FSDP to keep
+        # shards take plain ones.
+        float8_gather=float8 == "tensorwise"
+        and isinstance(reshard, bool)
+        and not parallel.cpu_offload,
+        float8_emulated=emulated,
+        warnings=(
+            *placement_warnings(asdict(degrees), local_world, PLACEMENTS[parallel.placement]),
+            *float8_warnings(job, machine.device, degrees.pp, emulated),
         ),
     )
 

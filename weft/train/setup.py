@@ -93,7 +93,14 @@ def detect_machine(device: str) -> Machine:
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         peer_access=use_cuda
         and all(torch.cuda.can_device_access_peer(0, other) for other in range(1, gpus)),
+        capability=_capability() if use_cuda else (0, 0),
     )
+
+
+def _capability() -> tuple[int, int]:
+    found = torch.cuda.get_device_capability(0)
+    # AMD counts otherwise: its 9.4 (MI300) is the first with float8.
+    return (0, 0) if torch.version.hip and found < (9, 4) else found
 
 
 def prepare_job(
@@ -234,8 +241,12 @@ def check_names(job: Job) -> Iterator[Problem]:
     if job.resilience.lighthouse != "none" and importlib.util.find_spec("torchft") is None:
         rule, remedy = "needs torchft", "pip install 'weft[torchft]'"
         yield Problem("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
-    if job.optim.states == "8bit" and importlib.util.find_spec("torchao") is None:
-        yield Problem("optim.states", "8bit", "needs torchao", "pip install 'weft[torchao]'")
+    if importlib.util.find_spec("torchao") is None:
+        rule, remedy = "needs torchao", "pip install 'weft[torchao]'"
+        if (recipe := job.precision.float8) != "none":
+            yield Problem("precision.float8", recipe, rule, remedy)
+        if (states := job.optim.states) == "8bit":
+            yield Problem("optim.states", states, rule, remedy)
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
@@ -415,7 +426,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     torch.manual_seed(job.train.seed)
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
-    parts = build_parts(plan, mesh, family, job.parallel, job.remat, job.compile)
+    parts = build_parts(plan, mesh, family, job.parallel, job.precision, job.remat, job.compile)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
     init_params(

@@ -15,6 +15,7 @@ from weft.data.store import Store
 from weft.job import Job
 from weft.models import Family
 from weft.parallel.context import cut
+from weft.parallel.float8 import Gathers
 from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline import build_schedule
 from weft.parallel.private import forward_only
@@ -72,6 +73,7 @@ class Engine:
         if headless and has_last_stage:
             assert family.without_head is not None
             self._weight = family.without_head(last_part)
+        self._gathers = Gathers(parts) if plan.float8_gather else None
         # Ranks that share matrices compute the same loss: one of them tells it.
         self._tells = has_last_stage and mesh.at["tp"] == 0
 
@@ -90,6 +92,8 @@ class Engine:
             This rank's share of the mean loss: summed over ranks it is the loss in nats per token.
             A float32 scalar that has not been waited for.
         """
+        if self._gathers is not None:
+            self._gathers.scale()
         batches = [self._own_tokens(batch) for batch in batches]
         count = torch.stack([valid_tokens(batch.targets_BT) for batch in batches]).sum()
         count = self.mesh.sum_over_tokens(count)
@@ -139,6 +143,8 @@ class Engine:
         """
         for part in self.parts:
             part.eval()
+        if self._gathers is not None:
+            self._gathers.scale()
         self._divisor = 1.0
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         # A pipeline takes as many at a time as it does in training.
