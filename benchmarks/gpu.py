@@ -176,8 +176,10 @@ def small(tiny: bool) -> dict[str, str]:
     """A model that learns something in 300 steps."""
     if tiny:
         heads = {"model.num_heads": "4", "model.num_kv_heads": "2", "model.num_layers": "1"}
+        heads["precision.float8_small"] = "true"
         return heads | {"model.dim": "64", "model.ffn_dim": "128", "train.seq_len": "64"}
     return {
+        "precision.float8_small": "true",
         "model.num_layers": "8",
         "model.dim": "1024",
         "model.num_heads": "16",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.job import CompileSection, ParallelSection, PrecisionSection, RematSection
+from weft.job import Job
 from weft.models import Family
 from weft.parallel.compile import compile_blocks
 from weft.parallel.context import apply_context
@@ -25,15 +25,7 @@ from weft.plan.float8 import float8_matrices
 from weft.plan.resolve import Plan
 
 
-def build_parts(
-    plan: Plan,
-    mesh: Mesh,
-    family: Family,
-    parallel: ParallelSection,
-    precision: PrecisionSection,
-    remat: RematSection,
-    compile: CompileSection,
-) -> list[nn.Module]:
+def build_parts(job: Job, plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]:
     """This rank's parts of the model on the meta device, laid out: one, or one for each of its
     pipeline stages.  Parameter names are those of the whole model.
 
@@ -47,7 +39,7 @@ def build_parts(
         if units is not None:
             assert family.keep is not None
             family.keep(model, units)
-        apply(model, plan, mesh, family, parallel, precision, remat, compile)
+        apply(model, job, plan, mesh, family)
         parts.append(model)
     return parts
 
@@ -61,21 +53,13 @@ def _ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
     return [range(stage.first, stage.end) for stage in stages]
 
 
-def apply(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    family: Family,
-    parallel: ParallelSection,
-    precision: PrecisionSection,
-    remat: RematSection,
-    compile: CompileSection,
-) -> None:
+def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) -> None:
     """Lay out ``model`` (on the meta device) in place."""
+    parallel, remat, compile = job.parallel, job.remat, job.compile
     blocks = family.blocks(model)
     # First what exchanges modules, which what comes after would be lost with.
     if plan.float8 != "none":
-        matrices = float8_matrices(precision, plan.model, family, plan.tp)
+        matrices = float8_matrices(job.precision, plan.model, family, plan.tp)
         names = [matrix.name for matrix in matrices]
         apply_float8(model, plan.float8, names, plan.float8_emulated)
     # Then what cuts single operators: the rest wraps around whatever they are then.

@@ -426,7 +426,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     torch.manual_seed(job.train.seed)
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
-    parts = build_parts(plan, mesh, family, job.parallel, job.precision, job.remat, job.compile)
+    parts = build_parts(job, plan, mesh, family)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
     init_params(
