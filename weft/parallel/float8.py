@@ -113,7 +113,7 @@ class Gathers:
         dist.all_reduce(amax, dist.ReduceOp.MAX, self._group)
         scales = amax_to_scale(amax, self._shards[0].dtype, round_scales_to_power_of_2=True)
         for shard, scale in zip(self._shards, scales, strict=True):
-            shard.scale = scale
+            shard.weight._precomputed_scale = scale
 
 
 class _Shard:
@@ -123,28 +123,18 @@ class _Shard:
         from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
         self.local, self.dtype = local, module.config.cast_config_weight.target_dtype
-        self.torchao: Any = WeightWithDynamicFloat8CastTensor(
+        self.weight: Any = WeightWithDynamicFloat8CastTensor(
             local, module.linear_mm_config, self.dtype
         )
 
-    @property
-    def scale(self) -> Tensor | None:
-        """None: it is found by an exchange of its own."""
-        scale: Tensor | None = self.torchao._precomputed_scale
-        return scale
-
-    @scale.setter
-    def scale(self, scale: Tensor) -> None:
-        self.torchao._precomputed_scale = scale
-
     def before(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
         """What is gathered, and what is needed to make a weight of it."""
-        (data,), metadata = self.torchao.fsdp_pre_all_gather(mesh)
-        return (data.view(torch.uint8),), metadata
+        (data,), scale = self.weight.fsdp_pre_all_gather(mesh)
+        return (data.view(torch.uint8),), scale
 
     def after(
-        self, gathered: tuple[Tensor], metadata: Any, dtype: torch.dtype, *, out: Any = None
+        self, gathered: tuple[Tensor], scale: Any, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The weight, which computes as ``dtype``, and what of it can be freed."""
         data = tuple(part.view(self.dtype) for part in gathered)
-        return self.torchao.fsdp_post_all_gather(data, metadata, dtype, out=out)
+        return self.weight.fsdp_post_all_gather(data, scale, dtype, out=out)
