@@ -240,7 +240,7 @@ def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[Sharded]:
 
 
 def gather_as(sharded: Sharded, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Let FSDP gather a parameter by two functions, in place of a plain gather.
+    """Let FSDP gather a parameter by two functions; before the first forward pass.
 
     They are its ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for at a
     parameter's tensor subclass.  An attribute of a plain tensor does as well, and the parameter
@@ -248,7 +248,6 @@ def gather_as(sharded: Sharded, before: Callable[..., Any], after: Callable[...,
     """
     local: Any = sharded.local
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
-    sharded.param._init_extensions()
 
 
 # --------------------------------------------------------------------------- pipelines
