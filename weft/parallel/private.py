@@ -217,7 +217,6 @@ def resharding_over(smaller: DeviceMesh) -> Iterator[None]:
 class Sharded(NamedTuple):
     """A parameter as FSDP keeps it on this rank."""
 
-    param: Any  # FSDP's own
     module: nn.Module  # that has it
     local: Tensor  # the shard, sharing memory
     even: bool  # all ranks' shards are equally large, and cut by rows
@@ -236,7 +235,7 @@ def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[Sharded]:
                 even = rows % size == 0 and param.fsdp_placement.dim == 0
                 local = param.sharded_param._local_tensor
                 holder = param._module_info.module
-                yield Sharded(param, holder, local, even, param.shard_mesh.get_group())
+                yield Sharded(holder, local, even, param.shard_mesh.get_group())
 
 
 def gather_as(sharded: Sharded, before: Callable[..., Any], after: Callable[..., Any]) -> None:
