@@ -5,6 +5,7 @@ python -m pytest tests/gpu
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from weft.job import OptimSection
 from weft.models.layers import attend, document_mask
 from weft.models.llama import PRESETS, SHARDING, Llama
 from weft.optim.optimizer import adamw
+from weft.parallel.float8 import apply_float8
 from weft.parallel.tensor import apply_tensor
 from weft.train.setup import fastest_attention
 
@@ -76,6 +78,29 @@ def test_small_moments_compiled(states: Any) -> None:
             param.grad = grad.to(param.device)
             optimizer.step()
     torch.testing.assert_close(params[1].cpu(), params[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)),
+    reason="needs a GPU with float8 products",
+)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_float8_is_what_is_emulated(recipe: str, compiled: bool) -> None:
+    """The tensor cores' products, and the same rounding with products in high precision."""
+    linear = nn.Linear(512, 256, bias=False, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(2, 64, 512, device=CUDA, dtype=torch.bfloat16)
+    upstream = torch.randn(2, 64, 256, device=CUDA, dtype=torch.bfloat16)
+    found = []
+    for emulate in (False, True):
+        model = nn.Sequential(copy.deepcopy(linear))
+        apply_float8(model, recipe, ["0"], emulate)
+        given = x.clone().requires_grad_()
+        run: Any = torch.compile(model, fullgraph=True) if compiled and not emulate else model
+        out = run(given)
+        found.append((out, *torch.autograd.grad(out, (given, model[0].weight), upstream)))
+    for real, emulated in zip(*found, strict=True):
+        assert (real - emulated).norm() < 0.01 * emulated.norm()
 
 
 def test_the_compiler_overlaps_the_exchanges_of_tensor_parallelism() -> None:

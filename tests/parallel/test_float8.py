@@ -56,12 +56,18 @@ MODEL: Overrides = [
 # --------------------------------------------------------------------------- numbers
 
 
-def linear(recipe: str, emulate: bool = True) -> tuple[nn.Module, Tensor, Tensor]:
-    """A layer in float8, an input and a gradient of the output, on several scales."""
+def linear(
+    recipe: str, emulate: bool = True, spread: float = 1.0
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """A layer in float8, an input and a gradient of the output.
+
+    What is summed has inputs of ``spread`` powers of ten, and weights that make up for it.
+    """
     torch.manual_seed(0)
+    sizes_D = torch.logspace(-spread, 0, 64)
     model = nn.ModuleDict({"one": nn.Linear(64, 96, bias=False)})
-    model.get_submodule("one").weight.data *= 3  # type: ignore[operator]
-    x = torch.randn(4, 32, 64) * torch.logspace(-1, 1, 64)
+    model.get_submodule("one").weight.data /= sizes_D  # type: ignore[operator]
+    x = torch.randn(4, 32, 64) * sizes_D
     apply_float8(model, recipe, {"one"}, emulate)
     return model["one"], x.requires_grad_(), torch.randn(4, 32, 96) / 50
 
@@ -107,21 +113,28 @@ def by_hand(recipe: str, w: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_are_what_the_recipe_says(recipe: str) -> None:
-    layer, x, g = linear(recipe)
-    w = layer.weight.detach()  # type: ignore[union-attr,operator]
-    exact = (x.detach() @ w.T, g @ w, g.flatten(0, 1).T @ x.detach().flatten(0, 1))
-    rule = by_hand(recipe, w, x, g)
-    for ours, theirs, true in zip(products(layer, x, g), rule, exact, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
-        error = (ours - true).norm() / true.norm()
-        # 3 bits of mantissa: 2**-4 at most, 0.026 in the mean, from either factor; 2 bits: twice.
-        assert error < 0.07
+    for spread in (1.0, 8.0):  # the latter more than a scale of all of it covers
+        layer, x, g = linear(recipe, spread=spread)
+        w = layer.weight.detach()  # type: ignore[union-attr,operator]
+        rule = by_hand(recipe, w, x, g)
+        exact = (x.detach() @ w.T, g @ w, g.flatten(0, 1).T @ x.detach().flatten(0, 1))
+        for ours, theirs, true in zip(products(layer, x, g), rule, exact, strict=True):
+            # Of each column by itself.
+            assert ((ours - theirs).norm(dim=-2) <= 1e-5 * theirs.norm(dim=-2)).all()
+            # 3 bits of mantissa: 2**-4 at most, 0.026 in the mean, of either factor; 2 bits: twice.
+            assert spread > 1 or (ours - true).norm() < 0.07 * true.norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:3])
 def test_emulation_rounds_as_the_product_does(recipe: str) -> None:
     """The same through ``torch._scaled_mm``, which a CPU has, too."""
-    emulated, real = (products(*linear(recipe, emulate)) for emulate in (True, False))
+    emulated = products(*linear(recipe))
+    try:
+        real = products(*linear(recipe, emulate=False))
+    except RuntimeError as error:
+        if "only supports per-tensor scaling for CPU" not in str(error):
+            raise
+        pytest.skip("rowwise products on a CPU came after torch 2.11")
     for ours, theirs in zip(emulated, real, strict=True):
         # Rowwise products come in bfloat16.
         assert (ours - theirs).norm() / theirs.norm() < (1e-5 if recipe == "tensorwise" else 4e-3)
@@ -186,8 +199,9 @@ def apart(layout: str, store: Path) -> float:
 
 # What is reached is 2e-8 to 2e-7; float8's own rounding is 4e-2.
 EQUAL = 2e-6
-# A number at the edge between two of float8 goes either way, and a few do: up to 3e-5.
-ALMOST = 1e-3
+# A number at the edge between two of float8 goes either way.  A few do, by the data and the
+# processor: 2e-5 to 5e-3.
+ALMOST = 1.5e-2
 
 
 @pytest.mark.parametrize(
@@ -333,15 +347,13 @@ def scales(overrides: Overrides, store: str) -> None:
         for name, param in params.items():
             local: Any = param._local_tensor  # type: ignore[attr-defined]
             assert type(local) is Tensor  # plain, to all but FSDP
-            if (shard := shards.get(id(local))) is not None:
-                # A tensor-parallel rank has a scale of its own part.
-                amax = whole(param).abs().amax() if plan.tp == 1 else None
-                if amax is not None:
-                    expected = (448 / amax).log2().floor().exp2()
-                    assert shard.scale == expected, name
-                flying, metadata = shard.torchao.fsdp_pre_all_gather(None)
-                assert flying[0].equal((local * shard.scale).to(torch.float8_e4m3fn)), name
-                assert metadata[0] == shard.scale
+            if (shard := shards.get(id(local))) is None:
+                continue
+            scale = shard.weight._precomputed_scale
+            if plan.tp == 1:  # else a scale is that of a rank's part
+                assert scale == (448 / whole(param).abs().amax()).log2().floor().exp2(), name
+            (data,), _ = shard.before(None)
+            assert data.equal((local * scale).to(torch.float8_e4m3fn).view(torch.uint8)), name
 
     count = 14
     engine.forward_backward(loader.batch(0))

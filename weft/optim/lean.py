@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.parallel.compile import compiling
-from weft.parallel.private import compile_each_shape, is_quantized, torchao
+from weft.parallel.private import compile_each_shape, is_quantized, quiet_import
 
 BLOCK = 256  # elements that share a scale
 LEAST = 4096  # elements of a parameter below which its moments stay float32, as torchao has it
@@ -101,7 +101,7 @@ class LeanAdamW(Optimizer):
         elif live.numel() < LEAST or live.numel() % BLOCK:
             zeros = torch.zeros_like(live)
         else:
-            kind = torchao("optim.subclass_8bit").OptimState8bit
+            kind = quiet_import("torchao.optim.subclass_8bit").OptimState8bit
             zeros = kind.zeros(live.shape, signed, BLOCK, live.device, live.dtype)
             if signed:
                 # Its lowest place is -0.993: a block whose largest element is negative would

@@ -41,7 +41,6 @@ Imported are torchao's modules only where a layer is converted: importing takes 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -52,7 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.parallel.private import gather_as, sharded_parameters
+from weft.parallel.private import gather_as, quiet_import, sharded_parameters
 
 
 def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate: bool) -> None:
@@ -72,18 +71,12 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
 
 def _converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
     """What makes of a linear layer one that multiplies in float8, with the same weight."""
-    logging.disable(logging.WARNING)  # of kernels for other hardware, and of torch's next version
-    try:
-        if recipe == "mxfp8":
-            from weft.parallel.mxfp8 import MXLinear
-
-            return partial(MXLinear, emulate=emulate)
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    finally:
-        logging.disable(logging.NOTSET)
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == "mxfp8":
+        return partial(quiet_import("weft.parallel.mxfp8").MXLinear, emulate=emulate)
+    float8 = quiet_import("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, emulate=emulate, round_scales_to_power_of_2=True)
-    return partial(convert_to_float8_training, config=config)
+    return partial(float8.convert_to_float8_training, config=config)
 
 
 class Gathers:
@@ -113,7 +106,7 @@ class Gathers:
         dist.all_reduce(amax, dist.ReduceOp.MAX, self._group)
         scales = amax_to_scale(amax, self._shards[0].dtype, round_scales_to_power_of_2=True)
         for shard, scale in zip(self._shards, scales, strict=True):
-            shard.scale = scale
+            shard.weight._precomputed_scale = scale
 
 
 class _Shard:
@@ -123,28 +116,18 @@ class _Shard:
         from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
         self.local, self.dtype = local, module.config.cast_config_weight.target_dtype
-        self.torchao: Any = WeightWithDynamicFloat8CastTensor(
+        self.weight: Any = WeightWithDynamicFloat8CastTensor(
             local, module.linear_mm_config, self.dtype
         )
 
-    @property
-    def scale(self) -> Tensor | None:
-        """None: it is found by an exchange of its own."""
-        scale: Tensor | None = self.torchao._precomputed_scale
-        return scale
-
-    @scale.setter
-    def scale(self, scale: Tensor) -> None:
-        self.torchao._precomputed_scale = scale
-
     def before(self, mesh: Any) -> tuple[tuple[Tensor], Any]:
         """What is gathered, and what is needed to make a weight of it."""
-        (data,), metadata = self.torchao.fsdp_pre_all_gather(mesh)
-        return (data.view(torch.uint8),), metadata
+        (data,), scale = self.weight.fsdp_pre_all_gather(mesh)
+        return (data.view(torch.uint8),), scale
 
     def after(
-        self, gathered: tuple[Tensor], metadata: Any, dtype: torch.dtype, *, out: Any = None
+        self, gathered: tuple[Tensor], scale: Any, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The weight, which computes as ``dtype``, and what of it can be freed."""
         data = tuple(part.view(self.dtype) for part in gathered)
-        return self.torchao.fsdp_post_all_gather(data, metadata, dtype, out=out)
+        return self.weight.fsdp_post_all_gather(data, scale, dtype, out=out)

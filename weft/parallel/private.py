@@ -207,20 +207,16 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def torchao(module: str) -> Any:
-    """A module of torchao, which is not installed everywhere.
+def quiet_import(module: str) -> Any:
+    """A module of torchao, or one that imports it, without what it warns of while it is imported.
 
-    As it is imported it warns of every kernel that it has for other hardware.
+    That is every kernel that it has for other hardware, and torch's next version.
     """
-    quiet = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in quiet]
-    for logger in quiet:
-        logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
-        return importlib.import_module(f"torchao.{module}")
+        return importlib.import_module(module)
     finally:
-        for logger, level in zip(quiet, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 def is_quantized(tensor: Tensor) -> bool:
@@ -261,7 +257,6 @@ def resharding_over(smaller: DeviceMesh) -> Iterator[None]:
 class Sharded(NamedTuple):
     """A parameter as FSDP keeps it on this rank."""
 
-    param: Any  # FSDP's own
     module: nn.Module  # that has it
     local: Tensor  # the shard, sharing memory
     even: bool  # all ranks' shards are equally large, and cut by rows
@@ -280,11 +275,11 @@ def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[Sharded]:
                 even = rows % size == 0 and param.fsdp_placement.dim == 0
                 local = param.sharded_param._local_tensor
                 holder = param._module_info.module
-                yield Sharded(param, holder, local, even, param.shard_mesh.get_group())
+                yield Sharded(holder, local, even, param.shard_mesh.get_group())
 
 
 def gather_as(sharded: Sharded, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Let FSDP gather a parameter by two functions, in place of a plain gather.
+    """Let FSDP gather a parameter by two functions; before the first forward pass.
 
     They are its ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for at a
     parameter's tensor subclass.  An attribute of a plain tensor does as well, and the parameter
@@ -292,7 +287,6 @@ def gather_as(sharded: Sharded, before: Callable[..., Any], after: Callable[...,
     """
     local: Any = sharded.local
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
-    sharded.param._init_extensions()
 
 
 # --------------------------------------------------------------------------- pipelines
