@@ -20,7 +20,7 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.offload import apply_offload
 from weft.parallel.remat import apply_remat
 from weft.parallel.shard import shard
-from weft.parallel.tensor import apply_tensor, overlap_exchanges
+from weft.parallel.tensor import apply_tensor, overlap_exchanges, take_parts_outside
 from weft.plan.float8 import float8_matrices
 from weft.plan.resolve import Plan
 
@@ -81,6 +81,9 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
     if parallel.async_tp:
         overlap_exchanges(mesh.group("tp"))
     if compile.enable:
+        if plan.tp > 1:
+            for block in blocks:
+                take_parts_outside(block)
         # Dynamo cannot follow the exchanges of a context; what is around them is compiled.
         compile_blocks(blocks, compile.cache, whole=mesh.context is None)
     if remat.offload:

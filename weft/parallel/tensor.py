@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,9 @@ def _cut_weight(
     )
     module.register_parameter("weight", nn.Parameter(cut, requires_grad=whole.requires_grad))
 
-    def weight(self: nn.Module) -> Tensor:
+    def weight(self: Any) -> Tensor:
+        if self.part is not None:
+            return cast(Tensor, self.part)
         param: Tensor | None = self._parameters["weight"]
         if not isinstance(param, DTensor) or param.device_mesh.ndim > 1:
             assert isinstance(param, nn.Parameter)
@@ -109,10 +111,30 @@ def _cut_weight(
         return part if rows is None else part[rows]
 
     kind_of_module = type(module)
-    members: dict[str, Any] = {"weight": property(weight)}
+    members: dict[str, Any] = {"weight": property(weight), "part": None}
     if split.weight == "vocabulary":
         members["forward"] = _look_up(rank * local.shape[0])
     module.__class__ = type(kind_of_module.__name__, (kind_of_module,), members)
+
+
+def take_parts_outside(block: nn.Module) -> None:
+    """Let ``block`` make local tensors of its weights before its forward pass, not within.
+
+    So a compiled forward pass sees plain tensors.  Of a DTensor it would keep the mesh as well,
+    which in torch 2.13 fails if all is computed again ("to be Tensors, got types: DeviceMesh").
+    """
+    cut: list[Any] = [module for module in block.modules() if hasattr(type(module), "part")]
+
+    def before(_: nn.Module, args: Any) -> None:
+        for module in cut:
+            vars(module)["part"] = module.weight  # no parameter of the module's, whatever it is
+
+    def after(*_: Any) -> None:
+        for module in cut:
+            vars(module).pop("part", None)
+
+    block.register_forward_pre_hook(before)
+    block.register_forward_hook(after, always_call=True)
 
 
 def _look_up(first: int) -> Any:
