@@ -120,6 +120,15 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-lease-000001.json-1600").write_text("{")
+    (tmp_path / ".tmp-step-00000004-ab").mkdir()
+    (tmp_path / ".tmp-step-00000004-ab/shard-00000.bin").write_bytes(b"half")
+    run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
 def save_several(folder: str) -> None:
     parts, optimizer = stepped(1e-3)
     for step in range(2, 9):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 
 from weft.data.loader import (
     IGNORE,
+    Ahead,
     Batch,
     Loader,
     Packing,
@@ -298,3 +301,77 @@ def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
             assert batch.targets_BT[0, :3].tolist() == [6, 7, SEPARATOR]
         counted += int((batch.targets_BT != IGNORE).sum())
     assert counted == 3
+
+
+# ------------------------------------------------------------------ ahead
+
+
+class Noting(Loader):
+    """Notes who makes which batch, and cannot make the one at 72."""
+
+    def batch(self, *place: int) -> list[Batch]:
+        NOTED.append((place, threading.current_thread().name))
+        if place[0] == 72:
+            raise OSError("no such page")
+        return super().batch(*place)
+
+
+NOTED: list[tuple[tuple[int, ...], str]] = []
+MAIN = threading.current_thread().name
+
+
+def ahead_of(stream: TokenStream) -> tuple[Ahead, Loader]:
+    NOTED.clear()
+    plain: Any = loader(stream)
+    same = {name: getattr(plain, name) for name in plain.__match_args__}
+    return Ahead(Noting(**same), torch.device("cpu"), threaded=True), plain
+
+
+def test_ahead_gives_what_is_asked_for() -> None:
+    """In order, back and forth, and with other replica groups; the next is made by the thread."""
+    ahead, plain = ahead_of(make_stream(3000))
+    asked = [(0, 0, 1), (24, 0, 1), (48, 0, 1), (240, 0, 1), (264, 1, 2), (288, 1, 2), (0, 0, 1)]
+    for place in asked:
+        assert equal(join(ahead.batch(*place)), join(plain.batch(*place)))
+    ahead.close()
+    by_main = [place for place, thread in NOTED if thread == MAIN]
+    assert by_main == [(0, 0, 1), (240, 0, 1), (264, 1, 2), (0, 0, 1)]
+    by_thread = [place for place, thread in NOTED if thread == "weft-data"]
+    assert by_thread == [(consumed + 24, *groups) for consumed, *groups in asked]
+
+
+def test_errors_come_where_the_batch_is_asked_for() -> None:
+    ahead, plain = ahead_of(make_stream(3000))
+    ahead.batch(48, 0, 1)  # the one at 72 fails while this one is in use
+    assert equal(join(ahead.batch(0, 0, 1)), join(plain.batch(0)))  # and is not asked for
+    ahead.batch(48, 0, 1)
+    with pytest.raises(OSError, match="no such page"):
+        ahead.batch(72, 0, 1)
+    assert equal(join(ahead.batch(96, 0, 1)), join(plain.batch(96)))
+    ahead.close()
+
+
+def test_no_thread_is_left_behind() -> None:
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "weft-data"]
+
+    ahead, _ = ahead_of(make_stream(3000))
+    ahead.batch(0, 0, 1)
+    assert threads() == ["weft-data"]
+    ahead.close()
+    assert threads() == []
+    Ahead(loader(make_stream(3000)), torch.device("cpu"), threaded=False).close()
+    assert threads() == []
+
+
+def test_batches_do_not_depend_on_what_was_looked_up_before() -> None:
+    """Places are looked up for many steps at a time."""
+    stream = make_stream(3000)
+    for changes in ({}, {"dp_rank": 1, "dp_size": 4}, {"global_batch": 1100, "microbatch": 1100}):
+        used, size = loader(stream, **changes), changes.get("global_batch", 24)
+        for consumed in [*range(0, 60 * size, size), 7, 7 + size, 5 * size]:
+            fresh = loader(stream, **changes)
+            for groups in ((), (1, 3)):
+                assert equal(
+                    join(used.batch(consumed, *groups)), join(fresh.batch(consumed, *groups))
+                )

@@ -13,6 +13,7 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints, manifest_text, read_manifest
 from weft.job import ResilienceSection
+from weft.resilience import anomaly
 from weft.resilience.anomaly import AnomalyError, Trial, Watch
 
 STEPS: Overrides = [("train.steps", "12")]
@@ -262,6 +263,21 @@ def accept(watch: Watch, values: list[float]) -> None:
     for value in values:
         assert watch.judge([value, value]) is None
         watch._accept([value, value])
+
+
+def test_a_bad_step_is_found_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told of each step does not pile up for ever."""
+    monkeypatch.setattr(anomaly, "UNSEEN", 5)
+    stop, fine, bad = watch(anomaly="stop"), [1.0, 2.0], [1.0, float("inf")]
+
+    def examine(step: int, values: list[float]) -> None:
+        told = torch.tensor(values, dtype=torch.float64)
+        stop.examine(step, lambda: Trial(told, told, told))
+
+    for step in range(1, 10):
+        examine(step, bad if step == 8 else fine)
+    with pytest.raises(AnomalyError, match="the gradient norm is inf in step 8:"):
+        examine(10, fine)
 
 
 def test_few_values_judge_only_what_is_finite() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,27 @@ def test_slowest(
     assert found[0] == rank
     assert found[1] == pytest.approx(ratio)
     assert why in found[2]
+
+
+def test_slowest_of_many() -> None:
+    """The same as by comparing every rank with the list of its peers; soon, for thousands."""
+    rng = random.Random(0)
+    for size in (2, 3, 8, 41):
+        table = [[rng.choice((0.0, rng.random())), rng.random(), i % 3] for i in range(size)]
+        ratios = {}
+        for rank, (data, compute, place) in enumerate(table):
+            peers = [row for n, row in enumerate(table) if n != rank and row[2] == place]
+            if peers:
+                more = data - statistics.median(row[0] for row in peers)
+                usual = statistics.median(row[1] for row in peers)
+                ratios[rank] = max(3.0 / (3.0 - more), compute / usual)
+        rank, ratio, _ = slowest(3.0, table)
+        expected = max([1.0, *ratios.values()])
+        assert ratio == pytest.approx(expected)
+        assert rank is None or ratios[rank] == pytest.approx(expected)
+    began = time.process_time()
+    slowest(3.0, [[rng.random(), rng.random(), 0] for _ in range(16384)])
+    assert time.process_time() - began < 5  # a minute and more, if each looked at all
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

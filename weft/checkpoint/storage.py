@@ -209,12 +209,14 @@ def _amazon_client(fs: Any) -> Any:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder and what is in it; no error if it is not there."""
+    """Delete a folder and what is in it, or a file; no error if it is not there."""
     if is_remote(path):
         if path.exists():
             path.fs.rm(path.path, recursive=True)  # type: ignore[attr-defined]
-    elif path.exists():
+    elif path.is_dir():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -29,8 +29,10 @@ Shapes: B rows of a microbatch, T tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -39,6 +41,7 @@ from numpy.typing import NDArray
 from weft.data.store import TokenStream
 from weft.job import InvalidJob, Problem
 
+AT_ONCE = 512  # places whose samples are looked up at a time
 IGNORE = -100  # a target without loss; what torch's cross_entropy ignores by default
 
 Ints = NDArray[np.int64]
@@ -147,6 +150,7 @@ class Loader:
     dp_rank: int
     dp_size: int
     microbatch: int
+    _known: dict[tuple[int, int], Ints] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if problems := check_length(len(self.stream), self.seq_len):
@@ -176,9 +180,7 @@ class Loader:
         begin, end = (rows_per_rank * n // groups for n in (group, group + 1))
         share = max(1, end - begin)
         first = consumed + begin * self.dp_size + self.dp_rank * share
-        places = first + np.arange(share, dtype=np.int64)
-        starts = sample_index(places, self.num_windows, self.seed) * self.seq_len
-        rows = self.stream.window(starts, self.seq_len + 1)
+        rows = self.stream.window(self._starts(first, share), self.seq_len + 1)
         batches = [
             _batch(rows[i : i + self.microbatch], self.packing, self.separator)
             for i in range(0, share, self.microbatch)
@@ -186,6 +188,75 @@ class Loader:
         if begin == end:
             batches[0].targets_BT.fill_(IGNORE)
         return batches
+
+    def _starts(self, first: int, share: int) -> Ints:
+        """Where in the stream the samples at places ``first .. first + share - 1`` begin."""
+        starts = self._known.get((first, share))
+        if starts is None:
+            # For the steps to come as well: numpy takes about as long for many as for a few.
+            firsts = first + self.global_batch * np.arange(max(1, AT_ONCE // share))
+            places = (firsts[:, None] + np.arange(share)).ravel()
+            found = sample_index(places, self.num_windows, self.seed) * self.seq_len
+            rows = found.reshape(-1, share)
+            self._known.clear()
+            keys = [(n, share) for n in firsts.tolist()]
+            self._known.update(zip(keys, rows, strict=True))
+            starts = rows[0]
+        return starts
+
+
+class Ahead:
+    """A loader's batches, for a GPU each made while the one before it is computed on.
+
+    A thread makes them, in pinned memory.  Only the position that is asked for decides what comes:
+    a batch made for another one, before a rewind or a change of the replica groups, is dropped, and
+    so is an error in making it.  On a CPU, whose cores have to do both, handing over costs more
+    than it saves: there a batch is made when it is asked for.
+    """
+
+    def __init__(self, loader: Loader, device: torch.device, threaded: bool) -> None:
+        self._loader, self._device = loader, device
+        self._asked: SimpleQueue[Any] = SimpleQueue()
+        self._made: SimpleQueue[Any] = SimpleQueue()  # (place, batches or why there are none)
+        self._pending = False
+        self._thread = Thread(target=self._work, name="weft-data", daemon=True)
+        if threaded:
+            self._thread.start()
+
+    def batch(self, consumed: int, group: int, groups: int) -> list[Batch]:
+        """As of `Loader`."""
+        asked = (consumed, group, groups)
+        place, made = None, None
+        if self._pending:
+            place, made = self._made.get()
+            self._pending = False
+        if place != asked:
+            made = self._loader.batch(*asked)
+        elif isinstance(made, Exception):
+            raise made
+        if self._thread.is_alive():
+            self._asked.put((consumed + self._loader.global_batch, group, groups))
+            self._pending = True
+        return cast(list[Batch], made)
+
+    def _work(self) -> None:
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self._device)  # of this thread
+        for place in iter(self._asked.get, None):
+            try:
+                made: Any = self._loader.batch(*place)
+                if on_gpu:
+                    made = [_pinned(batch) for batch in made]
+            except Exception as error:
+                made = error
+            self._made.put((place, made))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._asked.put(None)
+        if self._thread.is_alive():
+            self._thread.join(10.0)  # a disk that hangs must not keep a process that is to end
 
 
 def evaluation_batches(
@@ -223,6 +294,10 @@ def evaluation_batches(
         batch = _batch(rows, packing, separator)
         padding_BT = torch.arange(seq_len) >= torch.from_numpy(valid)[:, None]
         yield batch._replace(targets_BT=batch.targets_BT.masked_fill(padding_BT, IGNORE))
+
+
+def _pinned(batch: Batch) -> Batch:
+    return Batch._make(part if part is None else part.pin_memory() for part in batch)
 
 
 def _batch(rows: Ints, packing: Packing, separator: int) -> Batch:

@@ -7,8 +7,9 @@ itself, from equal numbers, and so equally.
 
 *Never applied.*  A step that is not finite is not applied, whatever the policy: the optimizer looks
 at a flag on the device (see `weft.optim.optimizer.step_unless`).  Under ``stop`` that is all that
-happens in the step.  The first such step is remembered on the device, and ends the run where the
-host waits for the device anyway, before the next record or checkpoint.  Under ``skip`` and
+happens in the step.  The scalars of each step stay on the device, and the first that is not finite
+ends the run where the host waits for the device anyway, before the next record or checkpoint (or
+after `UNSEEN` steps, so that they do not pile up).  Under ``skip`` and
 ``rewind`` the host looks at the two scalars in every step, before the update.
 
 *The usual* is the median of the last accepted values, and their median absolute deviation: half of
@@ -46,6 +47,7 @@ from weft.job import ResilienceSection, WeftError
 WHAT = ("loss", "gradient norm")
 TO_SIGMA = 1.4826  # a normal distribution's standard deviation, by its median absolute deviation
 LEAST = 0.005  # of the median: the least deviation
+UNSEEN = 1000  # steps without a record before the host waits for the device all the same
 ROUNDING = 1e-3  # by which a rank's own result may differ between two runs of a step
 
 
@@ -69,8 +71,8 @@ def gather(share: Tensor, norm: Tensor, held: Tensor) -> Trial:
         norm: of all gradients, equal on all ranks if all is well.
         held: norm of the gradients on this rank.
     """
-    own = torch.stack((share.double(), held.to(share.device).double()))
-    told = torch.stack((own[0], norm.to(share.device).double()))
+    own = torch.stack((share, held.to(share))).double()
+    told = torch.stack((share, norm.to(share))).double()
     if dist.get_world_size() > 1:
         dist.all_reduce(told)
         told[1] /= dist.get_world_size()  # exact for equal float32 norms
@@ -118,7 +120,7 @@ class Watch:
         """``state``: of an earlier watch, or empty."""
         self._section = section
         self._rewinds = 0  # to the newest checkpoint: every one begins with none
-        self._first_bad: Tensor | None = None  # (3,): step, loss, gradient norm; zeros: none
+        self._unseen: list[tuple[int, Tensor]] = []  # steps, and what was told of them
         self.restore(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -152,7 +154,9 @@ class Watch:
         """
         first = compute()
         if self._section.anomaly == "stop":
-            self._remember(step, first.told)
+            self._unseen.append((step, first.told))
+            if len(self._unseen) == UNSEEN:
+                self.check()
             return first, None
         values = first.told.tolist()  # here the host waits
         suspicion = self.judge(values)
@@ -218,26 +222,22 @@ class Watch:
             self._accepted[what].append(value)
         self._in_a_row = 0
 
-    def _remember(self, step: int, told: Tensor) -> None:
-        """Keep the first step that is not finite, without waiting for the device."""
-        now = torch.cat((told.new_full((1,), step), told))
-        before = torch.zeros_like(now) if self._first_bad is None else self._first_bad
-        self._first_bad = torch.where((before[0] == 0) & ~told.isfinite().all(), now, before)
-
     def check(self) -> None:
         """End the run if a step since the last look was not finite, under ``stop``.
 
         Raises:
             AnomalyError: which step, and what it was.
         """
-        step, *values = [0.0] if self._first_bad is None else self._first_bad.tolist()
-        if step:
-            what, value = next(v for v in zip(WHAT, values, strict=True) if not math.isfinite(v[1]))
-            raise AnomalyError(
-                f"the {what} is {value} in step {step:.0f}: its update was not applied, and "
-                "nothing is recorded or saved since; try a lower --optim.lr, "
-                "--precision.compute float32, or --resilience.anomaly skip"
-            )
+        unseen, self._unseen = self._unseen, []
+        values = torch.stack([told for _, told in unseen]).tolist() if unseen else []
+        for (step, _), both in zip(unseen, values, strict=True):
+            for what, value in zip(WHAT, both, strict=True):
+                if not math.isfinite(value):
+                    raise AnomalyError(
+                        f"the {what} is {value} in step {step}: its update was not applied, and "
+                        "nothing is recorded or saved since; try a lower --optim.lr, "
+                        "--precision.compute float32, or --resilience.anomaly skip"
+                    )
 
 
 def _changed(first: Trial, second: Trial) -> tuple[int, ...]:

@@ -43,8 +43,9 @@ class Wishes:
         import torch.distributed as dist
 
         stop = bool(_came) or (self._deadline is not None and time.monotonic() > self._deadline)
-        self._flags = torch.tensor([stop, save, busy], dtype=torch.int32)
+        self._flags = (stop, save, busy)
         if dist.get_world_size() > 1:
+            self._flags = torch.tensor(self._flags, dtype=torch.int32)
             self._work = dist.all_reduce(self._flags, async_op=True)
 
     def answer(self) -> tuple[bool, bool, bool]:
@@ -54,6 +55,6 @@ class Wishes:
         """
         if self._work is not None:
             self._work.wait()
-            self._work = None
-        stop, save, busy = self._flags.tolist()
+            self._work, self._flags = None, self._flags.tolist()
+        stop, save, busy = self._flags
         return bool(stop), bool(save), bool(busy)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
@@ -83,13 +84,23 @@ def slowest(step_seconds: float, table: Sequence[Sequence[float]]) -> tuple[int 
     Args:
         table: of each rank the seconds for its data, those of computing, and its place.
     """
+    # Of all with a place the values in order, so that leaving one out costs no new sorting: there
+    # may be thousands of ranks.
+    places: dict[tuple[float, ...], tuple[list[float], list[float]]] = {}
+    for data, compute, *place in table:
+        values = places.setdefault(tuple(place), ([], []))
+        values[0].append(data)
+        values[1].append(compute)
+    for values in places.values():
+        values[0].sort()
+        values[1].sort()
     worst: tuple[int | None, float, str] = (None, 1.0, "")
     for rank, (data, compute, *place) in enumerate(table):
-        peers = [row for other, row in enumerate(table) if other != rank and row[2:] == place]
-        if not peers:
+        all_data, all_compute = places[tuple(place)]
+        if len(all_data) == 1:
             continue
-        more = data - statistics.median(row[0] for row in peers)
-        usual = statistics.median(row[1] for row in peers)
+        more = data - _median_without(all_data, data)
+        usual = _median_without(all_compute, compute)
         by_data = step_seconds / max(step_seconds - more, 1e-9)
         by_compute = compute / usual if usual > 0 else 1.0
         if by_data > worst[1]:
@@ -97,6 +108,16 @@ def slowest(step_seconds: float, table: Sequence[Sequence[float]]) -> tuple[int 
         if by_compute > worst[1]:
             worst = rank, by_compute, "its computing"
     return worst
+
+
+def _median_without(ordered: Sequence[float], one: float) -> float:
+    """The median of all but one of at least two values."""
+    gone, count = bisect_left(ordered, one), len(ordered) - 1
+
+    def at(place: int) -> float:
+        return ordered[place + (place >= gone)]
+
+    return (at((count - 1) // 2) + at(count // 2)) / 2
 
 
 def probe(device: torch.device, size: int = 2048, times: int = 8) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from weft.checkpoint.interval import Saves
 from weft.checkpoint.replicas import compare_replicas
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import Saver
-from weft.data.loader import Batch, Loader
+from weft.data.loader import Ahead, Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
 from weft.observe.ledger import Ledger
@@ -96,17 +97,22 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     copies = job.resilience.replica_check
     groups = join(job, plan, store, rank, say)
 
+    def drop_gradients() -> None:
+        for param in params:
+            param.grad = None
+
     def compute(batches: list[Batch]) -> Trial:
         """One step without its update."""
-        optimizer.zero_grad()  # there are gradients if it is computed again
+        drop_gradients()  # there are some if it is computed again
         share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
-        groups.sum([share, *(param.grad for param in params if param.grad is not None)])
+        groups.sum(chain([share], (param.grad for param in params if param.grad is not None)))
         return gather(share, *grad_norm(params, stages))
 
     section = job.checkpoint
     saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
-    with rare_garbage(), closing(groups), closing(saver), ExitStack() as stack:
+    ahead = Ahead(loader, rank.device, threaded=rank.device.type == "cuda")
+    with rare_garbage(), closing(groups), closing(saver), closing(ahead), ExitStack() as stack:
 
         def open_at(step: int) -> list[Sink]:
             stack.close()
@@ -134,7 +140,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
             with naming(step):
                 with clock.waiting_for_data():
                     reach("step", step=step)
-                    rows = loader.batch(at.samples, groups.place, groups.count)
+                    rows = ahead.batch(at.samples, groups.place, groups.count)
                     batches = [batch_to(batch, rank.device) for batch in rows]
 
                 reach("forward_backward")
@@ -147,7 +153,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     say(f"warning: step {step}: {anomaly}")
                     anomalies.append(anomaly.to_dict(step, at.samples, samples - 1))
                 if anomaly is not None and anomaly.action == "rewind":
-                    optimizer.zero_grad()
+                    drop_gradients()
                     back = rewind(home, section.local, saver, parts, optimizer, say)
                     anomalies[-1] |= {"first_sample": back.samples, "back_to": back.step}
                     at = replace(back, samples=samples)
@@ -161,7 +167,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     clip(params, trial.norm, job.optim.max_grad_norm)
                     set_learning_rate(optimizer, lr)
                     step_unless(optimizer, ~trial.told.isfinite().all())
-                optimizer.zero_grad()
+                drop_gradients()
                 at = Position(step, samples, watch.state())
                 clock.count_step()
                 if step % GARBAGE_STEPS == 0:

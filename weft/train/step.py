@@ -95,7 +95,7 @@ class Engine:
         if self._gathers is not None:
             self._gathers.scale()
         batches = [self._own_tokens(batch) for batch in batches]
-        count = torch.stack([valid_tokens(batch.targets_BT) for batch in batches]).sum()
+        count = _sum([valid_tokens(batch.targets_BT) for batch in batches])
         count = self.mesh.sum_over_tokens(count)
         over_groups([count])
         # A batch without a valid target has no loss and no gradient.
@@ -193,7 +193,7 @@ class Engine:
         """The sum of ``losses`` where it is this rank that tells it, else zero."""
         if not (losses and self._tells):
             return torch.zeros((), device=self.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return _sum([loss.detach() for loss in losses])
 
     def _run_schedule(self, batches: list[Batch], run: Any) -> list[Tensor]:
         """The microbatches through the pipeline, by ``step`` or ``eval`` of its schedule."""
@@ -232,6 +232,10 @@ class Engine:
             if column is not None
         }
         return batch._replace(**mine)
+
+
+def _sum(scalars: list[Tensor]) -> Tensor:
+    return scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum()
 
 
 def _gathered(rows: Tensor) -> Tensor:

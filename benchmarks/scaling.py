@@ -1,0 +1,190 @@
+"""How weft's own cost grows with layers, ranks and parameters: at most linearly.
+
+    .venv/bin/python benchmarks/scaling.py [--rounds 3]
+
+Each case is a process of its own, one rank of a world that is not there: torch's fake process group
+answers every collective at once.  All tensors are real but small, and a step trains on one row of 8
+tokens, so that what is timed is what the host does.  The exponent of growth is that of
+the three largest sizes, by least squares between logarithms: below them what is constant hides it.
+
+    start      planning, the mesh, the model on meta, sharding, initial weights
+    step       a batch, forward and backward, clipping, AdamW, as `weft.train.loop` has them
+    own        of it what is weft's: all but model and loss, autograd, and the optimizer's step
+    record     what a record asks of all ranks: which of them is slow
+    memory     the process's largest resident size since everything was imported
+
+Processor time, not wall time, and the least of all rounds: the machine may be busy.  Exit status 1
+if an exponent is above 1.1; of a whole step it only informs, since a model that has left the
+processor's caches is slower for every loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from weft.checkpoint.state import named_parameters
+from weft.data.loader import Loader
+from weft.data.store import TokenStream
+from weft.job import read_job
+from weft.optim.optimizer import clip, grad_norm, step_unless
+from weft.plan.resolve import Machine, resolve
+from weft.resilience.anomaly import gather
+from weft.resilience.stragglers import Stragglers
+from weft.train.setup import Rank, build
+
+LIMIT = 1.1  # of an exponent
+SHARDS = 16  # ranks that share one copy, at most: what a rank holds must not shrink to nothing
+SIZES: dict[str, list[dict[str, int]]] = {
+    "layers": [{"layers": n} for n in (2, 4, 8, 16, 32, 64)],
+    "ranks": [{"ranks": n} for n in (1, 4, 16, 64, 256, 1024, 4096, 16384)],
+    "parameters": [{"dim": n} for n in (64, 128, 256, 512, 1024)],
+}
+COSTS = ("start", "step", "own", "record", "memory")
+
+
+def peak_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+
+
+def processor_ms(work: Callable[[], Any], times: int) -> float:
+    spent = []
+    for _ in range(times):
+        began = time.process_time()
+        work()
+        spent.append(time.process_time() - began)
+    return min(spent) * 1e3
+
+
+def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]:
+    """One case, in this process, which does nothing else."""
+    torch.set_num_threads(1)
+    imported = peak_mib()
+    began = time.process_time()
+    shards = min(ranks, SHARDS)
+    overrides = {
+        "model.num_layers": layers,
+        "model.dim": dim,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.ffn_dim": 3 * dim,
+        "model.vocab_size": 512,
+        "data.vocab_size": 512,
+        "train.seq_len": 8,
+        "train.global_batch": ranks,
+        "parallel.dp_shard": shards,
+        "parallel.dp_replicate": ranks // shards,
+        "run.dir": "/nonexistent",
+    }
+    job, _, problems = read_job("demo", [(key, str(value)) for key, value in overrides.items()])
+    assert not problems, problems
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    plan = resolve(job, Machine("cpu", devices=1, world_size=ranks, local_world_size=1))
+    parts, mesh, engine, optimizer, _ = build(job, plan, Rank(0, 0, ranks, torch.device("cpu")))
+    start = (time.process_time() - began) * 1e3
+
+    stream = TokenStream([np.zeros(8 << 20, np.uint16)])
+    loader = Loader(stream, 8, 0, "windows", 0, ranks, mesh.dp_rank, plan.dp_size, plan.microbatch)
+    params = [param for _, param in named_parameters(parts)]
+    spent = {"others": 0.0}
+
+    def others(work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                spent["others"] += time.process_time() - began
+
+        return timed
+
+    torch.Tensor.backward = others(torch.Tensor.backward)  # type: ignore[method-assign]
+    optimizer.step = others(optimizer.step)  # type: ignore[method-assign]
+    engine._forward = others(engine._forward)  # type: ignore[method-assign]
+    consumed = 0
+    own: list[float] = []
+
+    def step() -> None:
+        nonlocal consumed
+        began, spent["others"] = time.process_time(), 0.0
+        share = engine.forward_backward(loader.batch(consumed))
+        trial = gather(share, *grad_norm(params))
+        clip(params, trial.norm, 1.0)
+        step_unless(optimizer, ~trial.told.isfinite().all())
+        optimizer.zero_grad()
+        consumed += ranks
+        own.append(time.process_time() - began - spent["others"])
+
+    stragglers = Stragglers(0, torch.device("cpu"), (mesh.at["pp"], mesh.at["cp"]))
+    for _ in range(3):
+        step()
+    costs = {
+        "start": start,
+        "step": processor_ms(step, 9),
+        "own": min(own) * 1e3,
+        "record": processor_ms(lambda: stragglers.judge(1, 1.0, 0.1, 0.1, print), 5),
+        "memory": peak_mib() - imported,
+    }
+    return costs | {"parameters": plan.num_params}
+
+
+def exponent(sizes: list[float], costs: list[float]) -> float:
+    """By which power costs grow at the three largest sizes."""
+    x, y = ([math.log(value) for value in values[-3:]] for values in (sizes, costs))
+    return statistics.linear_regression(x, y).slope
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(measure(**options.case)))
+        os._exit(0)
+    load = os.getloadavg()[0]
+    print(f"{date.today()}  torch {torch.__version__}  Python {platform.python_version()}")
+    print(f"load {load:.1f} of {os.cpu_count()} cores; ms of processor time, MiB")
+    found: dict[str, dict[str, float]] = {}
+    for _ in range(options.rounds):
+        for case in (json.dumps(case) for cases in SIZES.values() for case in cases):
+            command = [sys.executable, __file__, "--case", case]
+            now = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+            found[case] = {key: min(now[key], found.get(case, now)[key]) for key in now}
+    worst = 0.0
+    for axis, cases in SIZES.items():
+        print(f"\n{axis:>12}" + "".join(f"{cost:>10}" for cost in COSTS))
+        rows = [found[json.dumps(case)] for case in cases]
+        sizes = [
+            row["parameters"] if axis == "parameters" else next(iter(case.values()))
+            for case, row in zip(cases, rows, strict=True)
+        ]
+        for size, row in zip(sizes, rows, strict=True):
+            print(f"{size:>12,.0f}" + "".join(f"{row[cost]:>10.2f}" for cost in COSTS))
+        exponents = [exponent(sizes, [row[cost] for row in rows]) for cost in COSTS]
+        print(f"{'exponent':>12}" + "".join(f"{value:>10.2f}" for value in exponents))
+        judged = zip(COSTS, exponents, strict=True)
+        worst = max(worst, *(value for cost, value in judged if cost != "step"))
+    print(f"\nlargest exponent {worst:.2f}; at most {LIMIT} wanted")
+    sys.exit(worst > LIMIT)
+
+
+if __name__ == "__main__":
+    main()

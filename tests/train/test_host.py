@@ -1,0 +1,156 @@
+"""The host side of a step: it never waits for the device, nor the device for data."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.harness import RankError, run_ranks
+from tests.small import Overrides, losses, small_job, train_rank
+from weft.data.loader import Ahead
+from weft.data.store import open_store
+from weft.plan.resolve import Machine, resolve
+from weft.train import loop
+from weft.train.setup import Rank
+
+UNLOGGED: Overrides = [
+    ("train.steps", "14"),
+    ("observe.log_interval", "10"),
+    ("resilience.replica_check", "0"),
+]
+
+# ------------------------------------------------------------------ waiting for the device
+
+# What hands a value to the host, and so waits for a device: as the user writes it, and below.
+WAITS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
+
+
+class Above(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in WAITS and args[0].dtype != torch.int32:  # what ranks wish is in host memory
+            SEEN[STEP[0], name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Below(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
+            SEEN[STEP[0], name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+SEEN: Counter[tuple[int, str]] = Counter()
+STEP = [0]
+
+
+def train_and_count(overrides: Overrides, store: str) -> dict[tuple[int, str], int]:
+    """What was waited for in each step."""
+    reach = loop.reach
+
+    def noting(site: str, *args: Any, **kwargs: Any) -> None:
+        STEP[0] = kwargs.get("step", STEP[0])
+        reach(site, *args, **kwargs)
+
+    loop.reach = noting  # type: ignore[assignment]
+    with Above(), Below():
+        train_rank(overrides, store)
+    return dict(SEEN)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("microbatch", ["auto", "2"])
+def test_no_waiting_in_an_unlogged_step(
+    ranks: int, microbatch: str, store_path: Path, tmp_path: Path
+) -> None:
+    overrides = [*UNLOGGED, ("train.microbatch", microbatch), ("run.dir", str(tmp_path))]
+    for seen in run_ranks(train_and_count, ranks, overrides, str(store_path)):
+        # 1 and 10 are logged, 14 is the last one, and the first makes the optimizer's state.
+        assert {step for step, _ in seen} >= {1, 10, 14}
+        assert {key: n for key, n in seen.items() if key[0] in (*range(2, 10), 11, 12, 13)} == {}
+
+
+def train_on_gpu_without_waiting(overrides: Overrides, store: str) -> None:
+    reach = loop.reach
+
+    def strict(site: str, *args: Any, **kwargs: Any) -> None:
+        if site == "step":
+            unlogged = kwargs["step"] in (*range(2, 10), 11, 12, 13)
+            torch.cuda.set_sync_debug_mode("error" if unlogged else "default")
+        reach(site, *args, **kwargs)
+
+    loop.reach = strict  # type: ignore[assignment]
+    job = small_job(*overrides)
+    rank = Rank(0, 0, 1, torch.device("cuda", 0))
+    plan = resolve(job, Machine("cuda", devices=1, world_size=1))
+    loop.train(job, plan, open_store(Path(store)), rank, Console(quiet=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA whether the host waits")
+def test_no_device_sync_in_an_unlogged_step(store_path: Path, tmp_path: Path) -> None:
+    overrides = [*UNLOGGED, ("precision.compute", "float32"), ("run.dir", str(tmp_path))]
+    run_ranks(train_on_gpu_without_waiting, 1, overrides, str(store_path))
+
+
+# ------------------------------------------------------------------ waiting for data
+
+
+def train_with_thread(overrides: Overrides, store: str, fail_at: int = 0) -> list[str]:
+    """Train as on a GPU, with batches made ahead; the threads that are left."""
+    reach = loop.reach
+
+    def failing(site: str, *args: Any, **kwargs: Any) -> None:
+        if fail_at and kwargs.get("step") == fail_at:
+            raise RuntimeError(f"planned {[t.name for t in threading.enumerate()]}")
+        reach(site, *args, **kwargs)
+
+    loop.reach = failing  # type: ignore[assignment]
+    loop.Ahead = lambda loader, device, threaded: Ahead(loader, device, True)  # type: ignore
+    with pytest.raises(RuntimeError, match="weft-data") if fail_at else nullcontext():
+        train_rank(overrides, store)
+    return [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_made_ahead_change_nothing(ranks: int, store_path: Path, tmp_path: Path) -> None:
+    for name, function in (("plain", train_rank), ("ahead", train_with_thread)):
+        overrides = [("run.dir", str(tmp_path / name)), ("data.packing", "documents")]
+        left = run_ranks(function, ranks, overrides, str(store_path))  # type: ignore[arg-type]
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "plain")
+    assert all("weft-data" not in names for names in left)
+
+
+def test_no_thread_is_left_after_a_failure(store_path: Path, tmp_path: Path) -> None:
+    overrides = [("run.dir", str(tmp_path))]
+    (left,) = run_ranks(train_with_thread, 1, overrides, str(store_path), 5)
+    assert "weft-data" not in left
+
+
+def read_fails(overrides: Overrides, store: str) -> None:
+    """The batch of step 4 cannot be read."""
+    batch = loop.Loader.batch
+
+    def failing(loader: Any, consumed: int, *groups: int) -> Any:
+        if consumed == 3 * loader.global_batch:
+            raise OSError("no such page")
+        return batch(loader, consumed, *groups)
+
+    loop.Loader.batch = failing  # type: ignore[method-assign]
+    loop.Ahead = lambda loader, device, threaded: Ahead(loader, device, True)  # type: ignore
+    train_rank(overrides, store)
+
+
+def test_an_error_of_reading_tells_its_step(store_path: Path, tmp_path: Path) -> None:
+    overrides = [("run.dir", str(tmp_path))]
+    with pytest.raises(RankError, match=r"(?s)no such page.*in step 4"):
+        run_ranks(read_fails, 1, overrides, str(store_path))
