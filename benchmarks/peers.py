@@ -40,6 +40,7 @@ import multiprocessing
 import os
 import platform
 import random
+import socket
 import statistics
 import sys
 import tempfile
@@ -244,6 +245,8 @@ def bare_loop(
 
 
 def bare_fsdp(work: Work) -> None:
+    meeting, ranks = f"file://{work.folder}/meeting", work.plan.world_size
+    dist.init_process_group("gloo", init_method=meeting, rank=work.rank, world_size=ranks)
     model = work.model()
     blocks = list(model.layers.values())
     for block in blocks:
@@ -260,7 +263,7 @@ def weft(work: Work) -> None:
     from weft.observe.sinks import quiet_console
     from weft.resilience import heartbeat
     from weft.train import loop
-    from weft.train.setup import Built, Rank
+    from weft.train.setup import Built, connect
 
     build, reach = loop.build, loop.reach
 
@@ -276,12 +279,10 @@ def weft(work: Work) -> None:
         reach(site, *args, **kwargs)
 
     loop.build, loop.reach = build_and_watch, reach_and_wait
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     heartbeat.start(work.rank, None, LOG)
-    rank = Rank(work.rank, work.rank, work.plan.world_size, torch.device("cpu"))
     store = open_store(Path(work.folder.parent / "store").resolve())
-    with (work.folder / "terminal.txt").open("w") as terminal:
+    os.environ |= {"RANK": str(work.rank), "WORLD_SIZE": str(work.plan.world_size)}
+    with connect(work.plan) as rank, (work.folder / "terminal.txt").open("w") as terminal:
         loop.train(work.job, work.plan, store, rank, quiet_console(terminal))
 
 
@@ -583,11 +584,6 @@ def worker(name: str, rank: int, pipe: Connection, options: argparse.Namespace, 
         logging.disable(logging.INFO)
         job, plan = jobs(options, folder)
         torch.set_num_threads(options.threads)
-        if options.ranks > 1:
-            meeting = f"file://{folder}/meeting"
-            dist.init_process_group(
-                "gloo", init_method=meeting, rank=rank, world_size=options.ranks
-            )
         function, _ = (MORE_RANKS if options.ranks > 1 else ONE_RANK)[name]
         function(Work(job, plan, folder, rank, Turn(pipe)))
         raise RuntimeError("ended before it was told to")
@@ -657,6 +653,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(options.threads)}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with socket.create_server(("127.0.0.1", 0)) as free:  # where weft's ranks meet
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     os.environ |= {"PYTHONWARNINGS": "ignore"}  # of semaphores that nobody needs any more
     burst = options.burst or BURST[options.model]
     table = MORE_RANKS if options.ranks > 1 else ONE_RANK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import Counter
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from weft.data.loader import Ahead
 from weft.data.store import open_store
 from weft.plan.resolve import Machine, resolve
 from weft.train import loop
-from weft.train.setup import Rank
+from weft.train.setup import Rank, keep_freed_memory
 
 UNLOGGED: Overrides = [
     ("train.steps", "14"),
@@ -100,6 +101,27 @@ def train_on_gpu_without_waiting(overrides: Overrides, store: str) -> None:
 def test_no_device_sync_in_an_unlogged_step(store_path: Path, tmp_path: Path) -> None:
     overrides = [*UNLOGGED, ("precision.compute", "float32"), ("run.dir", str(tmp_path))]
     run_ranks(train_on_gpu_without_waiting, 1, overrides, str(store_path))
+
+
+# ------------------------------------------------------------------ memory
+
+
+def faults(keep: bool) -> int:
+    """Page faults of a pattern of allocations that repeats, after the first two times."""
+    if keep:
+        keep_freed_memory()
+    before = 0
+    for time in range(5):
+        blocks = [torch.ones(6 << 20) for _ in range(3)]  # 24 MiB each
+        del blocks
+        if time == 1:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_freed_memory_is_kept() -> None:
+    assert run_ranks(faults, 1, True)[0] < 2000
+    assert run_ranks(faults, 1, False)[0] > 20_000
 
 
 # ------------------------------------------------------------------ waiting for data
