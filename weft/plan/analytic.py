@@ -23,8 +23,7 @@ What autograd saves for backward, and what remains of it with recomputation, is 
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -42,8 +41,11 @@ from weft.plan.cost import (
 from weft.plan.timetable import Timetable, in_flight, timetable
 
 # Reserved by the caching allocator over what lives: blocks of freed temporaries that nothing of
-# later size fits in.  Measured by replays of traced steps: 1.12 to 1.19 eager.
-RESERVED = 1.16
+# later size fits in.  Measured by replays of traced steps: 1.12 to 1.24.
+RESERVED = {"eager": 1.20, "fused": 1.15, "compiled": 1.15}
+# Bytes of a logit at the loss: log-softmax in float32, its gradient, and the logits' own; where
+# fused, logits in bfloat16 and in float32, and the gradient in place.
+LOSS = {"eager": 12, "compiled": 12, "fused": 8}
 
 # Bytes by element for casting one operand of a float8 product: amax, scaled copy, transposed copy;
 # fused with what comes before it, compiled, and one kernel for each of some ten operations.
@@ -97,8 +99,8 @@ class Layout:
     """How a model is trained.  ``zero``: 0 replicas, 1 sharded optimizer, 2 and 3 sharded gradients
     and weights, gathered once a step or in every microbatch.
 
-    ``remat``: ``none``; ``selective``: attention and half the products are kept; ``block``: every
-    second layer is computed again; ``attention``: only scores are; ``full``: every layer is.
+    ``remat``: ``none``; ``selective``: attention and half the products are kept; ``block``: a part
+    of the layers, ``remat_part``, is computed again; ``attention``: only scores are; ``full``: every layer is.
     ``tp_overlap``: of tensor-parallel collectives; ``hide_sync``: of gradients' and weights'.
     """
 
@@ -114,8 +116,9 @@ class Layout:
     schedule: str = "1F1B"
     precision: Precision = "bf16"
     remat: Literal["none", "selective", "block", "attention", "full"] = "none"
+    remat_part: float = 0.5
     fusion: Literal["eager", "fused", "compiled"] = "eager"
-    kernel: Literal["flash", "attention", "unfused"] = "flash"
+    kernel: Literal["flash1", "flash", "attention", "unfused"] = "flash"
     zero: int = 3
     sequence_parallel: bool = True
     tp_overlap: Overlap = "exposed"
@@ -168,11 +171,18 @@ def _products(sizes: Sizes, lay: Layout) -> list[Matmul]:
     ]
 
 
-def _casts(products: list[Matmul], fusion: str) -> float:
-    """Bytes to bring a product's two operands to its precision."""
-    return sum(
-        CAST[fusion] * (op.m * op.k + op.k * op.n) for op in products if op.precision != "bf16"
-    )
+def _casts(products: list[Matmul], fusion: str) -> tuple[float, float]:
+    """Bytes to bring operands to the products' precision, forward and backward.
+
+    Fused stacks keep weights cast over a step, and inputs in both orders from forward on; others
+    cast inputs and weights again in backward.
+    """
+    low = [op for op in products if op.precision != "bf16"]
+    inputs, weights = sum(op.m * op.k for op in low), sum(op.k * op.n for op in low)
+    gradients, each = sum(op.m * op.n for op in low), CAST[fusion]
+    if fusion == "fused":
+        return each * inputs, each * gradients
+    return each * (inputs + weights), each * (gradients + inputs + weights)
 
 
 def _attention(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
@@ -235,13 +245,13 @@ def _layer(sizes: Sizes, lay: Layout) -> tuple[Work, Work, Work]:
             Collective(kind, whole, "tp", lay.tp, 1, lay.tp_overlap, 2)  # type: ignore[arg-type]
             for kind in kinds
         )
-    forward = attention + Work(
-        tuple(products), (), swept + _casts(products, lay.fusion), kernels, sends
-    )
+    cast, cast_back = _casts(products, lay.fusion)
+    forward = attention + Work(tuple(products), (), swept + cast, kernels, sends)
     grads = [op._replace(k=op.n, n=op.k) for op in products]
     weights = [op._replace(m=op.k, k=op.m) for op in products]
-    casts = _casts(grads, lay.fusion) + _casts(weights, lay.fusion)
-    backward = attention_back + Work((*grads, *weights), (), 2 * swept + casts, 2 * kernels, sends)
+    backward = attention_back + Work(
+        (*grads, *weights), (), 2 * swept + cast_back, 2 * kernels, sends
+    )
     return forward, backward, _again(lay, products, attention, swept, kernels, sends)
 
 
@@ -257,17 +267,18 @@ def _again(
         return Work()
     if lay.remat == "attention":  # with a flash kernel nothing is left to compute again
         return attention if lay.kernel == "unfused" else Work()
-    casts = _casts(products, lay.fusion)
+    casts = _casts(products, lay.fusion)[0]
     if lay.remat == "selective":
         # Every second product, and all that is no product; TorchTitan's policy keeps the scattered.
         half = tuple(op._replace(n=op.n / 2) for op in products)
         return Work(half, (), swept + casts / 2, kernels, sends[:1])
     whole = attention + Work(tuple(products), (), swept + casts, kernels, sends)
     if lay.remat == "block":
-        share = tuple(op._replace(n=op.n / 2) for op in whole.matmuls)
-        flash = tuple(op._replace(flops=op.flops / 2) for op in whole.attention)
-        some = tuple(op._replace(count=op.count / 2) for op in whole.collectives)
-        return Work(share, flash, whole.swept_bytes / 2, whole.kernels / 2, some)
+        part = lay.remat_part
+        share = tuple(op._replace(n=op.n * part) for op in whole.matmuls)
+        flash = tuple(op._replace(flops=op.flops * part) for op in whole.attention)
+        some = tuple(op._replace(count=op.count * part) for op in whole.collectives)
+        return Work(share, flash, whole.swept_bytes * part, whole.kernels * part, some)
     return whole
 
 
@@ -305,6 +316,8 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     if every:
         forward = sum(gather, forward)
         backward = sum((*gather, *reduce), backward)
+    else:  # weights' gradients add up in float32
+        backward += Work((), (), 8 * layer_params)
     backward += again
     works: list[StageWork] = []
     for stage, count in enumerate(counts):
@@ -376,62 +389,53 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     if lay.remat == "full":
         return 2 * h
     if lay.remat == "selective":
-        return 2 * (h + q + kv + q + (f if sizes.gated else 0) + h)
+        kept = 2 * (h + q + kv + q + (f if sizes.gated else 0) + h)
+        if lay.precision != "bf16" and lay.fusion == "eager":
+            # Every linear's operator keeps its own input in float8 and its magnitude.
+            kept += 3 * (3 * h + q + (1 + sizes.gated) * h + f)
+        return kept
     ups = 2 if sizes.gated else 1
     eager = 12 * h if lay.fusion == "eager" else 0  # norms: float32 copies of input and output
     whole = eager + 4 * h + width * 2 * h + 2 * (2 * q + 2 * kv)
     whole += ups * 2 * f + width * f + (2 * f if sizes.gated and lay.fusion == "eager" else 0)
     if lay.kernel == "unfused" and lay.remat == "none":
         whole += 5 * sizes.heads / lay.tp * lay.seq_len
-    return (whole + 2 * h) / 2 if lay.remat == "block" else whole
+    if lay.remat == "block":
+        return whole + lay.remat_part * (2 * h - whole)
+    return whole
 
 
 def memory_of(sizes: Sizes, lay: Layout) -> dict[str, float]:
     """Bytes on the fullest rank by category, and ``allocator``: what it reserves beyond them."""
     stages = lay.pp * lay.stages_per_rank
     counts = layers_of_stages(sizes.layers, stages)
-    table = sizes.vocab * sizes.hidden / lay.tp
+    table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
     flying = in_flight(_timetable(lay)) if lay.pp > 1 else [1]
+    shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
+    saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
     worst: dict[str, float] = {}
     for rank in range(lay.pp):
-        mine = [s for s in range(stages) if s % lay.pp == rank]
-        params = sum(counts[s] for s in mine) * sizes.layer_params / lay.tp
-        params += table * ((rank == 0) + (rank == lay.pp - 1 and not (sizes.tied and lay.pp == 1)))
-        shards = lay.dp_shard * lay.cp if lay.zero else 1
-        if lay.zero in (1, 2) and lay.kept_bytes:
-            shards = max(shards, lay.dp * lay.cp)
-        held: Counter[str] = Counter()
-        held["state"] = lay.state_bytes * params / shards + lay.kept_bytes * params
-        held["activations"] = lay.tokens * sum(
-            counts[s] * flying[s] * _saved(sizes, lay) for s in mine
-        )
-        if lay.zero >= 2 and shards > 1:
-            gathered = params if lay.zero == 2 else 2 * sizes.layer_params / lay.tp
-            held["gathered"] = 2 * gathered + lay.gradient_bytes * 2 * sizes.layer_params / lay.tp
-        if rank == lay.pp - 1:
-            # Logits in bfloat16, in float32, their log-softmax, and the gradient.
-            each = {"fused": 8, "compiled": 8, "eager": 14}[lay.fusion]
-            held["logits"] = lay.tokens * sizes.vocab / lay.tp * each * (not lay.fused_loss)
-        local = lay.tokens / lay.tp
-        if lay.remat != "none":  # one layer in the making
-            free = _saved(sizes, _plain(lay))
-            held["temporaries"] = lay.tokens * free
-        else:
-            held["temporaries"] = local * 4 * (sizes.hidden + sizes.ffn)
-        # Loss and the first layer's recomputation are not at one time.
-        less = min(held["logits"], held["temporaries"])
-        held["temporaries"] -= less if held["temporaries"] <= held["logits"] else 0
-        if held["temporaries"] > held["logits"]:
-            held["logits"] = 0.0
-        total = held.total()
-        held["allocator"] = (RESERVED - 1) * (total - held["state"] * 0.5) if lay.reserved else 0.0
-        if held.total() > sum(worst.values()):
-            worst = dict(held)
+        mine = range(rank, stages, lay.pp)
+        last = rank == lay.pp - 1
+        params = sum(counts[s] for s in mine) * layer
+        params += table * ((rank == 0) + (last and not (sizes.tied and lay.pp == 1)))
+        held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}
+        held["gathered"] = 0.0
+        if lay.zero >= 2 and shards > 1 and lay.microbatches == 1:
+            held["state"] -= 4 * params / shards  # no gradients yet, where memory is fullest
+        if lay.zero == 2 and shards > 1:  # weights stay, and gradients add up unreduced
+            held["gathered"] = params * (2 + 4 * (lay.microbatches > 1))
+        elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
+            held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
+        held["activations"] = lay.tokens * saved * sum(counts[s] * flying[s] for s in mine)
+        # Either the loss, or a layer in the making: what it saves, and gradients of its widest.
+        wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
+        layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
+        logits = last * (sizes.vocab / lay.tp * LOSS[lay.fusion] + wide) * (not lay.fused_loss)
+        held["temporaries"] = lay.tokens * max(layers, logits)
+        if lay.reserved:
+            growing = sum(held.values()) - held["gathered"]
+            held["allocator"] = (RESERVED[lay.fusion] - 1) * growing
+        if sum(held.values()) > sum(worst.values()):
+            worst = held
     return worst
-
-
-@lru_cache(maxsize=1024)
-def _plain(lay: Layout) -> Layout:
-    from dataclasses import replace
-
-    return replace(lay, remat="none")

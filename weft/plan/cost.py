@@ -53,6 +53,8 @@ ASYNC_HIDES = 0.75
 COLLECTIVE_START = 15e-6
 
 Precision = Literal["bf16", "float8", "float4"]
+# FlashAttention as first published, its second edition, and what is made for the device.
+Kernel = Literal["flash1", "flash", "attention"]
 Overlap = Literal["exposed", "async", "ring", "prefetch"]
 
 
@@ -76,7 +78,7 @@ class Attention(NamedTuple):
     keys: float
     head_dim: int
     backward: bool = False
-    kernel: Literal["flash", "attention"] = "flash"
+    kernel: Kernel = "flash"
 
 
 class Collective(NamedTuple):
@@ -178,7 +180,9 @@ def matmul_seconds(op: Matmul, device: Device) -> float:
 
 
 def attention_seconds(op: Attention, device: Device) -> float:
-    rate = getattr(device, op.kernel)[op.backward]
+    rates = device.attention if op.kernel == "attention" else device.flash
+    # "2x faster than FlashAttention": FlashAttention-2's paper.
+    rate = rates[op.backward] * (0.5 if op.kernel == "flash1" else 1)
     rate *= op.keys / (op.keys + ATTENTION_RAMP) * min(1.0, op.head_dim / 128) ** 0.4
     return op.flops / rate
 
