@@ -62,7 +62,8 @@ class Stack:
     seq_len: int = 4096
     vocab: int = 128256
     network: str | None = None
-    remat: str = "none"  # where the row says nothing
+    # Where the row says nothing; "auto": as many layers again as memory asks for.
+    remat: str = "none"
     compile_fuses: bool = True
 
 
@@ -78,6 +79,7 @@ MEGATRON = Stack(
         "reserved": False,
     },
     seq_len=4096,
+    remat="auto",
 )
 # By a word of the source; the first that is found.
 STACKS: dict[str, Stack] = {
@@ -87,8 +89,10 @@ STACKS: dict[str, Stack] = {
     # Llama 2, FSDP1, gradients reduced in bfloat16.
     "fms-fsdp": Stack({"zero": 3, "gradient_bytes": 2}),
     "maximizing": Stack({"zero": 3, "gradient_bytes": 2}),
-    # MPT: attn_impl triton, FlashAttention's first edition; layer norm in low precision as one kernel.
-    "llm-foundry": Stack({"zero": 3, "fusion": "fused", "kernel": "flash1"}, seq_len=2048, vocab=50368),
+    # MPT: attn_impl triton, FlashAttention's first edition; layer norm as one kernel.
+    "llm-foundry": Stack(
+        {"zero": 3, "fusion": "fused", "kernel": "flash1"}, seq_len=2048, vocab=50368
+    ),
     # DeepSpeed's fork of Megatron of 2021: no flash attention, no sequence parallelism, whole
     # gradients reduced at the end of a step, everything computed again.
     "vtrain": Stack(
@@ -122,16 +126,16 @@ STACKS: dict[str, Stack] = {
     "nanotron": Stack(
         {
             "zero": 0,
-            "fusion": "fused",
+            "fusion": "eager",
             "state_bytes": 12,
-            "kept_bytes": 8,
+            "kept_bytes": 6,
             "tp_overlap": "async",
         },
         vocab=131072,
         network="playbook",
     ),
     "playbook": Stack(
-        {"zero": 0, "fusion": "fused", "state_bytes": 12, "kept_bytes": 8, "tp_overlap": "async"},
+        {"zero": 0, "state_bytes": 12, "kept_bytes": 6, "tp_overlap": "async"},
         vocab=131072,
         network="playbook",
     ),
@@ -147,6 +151,15 @@ STACKS: dict[str, Stack] = {
 
 class Unexpressed(ValueError):
     """Why a row cannot be predicted."""
+
+
+def stack_of(row: Row) -> tuple[str, Stack]:
+    """The system that was run, by name; the oldest Megatron is told by its devices."""
+    source = row["source"].lower()
+    system, stack = next((k, s) for k, s in STACKS.items() if k in source)
+    if system == "megatron" and re.match("a100|v100", row["gpu"].lower()):
+        return "megatron of 2021", STACKS["vtrain"]
+    return system, stack
 
 
 def number(text: str) -> float:
@@ -259,13 +272,15 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
     if "pure mixed" in notes:
         options |= {"gradient_bytes": 2, "state_bytes": 8}
     if re.search("chunked ce", source):
-        options["fused_loss"] = True
+        options["chunked_loss"] = True
     per_rank = whole("vpp")
     if "interleaved" in row["schedule"].lower():
         per_rank = max(2, per_rank)
     schedule = "1F1B" if per_rank == 1 else "Interleaved1F1B"
     if "gpipe" in row["schedule"].lower():
         schedule = "GPipe"
+    if re.search(r"zero.?bubble|\bzb", row["schedule"].lower()):
+        schedule, per_rank = "InterleavedZeroBubble", max(2, per_rank)
     if sizes.layers + 2 < pp * per_rank:
         raise Unexpressed(f"{pp * per_rank} stages of {sizes.layers} layers")
     return Layout(
@@ -289,8 +304,11 @@ def hardware_of(row: Row, stack: Stack) -> Hardware:
     device = device_of(row)
     networks = known_clusters()[1]
     network = networks[stack.network] if stack.network else device.network
+    where = f"{row['source']} {row['notes']} {row['gpu']}".lower()
+    if re.search(r"\befa\b|\bp5e?\b", where) and not stack.network:
+        network = networks["efa-3200"]
     node = int(number(row["gpus_per_node"])) or (72 if device.name.startswith("GB") else 8)
-    said = re.search(r"(\d{3,4}) ?gbps", f"{row['source']} {row['notes']}".lower())
+    said = re.search(r"(\d{3,4}) ?gbps", where)
     if said:  # of a node
         network = replace(network, bandwidth=float(said[1]) * 1e9 / 8 / node)
     return Hardware(device, node, network)
@@ -303,9 +321,11 @@ def measured(row: Row, sizes: Sizes, lay: Layout, device: Device) -> float:
     time = re.search(r"iteration time ([\d.,]+) ?(ms|s)", row["notes"])
     if time:
         seconds = number(time[1]) / (1000 if time[2] == "ms" else 1)
-        return lay.global_batch * lay.seq_len / seconds / int(row["n_gpus"])
+        return lay.global_batch * lay.seq_len / seconds / number(row["n_gpus"])
     flops = number(row["tflops_per_gpu"]) * 1e12
     flops = flops or number(row["mfu"]) * (0.01 if number(row["mfu"]) > 1.5 else 1) * device.bf16
+    if "peak is hfu" in row["notes"].lower():
+        flops *= 0.75  # everything was computed again
     # As published: products with weights and the whole square of attention, thrice.
     weights = sizes.layers * sizes.layer_params + sizes.vocab * sizes.hidden
     return flops / (6 * weights + 12 * sizes.layers * sizes.q * lay.seq_len)
@@ -337,14 +357,41 @@ class Case:
         return number(self.row["mem_gib"])
 
 
+def live(held: dict[str, float]) -> float:
+    """GiB that a run cannot do without.
+
+    What the allocator keeps in reserve it gives up before it fails, all but a twentieth, which is
+    in pieces; and the driver keeps 1 GiB.
+    """
+    return 1.05 * (sum(held.values()) - held.get("allocator", 0.0)) / GIB + 1
+
+
+def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
+    """With the least recomputation that fits, in tenths of the layers, where none is published."""
+    if lay.remat != "auto":  # type: ignore[comparison-overlap]
+        return lay
+    for part in range(11):
+        lay = replace(lay, remat="block", remat_part=part / 10)
+        if live(memory_of(sizes, lay)) <= device.memory_gib:
+            break
+    return lay
+
+
 def case_of(row: Row) -> Case:
-    source = row["source"].lower()
+    """A row's prediction.
+
+    Raises:
+        Unexpressed: why there is none.
+    """
+    row = defaultdict(str, {key: (value or "").strip() for key, value in row.items() if key})
     if "bug" in f"{row['precision']} {row['notes']}".lower():
         raise Unexpressed("measured with a bug that the source then removes")
-    system, stack = next((k, s) for k, s in STACKS.items() if k in source)
+    if re.search(r"moe|mixtral|deepseek|-a\d+b|grok|dbrx|lora", row["model"].lower()):
+        raise Unexpressed("only dense decoders are priced")
+    system, stack = stack_of(row)
     sizes = sizes_of(row, stack)
-    lay = layout_of(row, sizes, stack)
     hardware = hardware_of(row, stack)
+    lay = fitted(sizes, layout_of(row, sizes, stack), hardware.device)
     case = Case(row, system, measured(row, sizes, lay, hardware.device))
     if not (case.measured or case.measured_memory or case.out_of_memory):
         raise Unexpressed("nothing that was measured is published")
@@ -354,11 +401,11 @@ def case_of(row: Row) -> Case:
         raise Unexpressed(f"schedule: {error}") from error
     spent = step_seconds(step, hardware)
     case.spent = dict(spent)
-    case.predicted = step.tokens / spent.total() / int(row["n_gpus"])
+    case.predicted = step.tokens / spent.total() / number(row["n_gpus"])
     held = memory_of(sizes, lay)
     case.memory = sum(held.values()) / GIB
     # What the allocator keeps in reserve it gives up before it fails; the driver keeps 1 GiB.
-    case.live = (sum(held.values()) - held.get("allocator", 0.0)) / GIB + 1
+    case.live = live(held)
     case.capacity = hardware.device.memory_gib
     case.choice = (case.source, row["model"], row["n_gpus"], row["gpu"], row["seq_len"])
     return case
@@ -384,8 +431,8 @@ def ranks(values: Iterable[float]) -> np.ndarray[Any, Any]:
     return np.argsort(np.argsort(list(values))).astype(float)
 
 
-def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float]]:
-    """Of every set of three or more: rank correlation, and the part that the first choice loses."""
+def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
+    """Of sets of three or more: rank correlation, what the first choice loses, and a name."""
     sets: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
     for case in cases:
         sets[case.choice].append(case)
@@ -397,7 +444,10 @@ def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float]]:
             np.corrcoef(ranks(c.predicted for c in some), ranks(c.measured for c in some))[0, 1]
         )
         best = max(c.measured for c in some)
-        found.append((rho, 1 - max(some, key=lambda c: c.predicted).measured / best))
+        lost = 1 - max(some, key=lambda c: c.predicted).measured / best
+        row = some[0].row
+        name = f"{some[0].source[:30]}, {row['model']} on {row['n_gpus']}, {len(some)} layouts"
+        found.append((rho, lost, name))
     return found
 
 
@@ -422,8 +472,8 @@ def summary(cases: Sequence[Case], skipped: int) -> dict[str, float | int]:
         "throughput_p90_error_calibrated": percentile(fine, 90),
         "memory_median_error": percentile(memory, 50),
         "memory_worst_error": percentile(memory, 100),
-        "rank_correlation": percentile([rho for rho, _ in sets], 50),
-        "top1_regret": percentile([lost for _, lost in sets], 50),
+        "rank_correlation": statistics.fmean(rho for rho, *_ in sets) if sets else math.nan,
+        "top1_regret": statistics.fmean(lost for _, lost, _ in sets) if sets else math.nan,
         "fits_accuracy": sum(fits) / len(fits) if fits else math.nan,
         "rows": len(cases),
         "skipped": skipped,
@@ -439,7 +489,8 @@ def describe(case: Case) -> str:
     layout = "x".join(row[k] or "-" for k in ("n_gpus", "tp", "pp", "cp"))
     cells = [
         f"{case.source[:24]:24} {row['model'][:16]:16} {row['gpu'][:10]:10} {layout:12}",
-        f"mb{row['micro_batch'] or '-':3} s{row['seq_len'] or '-':6} {row['precision'][:8]:8} {row['ac'][:6]:6}",
+        f"mb{row['micro_batch'] or '-':3} s{row['seq_len'] or '-':6}",
+        f"{row['precision'][:8]:8} {row['ac'][:6]:6}",
     ]
     if case.measured:
         cells.append(
@@ -447,9 +498,8 @@ def describe(case: Case) -> str:
         )
         cells.append(f"{case.calibrated / case.measured - 1:+5.0%}")
     if case.measured_memory:
-        cells.append(
-            f"{case.measured_memory:6.1f} {case.memory:6.1f} {case.memory / case.measured_memory - 1:+5.0%}"
-        )
+        off = case.memory / case.measured_memory - 1
+        cells.append(f"{case.measured_memory:6.1f} {case.memory:6.1f} {off:+5.0%}")
     elif case.out_of_memory:
         cells.append(f"   OOM {case.memory:6.1f}")
     return " ".join([*cells, spent])
@@ -462,16 +512,17 @@ def by_system(cases: Sequence[Case]) -> list[str]:
         groups[case.system or case.source].append(case)
     for name, some in groups.items():
         timed = [c for c in some if c.measured]
-        raw = [c.predicted / c.measured - 1 for c in timed]
+        bias = [c.predicted / c.measured - 1 for c in timed]
+        raw = [abs(x) for x in bias]
         fine = [abs(c.calibrated / c.measured - 1) for c in timed]
         memory = [abs(c.memory / c.measured_memory - 1) for c in some if c.measured_memory]
         sets = choice_sets(timed)
         lines.append(
-            f"{name[:24]:24} {len(some):4} rows  bias {percentile(raw, 50):+6.1%}"
-            f"  |raw| {percentile([abs(x) for x in raw], 50):6.1%} p90 {percentile([abs(x) for x in raw], 90):6.1%}"
+            f"{name[:24]:24} {len(some):4} rows  bias {percentile(bias, 50):+6.1%}"
+            f"  error {percentile(raw, 50):6.1%} p90 {percentile(raw, 90):6.1%}"
             f"  calibrated {percentile(fine, 50):6.1%} p90 {percentile(fine, 90):6.1%}"
             f"  memory {percentile(memory, 50):6.1%} worst {percentile(memory, 100):6.1%}"
-            f"  rho {percentile([r for r, _ in sets], 50):5.2f}"
+            f"  rho {percentile([r for r, *_ in sets], 50):5.2f}"
         )
     return lines
 
@@ -486,9 +537,7 @@ def main() -> None:
     with options.file.open(newline="") as file:
         for line, row in enumerate(csv.DictReader(file), 2):
             try:
-                cases.append(
-                    case_of({key: (value or "").strip() for key, value in row.items() if key})
-                )
+                cases.append(case_of(row))
             except Unexpressed as why:
                 skipped.append(f"line {line}, {row['source'][:40]}, {row['model']}: {why}")
     found = summary(cases, len(skipped))
@@ -497,6 +546,8 @@ def main() -> None:
         return
     print(*(describe(case) for case in cases), sep="\n")
     print(*(f"skipped: {why}" for why in skipped), sep="\n")
+    for rho, lost, name in sorted(choice_sets([c for c in cases if c.measured])):
+        print(f"choice set {name}: rank correlation {rho:.2f}, regret {lost:.1%}")
     print(*by_system(cases), sep="\n")
     print(*(f"{key:36} {value:.3f}" for key, value in found.items()), sep="\n")
 

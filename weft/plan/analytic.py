@@ -1,7 +1,8 @@
 """ANALYTIC: what a decoder's training step does and holds, by arithmetic from its sizes and layout.
 
 The quick twin of a trace: fractions of a millisecond for a layout, where a trace takes seconds.  A
-search prunes with it, and published runs of other systems, which cannot be traced, are priced by it.
+search prunes with it, and published runs of other systems, which nobody can trace here, are priced
+by it.
 Its `Step` and a trace's are priced by the same `weft.plan.cost`.
 
 Ranks are numbered with tensor parallelism inside, then context, shards, replicas, and the pipeline
@@ -38,17 +39,19 @@ from weft.plan.cost import (
     Work,
     Works,
 )
-from weft.plan.timetable import Timetable, in_flight, timetable
+from weft.plan.timetable import Action, Timetable, timetable
 
 # Reserved by the caching allocator over what lives: blocks of freed temporaries that nothing of
 # later size fits in.  Measured by replays of traced steps: 1.12 to 1.24.
-RESERVED = {"eager": 1.20, "fused": 1.15, "compiled": 1.15}
+RESERVED = 1.20
 # Bytes of a logit at the loss: log-softmax in float32, its gradient, and the logits' own; where
-# fused, logits in bfloat16 and in float32, and the gradient in place.
-LOSS = {"eager": 12, "compiled": 12, "fused": 8}
+# fused, logits in bfloat16 and in float32, and the gradient in place; in chunks, logits and
+# gradient in bfloat16.
+LOSS = {"eager": 12, "compiled": 12, "fused": 8, "chunked": 4}
 
 # Bytes by element for casting one operand of a float8 product: amax, scaled copy, transposed copy;
-# fused with what comes before it, compiled, and one kernel for each of some ten operations.
+# fused with what comes before it, compiled, and one kernel for each of some ten operations.  Four
+# bits take a rotation and a second scale: twice as much.
 CAST = {"fused": 4.0, "compiled": 6.0, "eager": 34.0}
 # Per element of hidden, of queries and keys, of feed-forward (gated, plain): see above.
 SWEPT = {
@@ -100,7 +103,8 @@ class Layout:
     and weights, gathered once a step or in every microbatch.
 
     ``remat``: ``none``; ``selective``: attention and half the products are kept; ``block``: a part
-    of the layers, ``remat_part``, is computed again; ``attention``: only scores are; ``full``: every layer is.
+    of the layers, ``remat_part``, is computed again; ``attention``: only scores are; ``full``:
+    every layer is.
     ``tp_overlap``: of tensor-parallel collectives; ``hide_sync``: of gradients' and weights'.
     """
 
@@ -126,7 +130,7 @@ class Layout:
     gradient_bytes: int = 4  # as reduced
     state_bytes: float = 16.0  # of a parameter, over its shards: weight, gradient, moments
     kept_bytes: float = 0.0  # of a parameter, on every rank
-    fused_loss: bool = False
+    chunked_loss: bool = False
     reserved: bool = True  # memory as the allocator reserves it, or as it lives
 
     @property
@@ -179,7 +183,8 @@ def _casts(products: list[Matmul], fusion: str) -> tuple[float, float]:
     """
     low = [op for op in products if op.precision != "bf16"]
     inputs, weights = sum(op.m * op.k for op in low), sum(op.k * op.n for op in low)
-    gradients, each = sum(op.m * op.n for op in low), CAST[fusion]
+    gradients = sum(op.m * op.n for op in low)
+    each = CAST[fusion] * (2 if any(op.precision == "float4" for op in low) else 1)
     if fusion == "fused":
         return each * inputs, each * gradients
     return each * (inputs + weights), each * (gradients + inputs + weights)
@@ -200,7 +205,7 @@ def _attention(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
         # Batched over heads: as one product with as many rows.
         many = rows * sizes.heads / lay.tp
         pair = [op._replace(m=op.m * many) for op in pair]
-        back = [op._replace(count=2) for op in pair]
+        back = [op._replace(times=2) for op in pair]
         return (
             Work(tuple(pair), swept_bytes=11 * square, kernels=6),
             Work(tuple(back), swept_bytes=14 * square, kernels=8),
@@ -215,13 +220,13 @@ def _attention(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
         attention=(Attention(flops, keys, head_dim, False, lay.kernel),),
         swept_bytes=merge,
         kernels=3 + 12 * steps,
-        collectives=(ring._replace(count=steps),) if steps else (),
+        collectives=(ring._replace(times=steps),) if steps else (),
     )
     backward = Work(
         attention=(Attention(2.5 * flops, keys, head_dim, True, lay.kernel),),
         swept_bytes=2 * merge,
         kernels=4 + 16 * steps,
-        collectives=(ring._replace(count=2 * steps),) if steps else (),
+        collectives=(ring._replace(times=2 * steps),) if steps else (),
     )
     return forward, backward
 
@@ -277,7 +282,7 @@ def _again(
         part = lay.remat_part
         share = tuple(op._replace(n=op.n * part) for op in whole.matmuls)
         flash = tuple(op._replace(flops=op.flops * part) for op in whole.attention)
-        some = tuple(op._replace(count=op.count * part) for op in whole.collectives)
+        some = tuple(op._replace(times=op.times * part) for op in whole.collectives)
         return Work(share, flash, whole.swept_bytes * part, whole.kernels * part, some)
     return whole
 
@@ -316,8 +321,8 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     if every:
         forward = sum(gather, forward)
         backward = sum((*gather, *reduce), backward)
-    else:  # weights' gradients add up in float32
-        backward += Work((), (), 8 * layer_params)
+    else:  # gradients of weights add up: one read, one written
+        backward += Work((), (), 2 * lay.gradient_bytes * layer_params)
     backward += again
     works: list[StageWork] = []
     for stage, count in enumerate(counts):
@@ -373,7 +378,7 @@ def _head(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
     t, vocab = lay.tokens, sizes.vocab / lay.tp
     product = Matmul(t, sizes.hidden, vocab)
     # Logits go up to float32, through log-softmax, and come back as gradients.
-    swept = t * vocab * (4 if lay.fused_loss else 14)
+    swept = t * vocab * (4 if lay.chunked_loss else 14)
     back = (product._replace(k=product.n, n=product.k), product._replace(m=product.k, k=product.m))
     return Work((product,), (), swept, 15), Work(back, (), swept, 25)
 
@@ -385,11 +390,13 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     """Bytes that a layer keeps for a token of one microbatch, on one rank."""
     local = 1 / (lay.tp if lay.sequence_parallel else 1)
     h, q, kv, f = sizes.hidden * local, sizes.q / lay.tp, sizes.kv / lay.tp, sizes.ffn / lay.tp
-    width = 1 if lay.precision != "bf16" and lay.fusion == "fused" else 2
+    width = {"bf16": 2.0, "float8": 1.0, "float4": 0.5}[lay.precision]
+    width = width if lay.fusion == "fused" else 2.0
     if lay.remat == "full":
         return 2 * h
     if lay.remat == "selective":
-        kept = 2 * (h + q + kv + q + (f if sizes.gated else 0) + h)
+        # The down product's output only makes the next layer's input, which a compiler sees.
+        kept = 2 * (h + q + kv + q + f * sizes.gated + h * (lay.fusion == "eager"))
         if lay.precision != "bf16" and lay.fusion == "eager":
             # Every linear's operator keeps its own input in float8 and its magnitude.
             kept += 3 * (3 * h + q + (1 + sizes.gated) * h + f)
@@ -405,12 +412,22 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     return whole
 
 
+def _most_kept(order: list[Action], counts: list[int]) -> int:
+    """Layers times microbatches whose activations a rank keeps at most."""
+    most = now = 0
+    split = any(action.kind == "W" for action in order)
+    for stage, kind, _ in order:
+        now += counts[stage] * ((kind == "F") - (kind == ("W" if split else "B")))
+        most = max(most, now)
+    return most
+
+
 def memory_of(sizes: Sizes, lay: Layout) -> dict[str, float]:
     """Bytes on the fullest rank by category, and ``allocator``: what it reserves beyond them."""
     stages = lay.pp * lay.stages_per_rank
     counts = layers_of_stages(sizes.layers, stages)
     table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
-    flying = in_flight(_timetable(lay)) if lay.pp > 1 else [1]
+    table_of = _timetable(lay) if lay.pp > 1 else {0: [Action(0, "F", 0)]}
     shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
     saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
     worst: dict[str, float] = {}
@@ -427,15 +444,16 @@ def memory_of(sizes: Sizes, lay: Layout) -> dict[str, float]:
             held["gathered"] = params * (2 + 4 * (lay.microbatches > 1))
         elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
             held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
-        held["activations"] = lay.tokens * saved * sum(counts[s] * flying[s] for s in mine)
+        held["activations"] = lay.tokens * saved * _most_kept(table_of[rank], counts)
         # Either the loss, or a layer in the making: what it saves, and gradients of its widest.
         wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
         layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
-        logits = last * (sizes.vocab / lay.tp * LOSS[lay.fusion] + wide) * (not lay.fused_loss)
+        each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
+        logits = last * (sizes.vocab / lay.tp * each + wide)
         held["temporaries"] = lay.tokens * max(layers, logits)
         if lay.reserved:
             growing = sum(held.values()) - held["gathered"]
-            held["allocator"] = (RESERVED[lay.fusion] - 1) * growing
+            held["allocator"] = (RESERVED - 1) * growing
         if sum(held.values()) > sum(worst.values()):
             worst = held
     return worst

@@ -32,9 +32,6 @@ from typing import Literal, NamedTuple
 from weft.plan.devices import Device, Network
 from weft.plan.timetable import Timetable
 
-# Long runs on random numbers draw more power than a benchmark's second, so that clocks fall; and
-# of many shapes not each is the library's best.  Usual ratio of sustained to best.
-SUSTAINED = 0.90
 # Of a data sheet's memory bandwidth, what streaming kernels reach (STREAM and copies: 0.8 to 0.92).
 STREAMED = 0.85
 # Rows, columns of a tile of a matrix product, and the steps of k that its start and end cost.
@@ -62,12 +59,12 @@ Overlap = Literal["exposed", "async", "ring", "prefetch"]
 
 
 class Matmul(NamedTuple):
-    """``count`` products of (m, k) by (k, n)."""
+    """``times`` products of (m, k) by (k, n)."""
 
     m: float
     k: float
     n: float
-    count: int = 1
+    times: int = 1
     precision: Precision = "bf16"
 
 
@@ -93,7 +90,7 @@ class Collective(NamedTuple):
     ranks: int
     stride: int = 1
     overlap: Overlap = "exposed"
-    count: float = 1
+    times: float = 1
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        products = sum(2 * op.m * op.k * op.n * op.count for op in self.matmuls)
+        products = sum(2 * op.m * op.k * op.n * op.times for op in self.matmuls)
         return products + sum(op.flops for op in self.attention)
 
 
@@ -160,12 +157,23 @@ class Hardware:
     software: float = 1.0
 
 
-class Seconds(Counter[str]):
-    """Of a rank, by what they are spent on: compute, host, communication by axis, bubble."""
+class Seconds(dict[str, float]):
+    """Of a rank, by what they are spent on: compute, host, bubble, communication by its axis."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    def total(self) -> float:
+        return sum(self.values())
+
+    def add(self, other: Seconds, times: float = 1.0) -> Seconds:
+        for name, seconds in other.items():
+            self[name] += seconds * times
+        return self
 
 
 def matmul_seconds(op: Matmul, device: Device) -> float:
-    """Of ``op.count`` products one after the other."""
+    """Of ``op.times`` products one after the other."""
     if min(op.m, op.k, op.n) <= 0:
         return 0.0
     width = {"bf16": 2, "float8": 1, "float4": 0.5}[op.precision]
@@ -173,17 +181,19 @@ def matmul_seconds(op: Matmul, device: Device) -> float:
     # Libraries split what leaves cores idle, at some cost: the last wave is never quite empty.
     waves = tiles / device.cores
     filled = waves / math.ceil(waves) if waves < 1 else waves / (waves + 0.5 * (-waves % 1))
-    efficiency = SUSTAINED * max(filled, 0.1) * op.k / (op.k + TILE_RAMP)
+    efficiency = device.sustained * max(filled, 0.1) * op.k / (op.k + TILE_RAMP)
     arithmetic = 2 * op.m * op.k * op.n / (device.flops(op.precision) * efficiency)
     moved = width * (op.m * op.k + op.k * op.n) + 2 * op.m * op.n
-    return op.count * (max(arithmetic, moved / (STREAMED * device.bandwidth)) + KERNEL_GAP)
+    return op.times * (max(arithmetic, moved / (STREAMED * device.bandwidth)) + KERNEL_GAP)
 
 
 def attention_seconds(op: Attention, device: Device) -> float:
     rates = device.attention if op.kernel == "attention" else device.flash
     # "2x faster than FlashAttention": FlashAttention-2's paper.
-    rate = rates[op.backward] * (0.5 if op.kernel == "flash1" else 1)
-    rate *= op.keys / (op.keys + ATTENTION_RAMP) * min(1.0, op.head_dim / 128) ** 0.4
+    rate = rates[op.backward] * (0.5 if op.kernel == "flash1" else 1.0)
+    rate *= op.keys / (op.keys + ATTENTION_RAMP)
+    if op.kernel != "flash1":  # made for heads of 64; later ones are best at 128
+        rate *= min(1.0, op.head_dim / 128) ** 0.4
     return op.flops / rate
 
 
@@ -207,10 +217,10 @@ def collective_seconds(op: Collective, hardware: Hardware) -> float:
         return 0.0
     speed, latency = bus(op.ranks, op.stride, hardware)
     if op.kind == "send":
-        return op.count * (op.bytes / speed + latency + COLLECTIVE_START)
+        return op.times * (op.bytes / speed + latency + COLLECTIVE_START)
     rounds = 2 if op.kind == "all_reduce" else 1
     moved = op.bytes * (op.ranks - 1) / op.ranks / speed
-    return op.count * (rounds * (moved + latency) + COLLECTIVE_START)
+    return op.times * (rounds * (moved + latency) + COLLECTIVE_START)
 
 
 def work_seconds(work: Work, hardware: Hardware) -> Seconds:
@@ -221,7 +231,7 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
     compute += work.swept_bytes / (STREAMED * device.bandwidth) + work.kernels * KERNEL_GAP
     compute /= hardware.software
     spent = Seconds(compute=compute)
-    prefetched: Counter[str] = Counter()
+    prefetched = Seconds()
     for op in work.collectives:
         seconds = collective_seconds(op, hardware)
         if op.overlap == "prefetch":
@@ -230,7 +240,7 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
             spent[op.axis] += max(CONTENTION * seconds, seconds - attention)
         else:
             spent[op.axis] += seconds * (1 - ASYNC_HIDES if op.overlap == "async" else 1)
-    hidden = sum(prefetched.values())
+    hidden = prefetched.total()
     busy = spent.total() + CONTENTION * hidden
     for axis, seconds in prefetched.items():
         # Exposed is what is longer than the layer, and what it slows the layer by.
@@ -245,8 +255,7 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
 def pass_seconds(works: Works, hardware: Hardware) -> Seconds:
     total = Seconds()
     for work, count in works:
-        for name, seconds in work_seconds(work, hardware).items():
-            total[name] += seconds * count
+        total.add(work_seconds(work, hardware), count)
     return total
 
 
@@ -310,34 +319,29 @@ def step_seconds(step: Step, hardware: Hardware) -> Seconds:
     spent = Seconds()
     if step.timetable is None:
         for part in (*forward, *backward):
-            for name, seconds in part.items():
-                spent[name] += seconds * step.microbatches
+            spent.add(part, step.microbatches)
         ranks: Iterable[Sequence[int]] = [range(len(step.stages))]
     else:
         f = [part.total() for part in forward]
         b = [part.total() for part in backward]
         seconds_of = {(s, "F"): f[s] for s in range(len(f))}
         seconds_of |= {(s, "B"): b[s] for s in range(len(b))}
-        # Of a backward without its recomputation, half is of inputs and half of weights.
+        # Gradients of inputs and of weights take as long as each other.
         seconds_of |= {(s, kind): b[s] / 2 for s in range(len(b)) for kind in "IW"}
         hop = collective_seconds(step.hop, hardware) if step.hop else 0.0
         end = max(makespan(step.timetable, seconds_of, hop).values())
         busy: dict[int, Seconds] = {}
         for rank, order in step.timetable.items():
-            mine = busy[rank] = Seconds()
-            counts = Counter((a.stage, a.kind) for a in order)
-            for (s, kind), count in counts.items():
-                part, half = (forward[s], 1.0) if kind == "F" else (backward[s], 1.0)
-                half = 0.5 if kind in "IW" else half
-                for name, seconds in part.items():
-                    mine[name] += seconds * count * half
+            busy[rank] = Seconds()
+            for (s, kind), count in Counter((a.stage, a.kind) for a in order).items():
+                part = forward[s] if kind == "F" else backward[s]
+                busy[rank].add(part, count * (0.5 if kind in "IW" else 1.0))
         worst = max(busy.values(), key=Seconds.total)
-        spent.update(worst)
+        spent.add(worst)
         spent["bubble"] += end - worst.total()
         ranks = [sorted({a.stage for a in order}) for order in step.timetable.values()]
-    spent.update(_sync(step, ranks, forward, backward, hardware))
-    spent.update(work_seconds(step.once, hardware))
-    return spent
+    spent.add(_sync(step, ranks, forward, backward, hardware))
+    return spent.add(work_seconds(step.once, hardware))
 
 
 def _sync(
@@ -353,7 +357,7 @@ def _sync(
         mine = Seconds()
         for name, behind in (("before", forward), ("after", backward)):
             cover = sum(behind[s].total() for s in stages)
-            hidden: Counter[str] = Counter()
+            hidden = Seconds()
             for s in stages:
                 for work, count in getattr(step.stages[s], name):
                     for op in work.collectives:
@@ -362,7 +366,7 @@ def _sync(
                     mine["compute"] += (
                         count * work.swept_bytes / (STREAMED * hardware.device.bandwidth)
                     )
-            total = sum(hidden.values())
+            total = hidden.total()
             for axis, taken in hidden.items():
                 mine[axis] += taken / total * max(CONTENTION * total, total - cover) if total else 0
         if mine.total() > worst.total():

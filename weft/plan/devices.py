@@ -79,6 +79,7 @@ class Device:
     float4: float = 0.0
     memory_gib: float = 0.0
     watts: float = 0.0
+    sustained: float = 0.9
     cores: int = 1
     flash: tuple[float, float] = (0.0, 0.0)  # causal attention, forward and backward
     attention: tuple[float, float] = (0.0, 0.0)
