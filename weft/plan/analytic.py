@@ -364,7 +364,8 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     if lay.pp > 1:
         table_of = _timetable(lay)
         stride = lay.tp * lay.cp * lay.dp
-        hop = Collective("send", 2 * lay.tokens * sizes.hidden / lay.tp, "pp", 2, stride)
+        parts = lay.tp if lay.sequence_parallel else 1
+        hop = Collective("send", 2 * lay.tokens * sizes.hidden / parts, "pp", 2, stride)
     tokens = lay.global_batch * lay.seq_len
     return Step(tuple(works), lay.microbatches, tokens, once, table_of, hop)
 

@@ -41,7 +41,7 @@ TILE_RAMP = 384
 ATTENTION_RAMP = 512
 # Seconds that a kernel costs the device beyond its work, and the host to launch it.
 KERNEL_GAP = 2e-6
-LAUNCH = 8e-6
+LAUNCH = 12e-6
 # Part of a hidden collective's time by which it slows what hides it.
 CONTENTION = 0.15
 # Part of tensor-parallel communication that asynchronous (decomposed) products hide.
@@ -203,12 +203,12 @@ def bus(ranks: int, stride: int, hardware: Hardware) -> tuple[float, float]:
     node = max(hardware.devices, link.domain)
     local = max(1, min(ranks, node // max(1, stride)))
     nodes = math.ceil(ranks / local)
+    # Where latency would rule, rings of many ranks are replaced by trees.
+    hops, inside = (min(n, 8 * math.log2(n + 1)) for n in (nodes - 1, ranks - nodes))
+    latency = hops * network.latency + inside * link.latency
     if nodes == 1:
-        return link.bandwidth, (ranks - 1) * link.latency
-    # Rings through many nodes are replaced by trees where latency would rule.
-    hops = min(nodes - 1, 8 * math.log2(nodes))
-    across = local * network.busbw(max(2, min(nodes * max(1, stride * local // node), 10**6)))
-    latency = hops * network.latency + (local - 1) * link.latency
+        return link.bandwidth, latency
+    across = local * network.busbw(nodes * max(1, stride * local // node))
     return (min(link.bandwidth, across) if local > 1 else across), latency
 
 
