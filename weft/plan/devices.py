@@ -1,101 +1,161 @@
-"""What is known of devices by name: peak arithmetic, memory; and clusters of them.
+"""What is known of devices by name: arithmetic, memory, links; and clusters of them.
 
-*Peaks* are in dense bfloat16 FLOP/s, for MFU, from the vendors' data sheets (without sparsity).
-A device that is not in the table, and every CPU, has no known peak: MFU is then not reported,
-rather than guessed.  With float8 products the peak stays bfloat16's.  Only part of the arithmetic
-is in float8, so a float8 peak, twice as high, is none that could be reached, and a mixture of the
-two could be compared with nothing.  Against bfloat16 MFUs of equal models compare as their speeds
-do, whatever the precision.
+The facts are data, with their sources: ``clusters.toml`` beside this file, and the user's own
+``~/.config/weft/clusters.toml``, which adds devices, links and networks or changes single numbers.
 
-*Memory* is what the same data sheets specify: A100 40 or 80 GB, H100 80, H200 141 (nvidia.com,
-data sheets of each), B200 180 (DGX B200 user guide: 1,440 GB of eight; 192 was announced), MI300X
-192 and MI325X 256 (amd.com).  The vendors' GB of these parts is 2**30 bytes: nvidia-smi tells
-81,920 MiB of an A100, 81,559 of an H100 and 143,771 of an H200.  So a driver tells the table's
-number or up to 1 % less, and of parts without stacked memory (A10G, L4, L40S) up to 6 % less.
+*Peaks* are dense FLOP/s, without sparsity; MFU is reckoned against bfloat16's.  A device that is
+not in the table, and every CPU, has no known peak: MFU is then not reported, rather than guessed.
+With float8 products the peak stays bfloat16's.  Only part of the arithmetic is in float8, so a
+float8 peak, twice as high, is none that could be reached, and a mixture of the two could be
+compared with nothing.  Against bfloat16 MFUs of equal models compare as their speeds do, whatever
+the precision.
+
+*Memory*: the vendors' GB of these parts is 2**30 bytes: nvidia-smi tells 81,920 MiB of an A100,
+81,559 of an H100 and 143,771 of an H200.  So a driver tells the table's number or up to 1 % less,
+and of parts without stacked memory (A10G, L4, L40S) up to 6 % less.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
 
 from weft.job import Problem
 
 GIB = 2**30
+USER_CLUSTERS = Path("~/.config/weft/clusters.toml")
 
-# The longest name that stands, as whole words, in what the driver calls the device wins.
-BF16_PEAK_FLOPS: dict[str, float] = {
-    "A10G": 70e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "MI300X": 1307e12,
-    "MI325X": 1307e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165e12,
-}
 
-# By the names that a cluster may have, each of which `peak_flops` knows, too.  A100 and A800 alone
-# would be two devices: which one is meant has to be said.
-MEMORY_BYTES: dict[str, int] = {
-    "A10G": 24 * GIB,
-    "A100 40GB": 40 * GIB,
-    "A100 80GB": 80 * GIB,
-    "A800 40GB": 40 * GIB,
-    "A800 80GB": 80 * GIB,
-    "L4": 24 * GIB,
-    "L40S": 48 * GIB,
-    "H100 PCIe": 80 * GIB,
-    "H100 NVL": 94 * GIB,
-    "H100": 80 * GIB,
-    "H800": 80 * GIB,
-    "H200": 141 * GIB,
-    "GH200": 96 * GIB,
-    "B200": 180 * GIB,
-    "MI300X": 192 * GIB,
-    "MI325X": 256 * GIB,
-    "RTX 3090": 24 * GIB,
-    "RTX 4090": 24 * GIB,
-}
+@dataclass(frozen=True)
+class Link:
+    """Between the devices of a node: bytes/s that a device sends in collectives, and seconds a hop.
+
+    ``domain``: how many devices it joins, where these are more than a node's.
+    """
+
+    bandwidth: float
+    latency: float
+    domain: int = 0
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between nodes: bytes/s of one device's adapter, and the part that collectives reach."""
+
+    bandwidth: float
+    latency: float
+    achieved: tuple[tuple[int, float], ...]  # rising numbers of nodes, each with its fraction
+
+    def busbw(self, nodes: int) -> float:
+        """Bytes/s of a device in a collective over so many nodes."""
+        points = self.achieved
+        below = max((p for p in points if p[0] <= nodes), default=points[0])
+        above = min((p for p in points if p[0] >= nodes), default=points[-1])
+        part = below[1]
+        if above[0] > below[0]:
+            way = math.log(nodes / below[0]) / math.log(above[0] / below[0])
+            part *= (above[1] / below[1]) ** way
+        return self.bandwidth * part
+
+
+@dataclass(frozen=True)
+class Device:
+    """One of ``clusters.toml``; see there.  ``bf16``, ``float8``, ``float4``: peaks, 0 if none."""
+
+    name: str
+    bandwidth: float
+    link: Link
+    network: Network
+    achieved: Mapping[str, float]
+    bf16: float = 0.0
+    float8: float = 0.0
+    float4: float = 0.0
+    memory_gib: float = 0.0
+    watts: float = 0.0
+    sustained: float = 0.9
+    cores: int = 1
+    flash: tuple[float, float] = (0.0, 0.0)  # causal attention, forward and backward
+    attention: tuple[float, float] = (0.0, 0.0)
+    capability: tuple[int, int] = (0, 0)
+
+    def flops(self, precision: str) -> float:
+        """FLOP/s of the best matrix product; a precision that it lacks runs in bfloat16."""
+        known = self.achieved.get(precision)
+        peak = {"bf16": self.bf16, "float8": self.float8, "float4": self.float4}[precision]
+        return known or peak * self.achieved["bf16"] / (self.bf16 or 1) or self.flops("bf16")
+
+
+def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
+    """Devices and networks of files; each may change and add to what came before it."""
+    tables: dict[str, dict[str, Any]] = {"devices": {}, "links": {}, "networks": {}}
+    for file in files:
+        for table, entries in tomllib.loads(file.read_text()).items():
+            for name, entry in entries.items():
+                tables[table][name] = {**tables[table].get(name, {}), **entry}
+    links = {name: Link(**entry) for name, entry in tables["links"].items()}
+    networks = {}
+    for name, entry in tables["networks"].items():
+        curve = sorted((int(nodes), part) for nodes, part in entry.pop("achieved").items())
+        networks[name] = Network(**entry, achieved=tuple(curve))
+
+    def entry_of(name: str) -> dict[str, Any]:
+        entry = tables["devices"][name]
+        base = entry_of(entry["like"]) if "like" in entry else {}
+        return {**base, **{key: value for key, value in entry.items() if key != "like"}}
+
+    devices = {}
+    for name in tables["devices"]:
+        entry = entry_of(name)
+        # What most devices are, where the table says nothing: the fraction A10G and its like reach.
+        entry.setdefault("achieved", {"bf16": 0.75 * entry.get("bf16", 0.0)})
+        entry["link"] = links[entry["link"]]
+        entry["network"] = networks[entry.get("network", "infiniband-200")]
+        for key in ("flash", "attention", "capability"):
+            if key in entry:
+                entry[key] = tuple(entry[key])
+        rate = 0.6 * entry["achieved"]["bf16"]  # as A100's FlashAttention 2
+        entry.setdefault("flash", (rate, 0.85 * rate))
+        entry.setdefault("attention", entry["flash"])
+        devices[name] = Device(name, **entry)
+    return devices, networks
+
+
+@lru_cache(maxsize=1)
+def known_clusters() -> tuple[dict[str, Device], dict[str, Network]]:
+    """What ships with weft, changed by the user's file."""
+    user = USER_CLUSTERS.expanduser()
+    return read_clusters(
+        Path(__file__).with_name("clusters.toml"), *([user] if user.is_file() else [])
+    )
+
+
+def device_named(name: str) -> Device:
+    """The device of a name of a cluster."""
+    return known_clusters()[0][name]
+
 
 # A name that a cluster of processors may have; there is no telling their memory.
 CPU = "CPU"
-
-# Those that multiply in float8, with the compute capability from which drivers tell it: NVIDIA's
-# from Ada on, AMD's from MI300 on; MXFP8's blocks of 32 numbers with a scale are Blackwell's
-# (developer.nvidia.com/cuda-gpus; the data sheets of each).
-CAPABILITY: dict[str, tuple[int, int]] = {
-    "L4": (8, 9),
-    "L40S": (8, 9),
-    "RTX 4090": (8, 9),
-    "H100 PCIe": (9, 0),
-    "H100 NVL": (9, 0),
-    "H100": (9, 0),
-    "H800": (9, 0),
-    "H200": (9, 0),
-    "GH200": (9, 0),
-    "B200": (10, 0),
-    "MI300X": (9, 4),
-    "MI325X": (9, 4),
-}
 
 # More than the largest cluster that there is, and few enough to reckon with in seconds.
 MOST_DEVICES = 2**20
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of the device that the driver calls ``device_name``, or None."""
-    known = [name for name in BF16_PEAK_FLOPS if re.search(rf"\b{name}\b", device_name)]
-    return BF16_PEAK_FLOPS[max(known, key=len)] if known else None
+    """Dense bfloat16 FLOP/s of the device that the driver calls ``device_name``, or None.
+
+    The longest name that stands there as whole words wins.  Drivers tell no memory.
+    """
+    peaks = {re.sub(r" \d+GB$", "", d.name): d.bf16 for d in known_clusters()[0].values()}
+    known = [n for n in peaks if peaks[n] and re.search(rf"\b{n}\b", device_name)]
+    return peaks[max(known, key=len)] if known else None
 
 
 # --------------------------------------------------------------------------- clusters
@@ -107,7 +167,7 @@ class Cluster:
 
     nodes: int
     devices: int  # of one node
-    device_name: str  # a name of `MEMORY_BYTES`, or `CPU`
+    device_name: str  # of `clusters.toml`
 
     @property
     def ranks(self) -> int:
@@ -116,7 +176,11 @@ class Cluster:
     @property
     def memory_bytes(self) -> int | None:
         """Of one device; None where unknown."""
-        return MEMORY_BYTES.get(self.device_name)
+        return int(self.device.memory_gib * GIB) or None
+
+    @cached_property
+    def device(self) -> Device:
+        return device_named(self.device_name)
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.devices}x{self.device_name.replace(' ', '-')}"
@@ -140,7 +204,7 @@ def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | Problem:
     nodes, devices = int(match[1]), int(match[2])
     if not 1 <= nodes * devices <= MOST_DEVICES:
         return Problem(key, text, f"has {nodes * devices:,} devices", f"use 1 to {MOST_DEVICES:,}")
-    by_plain = {_plain(name): name for name in (*MEMORY_BYTES, CPU)}
+    by_plain = {_plain(name): name for name in known_clusters()[0]}
     name = by_plain.get(_plain(match[3]))
     if name is None:
         return Problem(key, text, f"{match[3]!r} is not a known device", _nearest(match[3]))
@@ -153,7 +217,7 @@ def _plain(name: str) -> str:
 
 def _nearest(name: str) -> str:
     """The devices that may be meant: those that begin like that, or else are written alike."""
-    plain = {_plain(known): known.replace(" ", "-") for known in (*MEMORY_BYTES, CPU)}
+    plain = {_plain(known): known.replace(" ", "-") for known in known_clusters()[0]}
     near = [shown for known, shown in plain.items() if known.startswith(_plain(name))]
     near = near or [plain[k] for k in difflib.get_close_matches(_plain(name), plain, n=3)]
     if not near:

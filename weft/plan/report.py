@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.models import load_family
-from weft.plan.devices import CAPABILITY, CPU, Cluster, parse_cluster
+from weft.plan.devices import CPU, Cluster, parse_cluster
 from weft.plan.memory import USABLE, rank_bytes, state_bytes_per_param
 from weft.plan.placement import rank_map
 from weft.plan.resolve import Machine, Plan, resolve
@@ -85,7 +85,7 @@ def machine_of(cluster: Cluster) -> Machine:
         world_size=cluster.ranks,
         local_world_size=cluster.devices,
         memory_bytes=cluster.memory_bytes,
-        capability=CAPABILITY.get(cluster.device_name, (0, 0)),
+        capability=cluster.device.capability,
     )
 
 

@@ -1,0 +1,556 @@
+"""How far the planner's predictions are from runs that others measured and published.
+
+    python benchmarks/plan_accuracy.py published_runs.csv [--json] [--rows]
+
+Every row that can be expressed is predicted; the others are listed with the reason.  A row names
+its source, model, devices, layout and what was measured (tokens/s, TFLOP/s, MFU or an iteration's
+time; memory; or that it ran out of memory).  What a publication does not say follows from the
+system that was run, by `STACKS`: a system's properties, from its code and papers, none fitted.
+
+Printed are the errors of throughput without calibration, and with one software-efficiency scalar
+for each source, fitted to the source's other rows (leave-one-out; a source of one row takes the
+scalar of its system's other sources); of memory; whether runs fit; and, among layouts of one model
+on one number of devices from one source, rank correlation and the throughput lost by the planner's
+first choice.  `source` in full is what has one scalar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.plan.analytic import Layout, Sizes, memory_of, step_of
+from weft.plan.cost import Hardware, step_seconds
+from weft.plan.devices import GIB, Device, known_clusters
+
+Row = dict[str, str]
+
+# Sizes that a publication takes as known: layers, hidden, heads, kv heads, ffn, vocabulary, gated.
+MODELS: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    "gpt3-5b": (24, 4096, 32, 32, 16384, 51200, False),
+    "gpt3-20b": (44, 6144, 48, 48, 24576, 51200, False),
+    "gpt3-175b": (96, 12288, 96, 96, 49152, 51200, False),
+    "nemotron-8b": (32, 4096, 32, 32, 16384, 256000, False),
+    "nemotron-15b": (32, 6144, 48, 8, 24576, 256000, False),
+    "nemotron-22b": (40, 6144, 48, 48, 24576, 256000, False),
+    "nemotron-340b": (96, 18432, 96, 8, 73728, 256000, False),
+    "llama-2-7b": (32, 4096, 32, 32, 11008, 32000, True),
+    "llama-2-13b": (40, 5120, 40, 40, 13824, 32000, True),
+    "llama-2-70b": (80, 8192, 64, 8, 28672, 32000, True),
+    "llama-3-8b": (32, 4096, 32, 8, 14336, 128256, True),
+    "llama-3-70b": (80, 8192, 64, 8, 28672, 128256, True),
+    "llama-3-405b": (126, 16384, 128, 8, 53248, 128256, True),
+}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A training system: what its rows leave unsaid."""
+
+    layout: dict[str, Any]
+    seq_len: int = 4096
+    vocab: int = 128256
+    network: str | None = None
+    # Where the row says nothing; "auto": as many layers again as memory asks for.
+    remat: str = "none"
+    compile_fuses: bool = True
+
+
+MEGATRON = Stack(
+    # bf16 weights, float32 gradients; master weights and moments over the data-parallel ranks.
+    {
+        "zero": 1,
+        "fusion": "fused",
+        "kernel": "attention",
+        "state_bytes": 12,
+        "kept_bytes": 6,
+        "tp_overlap": "async",
+        "reserved": False,
+    },
+    seq_len=4096,
+    remat="auto",
+)
+# By a word of the source; the first that is found.
+STACKS: dict[str, Stack] = {
+    # FSDP2; SDPA's FlashAttention 2; gradients reduced in float32; weights stay between
+    # microbatches of a pipeline.
+    "torchtitan": Stack({"zero": 3}, seq_len=8192),
+    # Llama 2, FSDP1, gradients reduced in bfloat16.
+    "fms-fsdp": Stack({"zero": 3, "gradient_bytes": 2}),
+    "maximizing": Stack({"zero": 3, "gradient_bytes": 2}),
+    # MPT: attn_impl triton, FlashAttention's first edition; layer norm as one kernel.
+    "llm-foundry": Stack(
+        {"zero": 3, "fusion": "fused", "kernel": "flash1"}, seq_len=2048, vocab=50368
+    ),
+    # DeepSpeed's fork of Megatron of 2021: no flash attention, no sequence parallelism, whole
+    # gradients reduced at the end of a step, everything computed again.
+    "vtrain": Stack(
+        {
+            "zero": 0,
+            "fusion": "fused",
+            "kernel": "unfused",
+            "sequence_parallel": False,
+            "hide_sync": False,
+            "kept_bytes": 18,
+            "state_bytes": 0,
+            "gradient_bytes": 2,
+        },
+        seq_len=2048,
+        vocab=51200,
+        network="infiniband-200",
+        remat="full",
+    ),
+    "korthikanti": Stack(
+        {
+            **MEGATRON.layout,
+            "kernel": "unfused",
+            "zero": 0,
+            "hide_sync": False,
+            "tp_overlap": "exposed",
+        },
+        seq_len=2048,
+        vocab=51200,
+        remat="attention",
+    ),
+    "nanotron": Stack(
+        {
+            "zero": 0,
+            "fusion": "eager",
+            "state_bytes": 12,
+            "kept_bytes": 6,
+            "tp_overlap": "async",
+        },
+        vocab=131072,
+        network="playbook",
+    ),
+    "playbook": Stack(
+        {"zero": 0, "state_bytes": 12, "kept_bytes": 6, "tp_overlap": "async"},
+        vocab=131072,
+        network="playbook",
+    ),
+    "simumax": replace(MEGATRON, layout={**MEGATRON.layout, "tp_overlap": "exposed"}, vocab=128256),
+    "megatron": MEGATRON,
+    "nemo": MEGATRON,
+    "primus": MEGATRON,
+    "stas00": Stack({"zero": 3, "fusion": "fused", "kernel": "attention"}),
+    "llama 3": MEGATRON,
+    "": MEGATRON,
+}
+
+
+class Unexpressed(ValueError):
+    """Why a row cannot be predicted."""
+
+
+def stack_of(row: Row) -> tuple[str, Stack]:
+    """The system that was run, by name; the oldest Megatron is told by its devices."""
+    source = row["source"].lower()
+    system, stack = next((k, s) for k, s in STACKS.items() if k in source)
+    if system == "megatron" and re.match("a100|v100", row["gpu"].lower()):
+        return "megatron of 2021", STACKS["vtrain"]
+    return system, stack
+
+
+def number(text: str) -> float:
+    match = re.match(r"\s*~?([\d.]+)", text.replace(",", ""))
+    return float(match[1]) if match else 0.0
+
+
+def device_of(row: Row) -> Device:
+    devices = known_clusters()[0]
+    plain = re.sub(r"[^a-z0-9]", "", row["gpu"].lower())
+    if "h100" in plain and "gh100" not in plain:
+        special = "500w" in plain or "hbm2e" in plain or "95g" in plain or "96g" in plain
+        kind = "H100 PCIe" if "pcie" in plain else "H100 NVL" if "nvl" in plain else "H100"
+        return devices["H100 500W" if special else kind]
+    if "a100" in plain or "a800" in plain:
+        base = "A800" if "a800" in plain else "A100"
+        if "pcie" in plain and base == "A100":
+            return devices["A100 PCIe"]
+        return devices[f"{base} 40GB" if "40g" in plain else f"{base} 80GB"]
+    found = [n for n in devices if re.sub(r"\W", "", n).lower() in plain]
+    if not found:
+        raise Unexpressed(f"device {row['gpu']!r} is not known")
+    return devices[max(found, key=len)]
+
+
+def sizes_of(row: Row, stack: Stack) -> Sizes:
+    name = row["model"].lower()
+    if not row["hidden"] or not row["layers"]:
+        key = re.sub(r"llama-?(\d)(\.\d)?[-_ ]*", r"llama-\1-", name).replace("_", "-")
+        known = next((m for k, m in MODELS.items() if key.startswith(k)), None)
+        if known is None:
+            raise Unexpressed(f"sizes of {row['model']!r} are not published")
+        return Sizes(*known)
+    layers, hidden = int(number(row["layers"])), int(number(row["hidden"]))
+    heads = int(number(row["heads"])) or hidden // 128
+    vocab = int(number(row["vocab"])) or stack.vocab
+    ffn = int(number(row["ffn"])) or 4 * hidden
+    sizes = Sizes(layers, hidden, heads, int(number(row["kv_heads"])) or heads, ffn, vocab)
+    if re.search(r"gpt|mpt|nemotron|bloom", name):
+        # Their tables are tied, and positions learnt.
+        return replace(sizes, gated=False, tied=not re.search("nemotron", name))
+    if "qwen3" in name:
+        sizes = replace(sizes, head_dim=128)
+    params = number(row["params_b"]) * 1e9
+    plain = replace(sizes, gated=False)
+    if params and abs(plain.params - params) < abs(sizes.params - params):
+        return plain
+    return sizes
+
+
+def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
+    def whole(key: str, default: int = 1) -> int:
+        return int(number(row[key])) or default
+
+    notes, source = row["notes"].lower(), row["source"].lower()
+    devices, tp, pp, cp = whole("n_gpus", 0), whole("tp"), whole("pp"), whole("cp")
+    if not devices:
+        raise Unexpressed("number of devices is not published")
+    dp = devices // (tp * pp * cp)
+    if dp < 1:
+        raise Unexpressed(f"tp {tp} x pp {pp} x cp {cp} are more than {devices} devices")
+    options = dict(stack.layout)
+    shard, copies = whole("dp_shard", 0), whole("dp_replicate", 0)
+    if options["zero"] == 3 or shard > 1:
+        shard = shard or (dp // copies if copies else 8 if "hsdp" in notes and dp > 8 else dp)
+        shard = min(shard, dp)
+        if options["zero"] != 3:  # Megatron's own FSDP
+            options |= {"zero": 3, "state_bytes": 18, "kept_bytes": 0}
+        if pp > 1 or "shard_grad_op" in notes or "reshard=never" in source:
+            options["zero"] = 2
+    elif options["zero"] == 1 or "zero-1" in notes:
+        options["zero"], shard = 1, dp
+    else:
+        shard = dp
+        if options["zero"] == 0 and "state_bytes" in options:
+            options["kept_bytes"] = options.get("kept_bytes", 0) + options["state_bytes"]
+            options["state_bytes"] = 0
+    copies = max(1, dp // max(1, shard)) if shard else dp
+    batch = whole("global_batch", 0)
+    micro = whole("micro_batch", 0)
+    told = re.search(r"microbatches (\d+)|grad-accum (\d+)", notes)
+    counted = int(next(x for x in told.groups() if x)) if told else 0
+    if not batch and micro:
+        batch = micro * dp * (counted or 1)
+    batch = batch or dp
+    if pp > 1 and source.startswith("torchtitan") and batch // dp > 1:
+        # The column is the local batch; the number of microbatches is the repository's default.
+        micro = max(1, batch // dp // pp)
+    micro = micro or max(1, batch // dp // counted if counted else 1)
+    text = row["precision"].lower()
+    precision = "float4" if "fp4" in text else "float8" if re.search("fp8|float8", text) else "bf16"
+    if not text and "fp8" in source:
+        precision = "float8"
+    text = row["ac"].lower()
+    remat = stack.remat
+    if text:
+        words = {"block": "block", "sac": "selective", "op": "selective", "full": "full"}
+        remat = next((kind for word, kind in words.items() if word in text), "none")
+        if "selective" in text and "op" not in text and "block" not in text:
+            remat = "attention" if options.get("kernel") != "flash" else "selective"
+    again = re.search(r"hfu ([\d.]+)", notes)
+    if remat == "block" and again and number(row["mfu"]):
+        # FLOPs of hardware over those of the model: 4/3 where every layer is computed again.
+        options["remat_part"] = min(1.0, max(0.0, 3 * (float(again[1]) / number(row["mfu"]) - 1)))
+    if row["compile"] in ("0", "1"):
+        fused = options.get("fusion") == "fused"
+        options["fusion"] = "compiled" if row["compile"] == "1" else "fused" if fused else "eager"
+    if row["async_tp"] in ("0", "1") and tp > 1:
+        options["tp_overlap"] = "async" if row["async_tp"] == "1" else "exposed"
+    if "pure mixed" in notes:
+        options |= {"gradient_bytes": 2, "state_bytes": 8}
+    if re.search("chunked ce", source):
+        options["chunked_loss"] = True
+    per_rank = whole("vpp")
+    if "interleaved" in row["schedule"].lower():
+        per_rank = max(2, per_rank)
+    schedule = "1F1B" if per_rank == 1 else "Interleaved1F1B"
+    if "gpipe" in row["schedule"].lower():
+        schedule = "GPipe"
+    if re.search(r"zero.?bubble|\bzb", row["schedule"].lower()):
+        schedule, per_rank = "InterleavedZeroBubble", max(2, per_rank)
+    if sizes.layers + 2 < pp * per_rank:
+        raise Unexpressed(f"{pp * per_rank} stages of {sizes.layers} layers")
+    return Layout(
+        seq_len=whole("seq_len", stack.seq_len),
+        microbatch=micro,
+        global_batch=batch,
+        dp_replicate=copies,
+        dp_shard=shard,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        stages_per_rank=per_rank,
+        schedule=schedule,
+        precision=precision,
+        remat=remat,
+        **options,
+    )
+
+
+def hardware_of(row: Row, stack: Stack) -> Hardware:
+    device = device_of(row)
+    networks = known_clusters()[1]
+    network = networks[stack.network] if stack.network else device.network
+    where = f"{row['source']} {row['notes']} {row['gpu']}".lower()
+    if re.search(r"\befa\b|\bp5e?\b", where) and not stack.network:
+        network = networks["efa-3200"]
+    node = int(number(row["gpus_per_node"])) or (72 if device.name.startswith("GB") else 8)
+    said = re.search(r"(\d{3,4}) ?gbps", where)
+    if said:  # of a node
+        network = replace(network, bandwidth=float(said[1]) * 1e9 / 8 / node)
+    return Hardware(device, node, network)
+
+
+def measured(row: Row, sizes: Sizes, lay: Layout, device: Device) -> float:
+    """Tokens/s of a device, or 0."""
+    if row["tok_s_per_gpu"]:
+        return number(row["tok_s_per_gpu"])
+    time = re.search(r"iteration time ([\d.,]+) ?(ms|s)", row["notes"])
+    if time:
+        seconds = number(time[1]) / (1000 if time[2] == "ms" else 1)
+        return lay.global_batch * lay.seq_len / seconds / number(row["n_gpus"])
+    flops = number(row["tflops_per_gpu"]) * 1e12
+    flops = flops or number(row["mfu"]) * (0.01 if number(row["mfu"]) > 1.5 else 1) * device.bf16
+    if "peak is hfu" in row["notes"].lower():
+        flops *= 0.75  # everything was computed again
+    # As published: products with weights and the whole square of attention, thrice.
+    weights = sizes.layers * sizes.layer_params + sizes.vocab * sizes.hidden
+    return flops / (6 * weights + 12 * sizes.layers * sizes.q * lay.seq_len)
+
+
+@dataclass
+class Case:
+    row: Row
+    system: str
+    measured: float
+    predicted: float = 0.0
+    memory: float = 0.0  # predicted GiB
+    live: float = 0.0  # of them, what cannot be given up
+    capacity: float = 0.0
+    spent: dict[str, float] | None = None
+    calibrated: float = 0.0
+    choice: tuple[Any, ...] = ()
+
+    @property
+    def source(self) -> str:
+        return self.row["source"]
+
+    @property
+    def out_of_memory(self) -> bool:
+        return bool(re.search(r"out of memory|\boom\b", self.row["notes"].lower()))
+
+    @property
+    def measured_memory(self) -> float:
+        return number(self.row["mem_gib"])
+
+
+def live(held: dict[str, float]) -> float:
+    """GiB that a run cannot do without.
+
+    What the allocator keeps in reserve it gives up before it fails, all but a twentieth, which is
+    in pieces; and the driver keeps 1 GiB.
+    """
+    return 1.05 * (sum(held.values()) - held.get("allocator", 0.0)) / GIB + 1
+
+
+def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
+    """With the least recomputation that fits, in tenths of the layers, where none is published."""
+    if lay.remat != "auto":  # type: ignore[comparison-overlap]
+        return lay
+    for part in range(11):
+        lay = replace(lay, remat="block", remat_part=part / 10)
+        if live(memory_of(sizes, lay)) <= device.memory_gib:
+            break
+    return lay
+
+
+def case_of(row: Row) -> Case:
+    """A row's prediction.
+
+    Raises:
+        Unexpressed: why there is none.
+    """
+    row = defaultdict(str, {key: (value or "").strip() for key, value in row.items() if key})
+    if "bug" in f"{row['precision']} {row['notes']}".lower():
+        raise Unexpressed("measured with a bug that the source then removes")
+    if re.search(r"moe|mixtral|deepseek|-a\d+b|grok|dbrx|lora", row["model"].lower()):
+        raise Unexpressed("only dense decoders are priced")
+    system, stack = stack_of(row)
+    sizes = sizes_of(row, stack)
+    hardware = hardware_of(row, stack)
+    lay = fitted(sizes, layout_of(row, sizes, stack), hardware.device)
+    case = Case(row, system, measured(row, sizes, lay, hardware.device))
+    if not (case.measured or case.measured_memory or case.out_of_memory):
+        raise Unexpressed("nothing that was measured is published")
+    try:
+        step = step_of(sizes, lay)
+    except (ValueError, AssertionError) as error:
+        raise Unexpressed(f"schedule: {error}") from error
+    spent = step_seconds(step, hardware)
+    case.spent = dict(spent)
+    case.predicted = step.tokens / spent.total() / number(row["n_gpus"])
+    held = memory_of(sizes, lay)
+    case.memory = sum(held.values()) / GIB
+    # What the allocator keeps in reserve it gives up before it fails; the driver keeps 1 GiB.
+    case.live = live(held)
+    case.capacity = hardware.device.memory_gib
+    case.choice = (case.source, row["model"], row["n_gpus"], row["gpu"], row["seq_len"])
+    return case
+
+
+def calibrate(cases: Sequence[Case]) -> None:
+    """Sets `Case.calibrated`, by one scalar a source from its other rows."""
+    ratio = {id(c): math.log(c.measured / c.predicted) for c in cases}
+    for case in cases:
+        rules: list[Callable[[Case], bool]] = [
+            lambda c, k=case: c.source == k.source,  # type: ignore[misc]
+            lambda c, k=case: c.system == k.system,  # type: ignore[misc]
+            lambda c: True,
+        ]
+        for rule in rules:
+            others = [ratio[id(c)] for c in cases if c is not case and rule(c)]
+            if others:
+                case.calibrated = case.predicted * math.exp(statistics.median(others))
+                break
+
+
+def ranks(values: Iterable[float]) -> np.ndarray[Any, Any]:
+    return np.argsort(np.argsort(list(values))).astype(float)
+
+
+def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
+    """Of sets of three or more: rank correlation, what the first choice loses, and a name."""
+    sets: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
+    for case in cases:
+        sets[case.choice].append(case)
+    found = []
+    for some in sets.values():
+        if len(some) < 3 or len({c.measured for c in some}) < 3:
+            continue
+        rho = float(
+            np.corrcoef(ranks(c.predicted for c in some), ranks(c.measured for c in some))[0, 1]
+        )
+        best = max(c.measured for c in some)
+        lost = 1 - max(some, key=lambda c: c.predicted).measured / best
+        row = some[0].row
+        name = f"{some[0].source[:30]}, {row['model']} on {row['n_gpus']}, {len(some)} layouts"
+        found.append((rho, lost, name))
+    return found
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if len(values) else math.nan
+
+
+def summary(cases: Sequence[Case], skipped: int) -> dict[str, float | int]:
+    timed = [c for c in cases if c.measured]
+    calibrate(timed)
+    raw = [abs(c.predicted / c.measured - 1) for c in timed]
+    fine = [abs(c.calibrated / c.measured - 1) for c in timed]
+    memory = [abs(c.memory / c.measured_memory - 1) for c in cases if c.measured_memory]
+    # Where neither memory nor recomputation is published, there is nothing to judge.
+    judged = [c for c in cases if c.measured_memory or c.out_of_memory or c.row["ac"]]
+    fits = [(c.live <= c.capacity) != c.out_of_memory for c in judged]
+    sets = choice_sets(timed)
+    return {
+        "throughput_median_error": percentile(raw, 50),
+        "throughput_p90_error": percentile(raw, 90),
+        "throughput_median_error_calibrated": percentile(fine, 50),
+        "throughput_p90_error_calibrated": percentile(fine, 90),
+        "memory_median_error": percentile(memory, 50),
+        "memory_worst_error": percentile(memory, 100),
+        "rank_correlation": statistics.fmean(rho for rho, *_ in sets) if sets else math.nan,
+        "top1_regret": statistics.fmean(lost for _, lost, _ in sets) if sets else math.nan,
+        "fits_accuracy": sum(fits) / len(fits) if fits else math.nan,
+        "rows": len(cases),
+        "skipped": skipped,
+    }
+
+
+def describe(case: Case) -> str:
+    row = case.row
+    total = sum((case.spent or {}).values())
+    spent = " ".join(
+        f"{k} {v / total:.0%}" for k, v in (case.spent or {}).items() if v > 0.01 * total
+    )
+    layout = "x".join(row[k] or "-" for k in ("n_gpus", "tp", "pp", "cp"))
+    cells = [
+        f"{case.source[:24]:24} {row['model'][:16]:16} {row['gpu'][:10]:10} {layout:12}",
+        f"mb{row['micro_batch'] or '-':3} s{row['seq_len'] or '-':6}",
+        f"{row['precision'][:8]:8} {row['ac'][:6]:6}",
+    ]
+    if case.measured:
+        cells.append(
+            f"{case.measured:8.0f} {case.predicted:8.0f} {case.predicted / case.measured - 1:+5.0%}"
+        )
+        cells.append(f"{case.calibrated / case.measured - 1:+5.0%}")
+    if case.measured_memory:
+        off = case.memory / case.measured_memory - 1
+        cells.append(f"{case.measured_memory:6.1f} {case.memory:6.1f} {off:+5.0%}")
+    elif case.out_of_memory:
+        cells.append(f"   OOM {case.memory:6.1f}")
+    return " ".join([*cells, spent])
+
+
+def by_system(cases: Sequence[Case]) -> list[str]:
+    lines = []
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        groups[case.system or case.source].append(case)
+    for name, some in groups.items():
+        timed = [c for c in some if c.measured]
+        bias = [c.predicted / c.measured - 1 for c in timed]
+        raw = [abs(x) for x in bias]
+        fine = [abs(c.calibrated / c.measured - 1) for c in timed]
+        memory = [abs(c.memory / c.measured_memory - 1) for c in some if c.measured_memory]
+        sets = choice_sets(timed)
+        lines.append(
+            f"{name[:24]:24} {len(some):4} rows  bias {percentile(bias, 50):+6.1%}"
+            f"  error {percentile(raw, 50):6.1%} p90 {percentile(raw, 90):6.1%}"
+            f"  calibrated {percentile(fine, 50):6.1%} p90 {percentile(fine, 90):6.1%}"
+            f"  memory {percentile(memory, 50):6.1%} worst {percentile(memory, 100):6.1%}"
+            f"  rho {percentile([r for r, *_ in sets], 50):5.2f}"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--json", action="store_true", help="only the summary, for machines")
+    options = parser.parse_args()
+    cases: list[Case] = []
+    skipped: list[str] = []
+    with options.file.open(newline="") as file:
+        for line, row in enumerate(csv.DictReader(file), 2):
+            try:
+                cases.append(case_of(row))
+            except Unexpressed as why:
+                skipped.append(f"line {line}, {row['source'][:40]}, {row['model']}: {why}")
+    found = summary(cases, len(skipped))
+    if options.json:
+        print(json.dumps(found))
+        return
+    print(*(describe(case) for case in cases), sep="\n")
+    print(*(f"skipped: {why}" for why in skipped), sep="\n")
+    for rho, lost, name in sorted(choice_sets([c for c in cases if c.measured])):
+        print(f"choice set {name}: rank correlation {rho:.2f}, regret {lost:.1%}")
+    print(*by_system(cases), sep="\n")
+    print(*(f"{key:36} {value:.3f}" for key, value in found.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,460 @@
+"""ANALYTIC: what a decoder's training step does and holds, by arithmetic from its sizes and layout.
+
+The quick twin of a trace: fractions of a millisecond for a layout, where a trace takes seconds.  A
+search prunes with it, and published runs of other systems, which nobody can trace here, are priced
+by it.
+Its `Step` and a trace's are priced by the same `weft.plan.cost`.
+
+Ranks are numbered with tensor parallelism inside, then context, shards, replicas, and the pipeline
+outside.  Tokens are those of a rank after context parallelism; with sequence parallelism what lies
+between tensor-parallel products is divided by ``tp``, too.
+
+Memory-bound work is counted in bytes for each token, forward, by the tensors that pass through
+memory; backward reads and writes about twice as much.  Per element of width
+
+* hidden: eager RMSNorm goes up to float32, squares, takes a mean, scales, goes down and multiplies
+  by its weight: 36 bytes, against 4 fused; a residual sum 6; compiled, the sum and the norm after
+  it are one kernel of 8;
+* queries and keys: rotary embedding 20 eager by way of float32, 4 fused;
+* feed-forward: gate, product 10 eager, 6 fused; GELU 4.
+
+What autograd saves for backward, and what remains of it with recomputation, is listed likewise in
+`_saved`.  The caching allocator keeps more than what lives: see `RESERVED`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from weft.plan.cost import (
+    Attention,
+    Collective,
+    Matmul,
+    Overlap,
+    Precision,
+    StageWork,
+    Step,
+    Work,
+    Works,
+)
+from weft.plan.timetable import Action, Timetable, timetable
+
+# Reserved by the caching allocator over what lives: blocks of freed temporaries that nothing of
+# later size fits in.  Measured by replays of traced steps: 1.12 to 1.24.
+RESERVED = 1.20
+# Bytes of a logit at the loss: log-softmax in float32, its gradient, and the logits' own; where
+# fused, logits in bfloat16 and in float32, and the gradient in place; in chunks, logits and
+# gradient in bfloat16.
+LOSS = {"eager": 12, "compiled": 12, "fused": 8, "chunked": 4}
+
+# Bytes by element for casting one operand of a float8 product: amax, scaled copy, transposed copy;
+# fused with what comes before it, compiled, and one kernel for each of some ten operations.  Four
+# bits take a rotation and a second scale: twice as much.
+CAST = {"fused": 4.0, "compiled": 6.0, "eager": 34.0}
+# Per element of hidden, of queries and keys, of feed-forward (gated, plain): see above.
+SWEPT = {
+    "eager": (84.0, 20.0, 10.0, 4.0),
+    "fused": (20.0, 4.0, 6.0, 4.0),
+    "compiled": (16.0, 4.0, 6.0, 4.0),
+}
+# Kernels of a layer's forward that the host launches, hooks of sharding counted as kernels.
+KERNELS = {"eager": 70, "fused": 45, "compiled": 25}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a decoder: ``gated`` feed-forward has three matrices, else two."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    head_dim: int = 0
+    learned_positions: int = 0
+
+    @property
+    def q(self) -> int:
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def layer_params(self) -> int:
+        matrices = (3 if self.gated else 2) * self.hidden * self.ffn
+        return matrices + 2 * self.hidden * (self.q + self.kv) + 2 * self.hidden
+
+    @property
+    def params(self) -> int:
+        tables = (1 if self.tied else 2) * self.vocab + self.learned_positions
+        return self.layers * self.layer_params + tables * self.hidden + self.hidden
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is trained.  ``zero``: 0 replicas, 1 sharded optimizer, 2 and 3 sharded gradients
+    and weights, gathered once a step or in every microbatch.
+
+    ``remat``: ``none``; ``selective``: attention and half the products are kept; ``block``: a part
+    of the layers, ``remat_part``, is computed again; ``attention``: only scores are; ``full``:
+    every layer is.
+    ``tp_overlap``: of tensor-parallel collectives; ``hide_sync``: of gradients' and weights'.
+    """
+
+    seq_len: int
+    microbatch: int
+    global_batch: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    stages_per_rank: int = 1
+    schedule: str = "1F1B"
+    precision: Precision = "bf16"
+    remat: Literal["none", "selective", "block", "attention", "full"] = "none"
+    remat_part: float = 0.5
+    fusion: Literal["eager", "fused", "compiled"] = "eager"
+    kernel: Literal["flash1", "flash", "attention", "unfused"] = "flash"
+    zero: int = 3
+    sequence_parallel: bool = True
+    tp_overlap: Overlap = "exposed"
+    hide_sync: bool = True
+    gradient_bytes: int = 4  # as reduced
+    state_bytes: float = 16.0  # of a parameter, over its shards: weight, gradient, moments
+    kept_bytes: float = 0.0  # of a parameter, on every rank
+    chunked_loss: bool = False
+    reserved: bool = True  # memory as the allocator reserves it, or as it lives
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def microbatches(self) -> int:
+        return max(1, round(self.global_batch / (self.dp * self.microbatch)))
+
+    @property
+    def tokens(self) -> float:
+        """Of one microbatch on one rank."""
+        return self.microbatch * self.seq_len / self.cp
+
+
+def layers_of_stages(layers: int, stages: int) -> list[int]:
+    """Even; where only that makes it so, the first and last give a layer for embedding and head."""
+    if layers % stages and (layers + 2) % stages == 0 and stages > 1:
+        each = (layers + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    # The middle ones take what is left over, for the ends have the tables.
+    counts = [layers // stages] * stages
+    first = (stages - layers % stages + 1) // 2
+    for stage in range(first, first + layers % stages):
+        counts[stage] += 1
+    return counts
+
+
+# --------------------------------------------------------------------------- work
+
+
+def _products(sizes: Sizes, lay: Layout) -> list[Matmul]:
+    """A layer's linears, forward: q, k and v, output, up (and gate), down."""
+    t, p = lay.tokens, lay.precision
+    up = (2 if sizes.gated else 1) * sizes.ffn
+    return [
+        Matmul(t, sizes.hidden, (sizes.q + 2 * sizes.kv) / lay.tp, 1, p),
+        Matmul(t, sizes.q / lay.tp, sizes.hidden, 1, p),
+        Matmul(t, sizes.hidden, up / lay.tp, 1, p),
+        Matmul(t, sizes.ffn / lay.tp, sizes.hidden, 1, p),
+    ]
+
+
+def _casts(products: list[Matmul], fusion: str) -> tuple[float, float]:
+    """Bytes to bring operands to the products' precision, forward and backward.
+
+    Fused stacks keep weights cast over a step, and inputs in both orders from forward on; others
+    cast inputs and weights again in backward.
+    """
+    low = [op for op in products if op.precision != "bf16"]
+    inputs, weights = sum(op.m * op.k for op in low), sum(op.k * op.n for op in low)
+    gradients = sum(op.m * op.n for op in low)
+    each = CAST[fusion] * (2 if any(op.precision == "float4" for op in low) else 1)
+    if fusion == "fused":
+        return each * inputs, each * gradients
+    return each * (inputs + weights), each * (gradients + inputs + weights)
+
+
+def _attention(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
+    """Forward and backward of the two products of attention."""
+    rows, head_dim = lay.tokens / lay.seq_len, sizes.q // sizes.heads
+    flops = 2 * rows * lay.seq_len**2 * sizes.q / lay.tp  # causal: half of the square
+    keys = lay.seq_len / lay.cp
+    if lay.kernel == "unfused":
+        # The whole square, materialised: scores, softmax, dropout; heads x S x S of two bytes.
+        square = rows * lay.seq_len**2 * sizes.heads / lay.tp
+        pair = [
+            Matmul(lay.seq_len, head_dim, lay.seq_len, 1),
+            Matmul(lay.seq_len, lay.seq_len, head_dim, 1),
+        ]
+        # Batched over heads: as one product with as many rows.
+        many = rows * sizes.heads / lay.tp
+        pair = [op._replace(m=op.m * many) for op in pair]
+        back = [op._replace(times=2) for op in pair]
+        return (
+            Work(tuple(pair), swept_bytes=11 * square, kernels=6),
+            Work(tuple(back), swept_bytes=14 * square, kernels=8),
+        )
+    steps = lay.cp - 1
+    # Keys and values go round; the parts' outputs are merged in float32.
+    ring = Collective(
+        "send", 2 * 2 * lay.tokens * sizes.kv / lay.tp, "cp", 2, lay.tp * lay.cp // 2 or 1, "ring"
+    )
+    merge = 24 * lay.tokens * sizes.q / lay.tp * steps
+    forward = Work(
+        attention=(Attention(flops, keys, head_dim, False, lay.kernel),),
+        swept_bytes=merge,
+        kernels=3 + 12 * steps,
+        collectives=(ring._replace(times=steps),) if steps else (),
+    )
+    backward = Work(
+        attention=(Attention(2.5 * flops, keys, head_dim, True, lay.kernel),),
+        swept_bytes=2 * merge,
+        kernels=4 + 16 * steps,
+        collectives=(ring._replace(times=2 * steps),) if steps else (),
+    )
+    return forward, backward
+
+
+@lru_cache(maxsize=4096)
+def _layer(sizes: Sizes, lay: Layout) -> tuple[Work, Work, Work]:
+    """A layer's forward, backward, and what recomputation adds to the latter."""
+    products = _products(sizes, lay)
+    local = lay.tokens / (lay.tp if lay.sequence_parallel else 1)
+    hidden, turn, gate, plain = SWEPT[lay.fusion]
+    swept = local * sizes.hidden * hidden + lay.tokens / lay.tp * (
+        (sizes.q + sizes.kv) * turn + sizes.ffn * (gate if sizes.gated else plain)
+    )
+    attention, attention_back = _attention(sizes, lay)
+    kernels = KERNELS[lay.fusion]
+    sends: tuple[Collective, ...] = ()
+    if lay.tp > 1:
+        whole = 2 * lay.tokens * sizes.hidden
+        kinds = ("all_gather", "reduce_scatter") if lay.sequence_parallel else ("all_reduce",)
+        sends = tuple(
+            Collective(kind, whole, "tp", lay.tp, 1, lay.tp_overlap, 2)  # type: ignore[arg-type]
+            for kind in kinds
+        )
+    cast, cast_back = _casts(products, lay.fusion)
+    forward = attention + Work(tuple(products), (), swept + cast, kernels, sends)
+    grads = [op._replace(k=op.n, n=op.k) for op in products]
+    weights = [op._replace(m=op.k, k=op.m) for op in products]
+    backward = attention_back + Work(
+        (*grads, *weights), (), 2 * swept + cast_back, 2 * kernels, sends
+    )
+    return forward, backward, _again(lay, products, attention, swept, kernels, sends)
+
+
+def _again(
+    lay: Layout,
+    products: list[Matmul],
+    attention: Work,
+    swept: float,
+    kernels: float,
+    sends: tuple[Collective, ...],
+) -> Work:
+    if lay.remat == "none":
+        return Work()
+    if lay.remat == "attention":  # with a flash kernel nothing is left to compute again
+        return attention if lay.kernel == "unfused" else Work()
+    casts = _casts(products, lay.fusion)[0]
+    if lay.remat == "selective":
+        # Every second product, and all that is no product; TorchTitan's policy keeps the scattered.
+        half = tuple(op._replace(n=op.n / 2) for op in products)
+        return Work(half, (), swept + casts / 2, kernels, sends[:1])
+    whole = attention + Work(tuple(products), (), swept + casts, kernels, sends)
+    if lay.remat == "block":
+        part = lay.remat_part
+        share = tuple(op._replace(n=op.n * part) for op in whole.matmuls)
+        flash = tuple(op._replace(flops=op.flops * part) for op in whole.attention)
+        some = tuple(op._replace(times=op.times * part) for op in whole.collectives)
+        return Work(share, flash, whole.swept_bytes * part, whole.kernels * part, some)
+    return whole
+
+
+def _shard(
+    lay: Layout, kind: Literal["all_gather", "reduce_scatter"], params: float
+) -> tuple[Work, ...]:
+    """Gathering weights or reducing gradients of ``params`` parameters of a rank's stage."""
+    width = 2 if kind == "all_gather" else lay.gradient_bytes
+    group = lay.dp_shard * lay.cp
+    overlap: Overlap = "prefetch" if lay.hide_sync else "exposed"
+    ops: list[Collective] = []
+    if group > 1:
+        ops.append(Collective(kind, width * params, "dp", group, lay.tp, overlap))
+    if kind == "reduce_scatter" and lay.dp_replicate > 1:
+        part = width * params / group
+        stride = lay.tp * group
+        ops.append(Collective("all_reduce", part, "dp", lay.dp_replicate, stride, overlap))
+    # Copies into and out of the buffers that collectives use.
+    return (Work((), (), 2 * width * params, 8, tuple(ops)),) if ops else ()
+
+
+def step_of(sizes: Sizes, lay: Layout) -> Step:
+    """What a step does.
+
+    Raises:
+        ValueError: where the schedule does not allow the numbers.
+    """
+    stages = lay.pp * lay.stages_per_rank
+    counts = layers_of_stages(sizes.layers, stages)
+    forward, backward, again = _layer(sizes, lay)
+    layer_params, table = sizes.layer_params / lay.tp, sizes.vocab * sizes.hidden / lay.tp
+    every = lay.zero == 3  # gathers and reduces in every microbatch
+    gather = _shard(lay, "all_gather", layer_params)
+    reduce = _shard(lay, "reduce_scatter", layer_params)
+    if every:
+        forward = sum(gather, forward)
+        backward = sum((*gather, *reduce), backward)
+    else:  # gradients of weights add up: one read, one written
+        backward += Work((), (), 2 * lay.gradient_bytes * layer_params)
+    backward += again
+    works: list[StageWork] = []
+    for stage, count in enumerate(counts):
+        ahead: Works = ((forward, count),)
+        back: Works = ((backward, count),)
+        params = count * layer_params
+        tables = (stage == 0) + (stage == stages - 1 and not (sizes.tied and stages == 1))
+        if stage == 0:
+            look = Work((), (), 12 * lay.tokens * sizes.hidden / lay.tp, 10)
+            ahead, back = ((look, 1), *ahead), (*back, (look, 1))
+        if stage == stages - 1:
+            head = _head(sizes, lay)
+            ahead, back = (*ahead, (head[0], 1)), ((head[1], 1), *back)
+        before: Works = ()
+        after: Works = ()
+        if every and tables:
+            loose = (*_shard(lay, "all_gather", table), *_shard(lay, "reduce_scatter", table))
+            ahead = (*ahead, *((work, tables) for work in loose))
+        elif not every:
+            params += tables * table
+            if lay.zero == 0 and lay.dp * lay.cp > 1:
+                overlap: Overlap = "prefetch" if lay.hide_sync else "exposed"
+                group = lay.dp * lay.cp
+                op = Collective(
+                    "all_reduce", lay.gradient_bytes * params, "dp", group, lay.tp, overlap
+                )
+                after = ((Work(collectives=(op,), swept_bytes=2 * op.bytes), 1),)
+            else:
+                before = tuple((work, 1) for work in _shard(lay, "all_gather", params))
+                after = tuple((work, 1) for work in _shard(lay, "reduce_scatter", params))
+        works.append(StageWork(ahead, back, before, after))
+    most = max(sum(counts[s] for s in range(rank, stages, lay.pp)) for rank in range(lay.pp))
+    owned = most * layer_params + table * (2 if lay.pp == 1 else 1)
+    owned /= lay.dp_shard * lay.cp if lay.zero else 1
+    # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
+    once = Work((), (), 40 * owned, 60)
+    hop = None
+    table_of: Timetable | None = None
+    if lay.pp > 1:
+        table_of = _timetable(lay)
+        stride = lay.tp * lay.cp * lay.dp
+        parts = lay.tp if lay.sequence_parallel else 1
+        hop = Collective("send", 2 * lay.tokens * sizes.hidden / parts, "pp", 2, stride)
+    tokens = lay.global_batch * lay.seq_len
+    return Step(tuple(works), lay.microbatches, tokens, once, table_of, hop)
+
+
+def _timetable(lay: Layout) -> Timetable:
+    return timetable(lay.schedule, lay.pp, lay.stages_per_rank, lay.microbatches)
+
+
+def _head(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
+    """The last norm, the product with the vocabulary and the loss."""
+    t, vocab = lay.tokens, sizes.vocab / lay.tp
+    product = Matmul(t, sizes.hidden, vocab)
+    # Logits go up to float32, through log-softmax, and come back as gradients.
+    swept = t * vocab * (4 if lay.chunked_loss else 14)
+    back = (product._replace(k=product.n, n=product.k), product._replace(m=product.k, k=product.m))
+    return Work((product,), (), swept, 15), Work(back, (), swept, 25)
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def _saved(sizes: Sizes, lay: Layout) -> float:
+    """Bytes that a layer keeps for a token of one microbatch, on one rank."""
+    local = 1 / (lay.tp if lay.sequence_parallel else 1)
+    h, q, kv, f = sizes.hidden * local, sizes.q / lay.tp, sizes.kv / lay.tp, sizes.ffn / lay.tp
+    width = {"bf16": 2.0, "float8": 1.0, "float4": 0.5}[lay.precision]
+    width = width if lay.fusion == "fused" else 2.0
+    if lay.remat == "full":
+        return 2 * h
+    if lay.remat == "selective":
+        # The down product's output only makes the next layer's input, which a compiler sees.
+        kept = 2 * (h + q + kv + q + f * sizes.gated + h * (lay.fusion == "eager"))
+        if lay.precision != "bf16" and lay.fusion == "eager":
+            # Every linear's operator keeps its own input in float8 and its magnitude.
+            kept += 3 * (3 * h + q + (1 + sizes.gated) * h + f)
+        return kept
+    ups = 2 if sizes.gated else 1
+    eager = 12 * h if lay.fusion == "eager" else 0  # norms: float32 copies of input and output
+    whole = eager + 4 * h + width * 2 * h + 2 * (2 * q + 2 * kv)
+    whole += ups * 2 * f + width * f + (2 * f if sizes.gated and lay.fusion == "eager" else 0)
+    if lay.kernel == "unfused" and lay.remat == "none":
+        whole += 5 * sizes.heads / lay.tp * lay.seq_len
+    if lay.remat == "block":
+        return whole + lay.remat_part * (2 * h - whole)
+    return whole
+
+
+def _most_kept(order: list[Action], counts: list[int]) -> int:
+    """Layers times microbatches whose activations a rank keeps at most."""
+    most = now = 0
+    split = any(action.kind == "W" for action in order)
+    for stage, kind, _ in order:
+        now += counts[stage] * ((kind == "F") - (kind == ("W" if split else "B")))
+        most = max(most, now)
+    return most
+
+
+def memory_of(sizes: Sizes, lay: Layout) -> dict[str, float]:
+    """Bytes on the fullest rank by category, and ``allocator``: what it reserves beyond them."""
+    stages = lay.pp * lay.stages_per_rank
+    counts = layers_of_stages(sizes.layers, stages)
+    table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
+    table_of = _timetable(lay) if lay.pp > 1 else {0: [Action(0, "F", 0)]}
+    shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
+    saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
+    worst: dict[str, float] = {}
+    for rank in range(lay.pp):
+        mine = range(rank, stages, lay.pp)
+        last = rank == lay.pp - 1
+        params = sum(counts[s] for s in mine) * layer
+        params += table * ((rank == 0) + (last and not (sizes.tied and lay.pp == 1)))
+        held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}
+        held["gathered"] = 0.0
+        if lay.zero >= 2 and shards > 1 and lay.microbatches == 1:
+            held["state"] -= 4 * params / shards  # no gradients yet, where memory is fullest
+        if lay.zero == 2 and shards > 1:  # weights stay, and gradients add up unreduced
+            held["gathered"] = params * (2 + 4 * (lay.microbatches > 1))
+        elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
+            held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
+        held["activations"] = lay.tokens * saved * _most_kept(table_of[rank], counts)
+        # Either the loss, or a layer in the making: what it saves, and gradients of its widest.
+        wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
+        layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
+        each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
+        logits = last * (sizes.vocab / lay.tp * each + wide)
+        held["temporaries"] = lay.tokens * max(layers, logits)
+        if lay.reserved:
+            growing = sum(held.values()) - held["gathered"]
+            held["allocator"] = (RESERVED - 1) * growing
+        if sum(held.values()) > sum(worst.values()):
+            worst = held
+    return worst
