@@ -1,8 +1,8 @@
 """weft beside other trainers: the same small Llama, trained the same way, in one interleaved run.
 
-    python3.11 -m venv /tmp/peers && /tmp/peers/bin/pip install --no-deps \\
+    python3.11 -m venv build/peers && build/peers/bin/pip install --no-deps \\
         -r benchmarks/peers-requirements.txt -e .
-    /tmp/peers/bin/python benchmarks/peers.py [--model micro] [--ranks 2] [--rounds 20]
+    build/peers/bin/python benchmarks/peers.py [--model micro] [--ranks 2] [--rounds 20]
 
 Each trainer lives in a process of its own.  In every round each of them, in random order and while
 all others stand still, takes a burst of steps; so a machine whose speed drifts slows all alike.
