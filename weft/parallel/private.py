@@ -384,3 +384,125 @@ def _param_groups(unit: Any) -> list[Any]:
     if hasattr(unit, "_fsdp_param_groups"):
         return list(unit._fsdp_param_groups)
     return [unit._fsdp_param_group] if unit._fsdp_param_group else []  # torch 2.11
+
+
+# --------------------------------------------------------------------------- watching a step
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def watching_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, ``told`` hears of every storage that is resized: FSDP gives memory back so."""
+    storage: Any = torch.UntypedStorage
+    original = storage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        result = original(self, size)
+        told(self)
+        return result
+
+    storage.resize_ = resize_
+    try:
+        yield
+    finally:
+        storage.resize_ = original
+
+
+@contextmanager
+def watching_actions(schedule: Any, told: Callable[[int, str], None]) -> Iterator[None]:
+    """Inside, ``told`` hears of every action of a pipeline's schedule before it begins.
+
+    By the place of the stage among those of this rank, and the action's kind: F, B, I or W.
+    """
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    wrapped = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    for place, stage in enumerate(stages):
+        forward, backward, weight = (getattr(stage, name) for name in wrapped)
+
+        def run_forward(*args: Any, _call: Any = forward, _place: int = place, **kw: Any) -> Any:
+            told(_place, "F")
+            return _call(*args, **kw)
+
+        def run_backward(
+            chunk: int,
+            *args: Any,
+            _call: Any = backward,
+            _place: int = place,
+            full_backward: bool = True,
+            **kw: Any,
+        ) -> Any:
+            told(_place, "B" if full_backward else "I")
+            return _call(chunk, *args, full_backward=full_backward, **kw)
+
+        def run_weight(*args: Any, _call: Any = weight, _place: int = place, **kw: Any) -> Any:
+            told(_place, "W")
+            return _call(*args, **kw)
+
+        stage.forward_one_chunk = run_forward
+        stage.backward_one_chunk = run_backward
+        stage.backward_weight_one_chunk = run_weight
+    try:
+        yield
+    finally:
+        for stage in stages:
+            for name in wrapped:
+                delattr(stage, name)
+
+
+def group_of(args: Iterable[Any]) -> str:
+    """The name of the process group in a collective's arguments: an object, or the last text."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return str(dist.ProcessGroup.unbox(arg).group_name)
+    return str([arg for arg in args if isinstance(arg, str)][-1])
+
+
+# --------------------------------------------------------------------------- a world that is not there
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is ``rank`` of a world whose others answer at once, with nothing."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    pipelines: Any = schedules
+    # Stages first ask round whether all know their shapes, and read the answer from a tensor.  Here
+    # each is asked by itself.  In torch 2.11 they greet their neighbours instead.
+    owner, name, silent = (
+        (pipelines._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
+        if hasattr(pipelines._PipelineSchedule, "_warmup_p2p")
+        else (PipelineStage, "_get_init_p2p_neighbors_ops", lambda stage: [])
+    )
+    original = getattr(owner, name)
+    setattr(owner, name, silent)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+def _shapes_are_known(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    from torch.distributed.pipelining import schedules
+
+    modes: Any = schedules
+    for stage in stages:
+        assert not modes.InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+        stage._inference_mode = modes.InferenceMode.STATIC
+
+
+def forget_meshes() -> None:
+    """Make DTensor forget the meshes that it has seen.
+
+    It takes equal meshes for the same, and would communicate in the process groups of the first.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

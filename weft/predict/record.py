@@ -1,0 +1,387 @@
+"""RECORD: everything that one rank does in a step, as a list of events.
+
+A `Recorder` watches the operators that a rank runs, on real tensors or on fake ones alike: what
+they multiply, read and write, what they say to other ranks, and when memory is taken and given
+back.  Memory is storages, not tensors: a view takes none, and FSDP takes and gives back by
+resizing a storage that stays.
+
+Each event also knows *where* it happened: in which action of which stage (forward, backward or half
+of one), in which of its microbatches, and in which block.  With that a step of many blocks and
+microbatches is put together from one of a few (`weft.predict.expand`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from weft.parallel.private import group_of, in_backward, watching_actions, watching_resizes
+
+
+Block = tuple[int, int]
+
+
+class Where(NamedTuple):
+    """``kind``: F, B, I, W as in a timetable, or ``start``, ``end``, ``clip``, ``optimizer``.
+
+    ``stage``: its place among those of the rank.  ``count``: how many actions of the kind it had
+    before.  ``block``: of which stage, and its place among the stage's; None outside of blocks.
+    """
+
+    stage: int
+    kind: str
+    count: int
+    block: Block | None
+
+
+class Call(NamedTuple):
+    """An operator that computed or communicated."""
+
+    name: str
+    flops: float
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that it takes
+    reads: tuple[tuple[int, int], ...]  # (storage, bytes)
+    writes: tuple[tuple[int, int], ...]
+    itemsize: int  # of its first tensor
+    group: str = ""  # that it communicates in
+    causal: bool = False
+
+
+class Event(NamedTuple):
+    """``storage`` got or lost ``bytes`` (then they are negative), or ``call`` happened."""
+
+    where: Where
+    storage: int = -1
+    bytes: int = 0
+    call: Call | None = None
+
+
+@dataclass
+class Recording:
+    """One rank's step.
+
+    ``kept``: storages that were there before, with their bytes; ``owner``: of parameters and
+    buffers, the block that they belong to.  ``gradients``: the storages of the parameters' gradients
+    when all microbatches were done.
+    """
+
+    events: list[Event]
+    kept: dict[int, int]
+    owner: dict[int, Block | None]
+    gradients: frozenset[int] = frozenset()
+
+
+# --------------------------------------------------------------------------- operators
+
+# What takes storage but moves nothing.
+STILL = (
+    "empty",
+    "new_empty",
+    "detach",
+    "_local_scalar_dense",
+    "prim",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+    "lift_fresh",
+    "is_same_size",
+    "record_stream",
+    "resize_",
+)
+# Collectives by operator, as `weft.plan.cost` calls them.
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "send": "send",
+    "recv_": "recv",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast",
+    "barrier": "barrier",
+}
+EXCHANGES = ("c10d", "_c10d_functional")
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Of an operator, one multiplication and addition as two; attention's as if not causal."""
+    packet = func.overloadpacket
+    name = packet.__name__
+    if "attention" in name and "_for_cpu" in name:
+        # PyTorch's table has the kernels of GPUs only; the arithmetic is the same.
+        backward = "backward" in name
+        query, key = args[1:3] if backward else args[:2]
+        *batch, rows, width = query.shape
+        products = 5 if backward else 2  # backward computes the scores again
+        return float(2 * products * _product(batch) * rows * key.shape[-2] * width)
+    formula = flop_registry.get(packet)
+    return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+
+
+def _product(sizes: Iterable[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention operator leaves out what lies in the future."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+    return False
+
+
+# --------------------------------------------------------------------------- the recorder
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what happens inside of its context, in `events`."""
+
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        """``mode``: whose tensors are recorded; None: real ones."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self.where = Where(0, "start", 0, None)
+        self.events: list[Event] = []
+        self.kept: dict[int, int] = {}
+        self._ids: dict[int, int] = {}  # of storages that are alive, by address
+        self._sizes: list[int] = []  # by id
+        self._blocks: list[Block | None] = []  # that they belong to
+
+    # ------------------------------------------------------------------- storages
+
+    def keep(self, tensor: Tensor, block: Block | None = None) -> int:
+        """Note a tensor that was there before; returns its storage."""
+        storage = tensor.untyped_storage()
+        known = self._ids.get(storage._cdata)
+        if known is None:
+            known = self._name(storage, block)
+            self.kept[known] = storage.nbytes()
+        return known
+
+    def _name(self, storage: torch.UntypedStorage, block: Block | None) -> int:
+        address, number = storage._cdata, len(self._sizes)
+        self._ids[address] = number
+        self._sizes.append(storage.nbytes())
+        self._blocks.append(block)
+        weakref.finalize(storage, self._gone, address, number).atexit = False
+        return number
+
+    def _gone(self, address: int, number: int) -> None:
+        if self._ids.get(address) == number:
+            del self._ids[address]
+        self._resized(number, 0)
+
+    def _resized(self, number: int, size: int) -> None:
+        change = size - self._sizes[number]
+        self._sizes[number] = size
+        if change:
+            self._add(self._blocks[number], number, change)
+
+    def _add(self, block: Block | None, storage: int = -1, size: int = 0, call: Any = None) -> None:
+        """An event; outside of blocks it belongs to the block of what it touches."""
+        where = self.where
+        if where.block is None and block is not None:
+            where = where._replace(block=block)
+        self.events.append(Event(where, storage, size, call))
+
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        if (number := self._ids.get(storage._cdata)) is not None:
+            self._resized(number, storage.nbytes())
+
+    def _made(self, tensor: Tensor, block: Block | None) -> int:
+        """The storage of a tensor that an operator returned."""
+        storage = tensor.untyped_storage()
+        number = self._ids.get(storage._cdata)
+        if number is None:
+            block = block if self.where.block is None else self.where.block
+            number = self._name(storage, block)
+            if storage.nbytes():
+                self._add(block, number, storage.nbytes())
+        elif storage.nbytes() != self._sizes[number]:
+            self._resized(number, storage.nbytes())
+        return number
+
+    def _ours(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether these are the step's: sharding is worked out on fake tensors of its own."""
+        for tensor in tensors:
+            if tensor.device.type == "meta":
+                return False
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.mode:
+                return False
+        return True
+
+    # ------------------------------------------------------------------- operators
+
+    def __enter__(self) -> Any:
+        self._resizes = watching_resizes(self._resize)
+        self._resizes.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind != FakeTensor):
+            return NotImplemented  # it calls operators on what it wraps
+        kwargs = kwargs or {}
+        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not self._ours(taken):
+            return func(*args, **kwargs)
+        for tensor in taken:
+            self.keep(tensor)
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if not self._ours(made):
+            return out
+        reads = [(self.keep(tensor), _bytes(tensor)) for tensor in taken]
+        blocks = [self._blocks[storage] for storage, _ in reads]
+        one = {block for block in blocks if block is not None}
+        block = one.pop() if len(one) == 1 else None
+        # An operator on lists makes for each of the first list.
+        each = blocks if len(made) > 1 and len(taken) >= len(made) else [block] * len(made)
+        writes = [(self._made(tensor, b), _bytes(tensor)) for tensor, b in zip(made, each)]
+        self._call(block, func, args, kwargs, out, taken, reads, writes)
+        return out
+
+    def _call(
+        self,
+        block: Block | None,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        taken: Sequence[Tensor],
+        reads: Sequence[tuple[int, int]],
+        writes: Sequence[tuple[int, int]],
+    ) -> None:
+        name = func.overloadpacket.__name__
+        exchange = func.namespace in EXCHANGES
+        if name.startswith(STILL):
+            return
+        if exchange:
+            kind = COLLECTIVES[name]
+            # Of what c10d's operators take first is the output where there are two.
+            call = Call(kind, 0.0, (), tuple(reads), tuple(writes), 1, group_of(args))
+        else:
+            mutates = func._schema.is_mutable
+            old = {storage for storage, _ in reads}
+            if not mutates and all(storage in old for storage, _ in writes):
+                return  # a view
+            shapes = tuple(tuple(tensor.shape) for tensor in taken)
+            flops = _flops(func, args, kwargs, out)
+            causal = flops > 0 and is_causal(func, args, kwargs)
+            if mutates and not writes:  # foreach operators and custom ones return nothing
+                writes = reads[: max(1, len(reads) // 2)]
+            size = taken[0].element_size() if taken else 1
+            call = Call(name, flops, shapes, tuple(reads), tuple(writes), size, "", causal)
+        self._add(block, call=call)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# --------------------------------------------------------------------------- where things happen
+
+
+@contextmanager
+def placed(
+    recorder: Recorder,
+    parts: Sequence[nn.Module],
+    blocks: Callable[[nn.Module], Sequence[nn.Module]],
+    engine: Any,
+) -> Iterator[None]:
+    """Inside, the recorder knows in which action and block of ``parts`` it is.
+
+    Args:
+        blocks: of a part, in the order of their use.
+        engine: of `weft.train.step`, whose stages and forward passes are watched.
+    """
+    handles = []
+    for stage, part in enumerate(parts):
+        handles += _mark_blocks(recorder, stage, blocks(part))
+    counts: dict[tuple[int, str], int] = {}
+
+    def begin(stage: int, kind: str) -> None:
+        count = counts.get((stage, kind), 0)
+        counts[stage, kind] = count + 1
+        recorder.where = Where(stage, kind, count, None)
+
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        if engine.schedule is not None:
+            stack.enter_context(watching_actions(engine.schedule, begin))
+        else:
+            forward = engine._forward
+
+            def watched(batch: Any) -> Tensor:
+                begin(0, "F")
+                loss: Tensor = forward(batch)
+                begin(0, "B")  # what follows, until the next one
+                return loss
+
+            engine._forward = watched
+            stack.callback(setattr, engine, "_forward", forward)
+        yield
+
+
+def _mark_blocks(recorder: Recorder, stage: int, blocks: Sequence[nn.Module]) -> list[Any]:
+    """Hooks on the blocks of a part, in forward and in backward."""
+    last = len(blocks) - 1
+
+    def enter(place: int | None) -> None:
+        recorder.where = recorder.where._replace(block=None if place is None else (stage, place))
+
+    def on_grad(place: int | None) -> Callable[[Tensor], None]:
+        return lambda grad: enter(place)
+
+    def before(place: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if in_backward():
+                return  # computed again
+            enter(place)
+            if place == 0 and args[0].requires_grad:
+                args[0].register_hook(on_grad(None))
+
+        return hook
+
+    def after(place: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            if in_backward():
+                return
+            if place == last:
+                enter(None)  # between two blocks the first one is not over
+            if out.requires_grad:
+                out.register_hook(on_grad(place))
+
+        return hook
+
+    handles: list[Any] = []
+    for place, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(before(place), prepend=True))
+        handles.append(block.register_forward_hook(after(place)))
+    return handles
