@@ -453,6 +453,29 @@ def watching_actions(schedule: Any, told: Callable[[int, str], None]) -> Iterato
                 delattr(stage, name)
 
 
+@contextmanager
+def working_out_shardings(told: Callable[[bool], None]) -> Iterator[None]:
+    """Inside, ``told`` hears when DTensor begins (True) and ends to run an operator on tensors of
+    global shape, which are not there, to see what comes of it."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator
+    original = propagator._propagate_tensor_meta_non_cached
+
+    def propagate(*args: Any) -> Any:
+        told(True)
+        try:
+            return original(*args)
+        finally:
+            told(False)
+
+    propagator._propagate_tensor_meta_non_cached = propagate
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = original
+
+
 def group_of(args: Iterable[Any]) -> str:
     """The name of the process group in a collective's arguments: an object, or the last text."""
     for arg in args:

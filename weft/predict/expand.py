@@ -1,20 +1,20 @@
 """EXPAND: a step of many blocks and microbatches, from the recording of one of a few.
 
-All blocks of a stage but the ends are alike, and so are all microbatches but the first and the
-last ones: what a *middle* one does and what it refers to, in its own block and in the one before,
-is written down once and then repeated.  Four blocks and four microbatches are enough: two at the
-ends, and two middle ones which are compared with each other.  The comparison tells two things.
-Where they differ, blocks are not alike, and nothing is extrapolated (`NotAlike`).  And where both
-refer to *the same* storage it is shared by all, while otherwise each refers to its own.
+All blocks of a stage but those at its ends are alike, and so are all microbatches but the first
+ones and the last one.  What a *middle* one does, and what it refers to in its own block and in
+those around it, is taken from the recording and repeated.  Four blocks and four microbatches are
+enough: the ends, and two middle ones that are compared with each other.  The comparison tells two
+things.  If they differ, blocks are not alike, and nothing is extrapolated (`NotAlike`).  And a
+storage that both touch is shared by all, while otherwise each touches its own.
 
     recorded blocks            0   1   2   3
     forward of n blocks        0   1   2   2   2 ... 2   3        2 is repeated
     backward                   3   2   1   1   1 ... 1   0        1 is repeated
-    microbatches of m          0   1   2   2   2 ... 2   3        2 is repeated
+    m microbatches             0   1   2   2   2 ... 2   3        2 is repeated
 
-A repetition has storages of its own.  Outside of blocks (clipping, the optimizer, the end of the
-step) an event belongs to the block whose storage it touches, and is repeated with its neighbours
-of that block.
+A repetition has storages of its own.  What happens while no block runs (clipping, the optimizer,
+the end of a pass) belongs to the block whose storage it touches.  It is repeated for all blocks if
+it happens to both middle ones; otherwise it is an end's.
 
 In a pipeline the actions come in the order of the timetable, whatever their order was in the
 recording.
@@ -22,18 +22,22 @@ recording.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from weft.predict.record import Block, Call, Event, Recording, Where
+from weft.predict.record import Block, Event, Recording, Where
 
-# Recorded are at most so many blocks of a stage, and microbatches.
+# Blocks of a stage, and microbatches, that are recorded at most.
 RECORDED = 4
-ENDS = 2  # of them that are compared: 1 and 2
+ACTIONS = ("F", "B", "I", "W")
+BUFFER = "buffer"  # in the place of an action: made for each microbatch before the first one
+DOWNWARD = ("B", "I")  # go through the blocks from the last to the first
 
 Segment = tuple[int, str, int]  # stage, kind, count
+KEPT: Segment = (0, "kept", 0)
 
 
 class NotAlike(ValueError):
@@ -41,170 +45,218 @@ class NotAlike(ValueError):
 
 
 class Name(NamedTuple):
-    """A storage: the ``number``-th that began in a segment and block."""
+    """A storage: the ``number``-th of its size, from the end, that began in a segment and block.
+
+    From the end, for the first block of a pass does what the others do, and something before it.
+    """
 
     segment: Segment
     block: Block | None
+    bytes: int
     number: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """``blocks``: of each stage; ``microbatches``: of a step."""
+    """``blocks``: of each stage of the rank; ``microbatches``: of a step."""
 
     blocks: tuple[int, ...]
     microbatches: int
 
 
-def expand(
-    recording: Recording, recorded: Sizes, whole: Sizes, order: Sequence[Segment]
-) -> Iterator[Event]:
-    """The events of the whole step; storages are numbered anew.
+class Expansion:
+    """The whole step.
 
-    Args:
-        recorded, whole: what was recorded, and what is wanted.
-        order: the actions of the whole step: stage, kind, count.
-
-    Raises:
-        NotAlike: if blocks or microbatches that should be alike are not.
+    ``kept``: storages that are there before it, with their bytes; `events`: what happens.
     """
-    return _Expansion(recording, recorded, whole).events(order)
 
-
-class _Expansion:
     def __init__(self, recording: Recording, recorded: Sizes, whole: Sizes) -> None:
-        self.recorded, self.whole = recorded, whole
-        self.names: dict[int, Name] = {}
-        self.segments: dict[Segment, list[Event]] = {}
-        self.ids: dict[Name, int] = {}
-        self.kept: dict[int, int] = {}
-        counts: dict[tuple[Segment, Block | None], int] = {}
-
-        def name(storage: int, segment: Segment, block: Block | None) -> None:
-            number = counts.get((segment, block), 0)
-            counts[segment, block] = number + 1
-            self.names[storage] = Name(segment, block, number)
-
-        for storage in recording.kept:
-            name(storage, (0, "kept", 0), recording.owner.get(storage))
-        for event in _buffers(recording.events, recorded.microbatches):
-            stage, kind, count, block = event.where
-            segment = (stage, kind, count)
-            if event.call is None and event.storage not in self.names:
-                name(event.storage, segment, block)
-            self.segments.setdefault(segment, []).append(event)
-        self._twins: dict[int, tuple[bool, bool]] = {}  # of events by id: block, count are shared
+        """
+        Raises:
+            NotAlike: if blocks or microbatches that should be alike are not.
+        """
+        self._recorded, self._whole = recorded, whole
+        self._names: dict[int, Name] = {}
+        self._segments: dict[Segment, list[Event]] = defaultdict(list)
+        self._ids: dict[Name, int] = {}
+        self._name_all(recording)
+        self._shared_by_blocks: set[int] = set()  # storages
+        self._shared_by_microbatches: set[int] = set()
+        self._ends: set[int] = set()  # ids of events that are not repeated
         self._compare()
-        for storage, size in recording.kept.items():
-            for real in self._all(self.names[storage]):
-                self.kept[real] = size
+        self.kept = {
+            real: size
+            for storage, size in recording.kept.items()
+            for real in self._all(self._names[storage])
+        }
 
-    # ------------------------------------------------------------------- comparing
-
-    def _compare(self) -> None:
-        """Are the middle ones alike, and which storages do they share?"""
-        self.shared_block: set[int] = set()  # ids of events
-        self.shared_count: set[int] = set()
-        for segment, events in self.segments.items():
-            stage, kind, count = segment
-            for s, blocks in enumerate(self.recorded.blocks):
-                if blocks < self.whole.blocks[s]:
-                    first, second = (
-                        [e for e in events if e.where.block == (s, place)] for place in (1, 2)
-                    )
-                    self._align(first, second, self.shared_block, segment)
-            if count == 2 and self.recorded.microbatches < self.whole.microbatches:
-                twin = self.segments.get((stage, kind, 1), [])
-                self._align(twin, events, self.shared_count, segment)
-
-    def _align(
-        self, first: list[Event], second: list[Event], shared: set[int], segment: Segment
-    ) -> None:
-        if len(first) != len(second):
-            raise NotAlike(f"{segment}: {len(first)} and {len(second)} events")
-        for a, b in zip(first, second, strict=True):
-            if a.bytes != b.bytes or _kind(a.call) != _kind(b.call):
-                raise NotAlike(f"{segment}: {_told(a)} and {_told(b)}")
-            if a.call is None and a.storage == b.storage:
-                shared |= {id(a), id(b)}
-
-    # ------------------------------------------------------------------- naming
-
-    def _blocks(self, block: Block | None, kind: str = "F") -> list[Block | None]:
-        """The blocks of the whole that a recorded one stands for, in the order of their use."""
-        if block is None:
-            return [None]
-        stage, place = block
-        recorded, whole = self.recorded.blocks[stage], self.whole.blocks[stage]
-        if recorded == whole:
-            return [block]
-        if kind in ("B", "I"):
-            places = {0: [0], 1: [*range(whole - 3, 0, -1)], 2: [whole - 2], 3: [whole - 1]}
-        else:
-            places = {0: [0], 1: [1], 2: [*range(2, whole - 1)], 3: [whole - 1]}
-        return [(stage, real) for real in places[place]]
-
-    def _counts(self, count: int) -> list[int]:
-        """The microbatches that a recorded one stands for."""
-        if self.recorded.microbatches == self.whole.microbatches:
-            return [count]
-        last = self.whole.microbatches - 1
-        return {0: [0], 1: [1], 2: [*range(2, last)], 3: [last]}[count]
-
-    def _all(self, name: Name) -> list[int]:
-        """Every storage of the whole that a recorded one stands for."""
-        (stage, kind, count), block, number = name
-        return [
-            self._id(Name((stage, kind, c), b, number))
-            for c in self._counts(count)
-            for b in self._blocks(block)
-        ]
-
-    def _id(self, name: Name) -> int:
-        return self.ids.setdefault(name, len(self.ids))
-
-    def _real(self, event: Event, block: Block | None, count: int) -> int:
-        """The storage of an event that happens in ``block`` of the microbatch ``count``."""
-        (stage, kind, its_count), its_block, number = self.names[event.storage]
-        if its_block is not None:
-            here = event.where.block
-            away = its_block[1] - here[1] if here and here[0] == its_block[0] else None
-            if id(event) in self.shared_block or away is None or abs(away) > 1:
-                its_block = self._blocks(its_block)[-1]
-            else:
-                assert block is not None
-                its_block = (block[0], block[1] + away)
-        if kind in ("F", "B", "I", "W"):
-            away = its_count - event.where.count
-            inside = event.where.kind in ("F", "B", "I", "W")
-            if id(event) in self.shared_count or not inside or abs(away) > 1:
-                its_count = self._counts(its_count)[-1]
-            else:
-                its_count = count + away
-        return self._id(Name((stage, kind, its_count), its_block, number))
-
-    # ------------------------------------------------------------------- repeating
+    def category_of(self, storages: dict[int, str]) -> dict[int, str]:
+        """What is told of recorded storages, of those of the whole that they stand for."""
+        return {
+            real: told
+            for storage, told in storages.items()
+            if storage in self._names
+            for real in self._all(self._names[storage])
+        }
 
     def events(self, order: Sequence[Segment]) -> Iterator[Event]:
+        """All that happens, with the ids of the whole's storages.
+
+        Args:
+            order: the actions of the whole step: stage, kind, count.
+        """
         yield from self._segment((0, "start", 0), 0)
         for stage, kind, count in order:
             yield from self._segment((stage, kind, self._source(count)), count)
         for kind in ("clip", "optimizer", "end"):
             yield from self._segment((0, kind, 0), 0)
 
+    # ------------------------------------------------------------------- names
+
+    def _name_all(self, recording: Recording) -> None:
+        counts: Counter[tuple[Segment, Block | None, int]] = Counter()
+
+        def name(storage: int, segment: Segment, block: Block | None, size: int) -> None:
+            key = segment, block, size
+            self._names[storage] = Name(*key, counts[key])
+            counts[key] += 1
+
+        for storage, size in recording.kept.items():
+            kept = (0, BUFFER, recording.rows[storage]) if storage in recording.rows else KEPT
+            name(storage, kept, recording.owner.get(storage), size)
+        for storage, size, microbatch in self._buffers(recording.events):
+            name(storage, (0, BUFFER, microbatch), None, size)
+        for event in recording.events:
+            stage, kind, count, block, _ = event.where
+            if event.call is None and event.storage not in self._names:
+                name(event.storage, (stage, kind, count), block, event.bytes)
+            self._segments[stage, kind, count].append(event)
+        for storage, known in self._names.items():
+            total = counts[known[:3]]
+            self._names[storage] = known._replace(number=total - 1 - known.number)
+
+    def _buffers(self, events: Sequence[Event]) -> Iterator[tuple[int, int, int]]:
+        """Those that a pipeline makes at the start to receive in: storage, bytes, microbatch.
+
+        A stage makes one for each microbatch, one after the other.
+        """
+        made = [e for e in events if e.where.kind == "start" and e.call is None and e.bytes > 0]
+        for size, run in groupby(made, lambda event: event.bytes):
+            alike, each = list(run), self._recorded.microbatches
+            if each > 1 and len(alike) % each == 0:
+                for place, event in enumerate(alike):
+                    yield event.storage, size, place % each
+
+    def _id(self, name: Name) -> int:
+        return self._ids.setdefault(name, len(self._ids))
+
+    def _all(self, name: Name) -> list[int]:
+        """Every storage of the whole that a recorded one stands for."""
+        (stage, kind, count), block, size, number = name
+        counts = self._counts(count) if kind in (*ACTIONS, BUFFER) else [count]
+        return [
+            self._id(Name((stage, kind, c), b, size, number))
+            for c in counts
+            for b in self._blocks(block, "F")
+        ]
+
+    # ------------------------------------------------------------------- comparing
+
+    def _compare(self) -> None:
+        """Are the middle ones alike, and which storages do they share?"""
+        for segment, events in self._segments.items():
+            stage, kind, count = segment
+            for s, recorded in enumerate(self._recorded.blocks):
+                if recorded < self._whole.blocks[s]:
+                    self._compare_blocks(segment, s, events)
+            if count == 2 and self._recorded.microbatches < self._whole.microbatches:
+                twin = self._segments.get((stage, kind, 1), [])
+                self._align(twin, events, self._shared_by_microbatches, segment)
+
+    def _compare_blocks(self, segment: Segment, stage: int, events: list[Event]) -> None:
+        first, second = (
+            [e for e in events if e.where.block == (stage, place) and e.where.running]
+            for place in (1, 2)
+        )
+        self._align(first, second, self._shared_by_blocks, segment)
+        # Around the running blocks only what happens to both is repeated.
+        around = [
+            [e for e in events if e.where.block == (stage, place) and not e.where.running]
+            for place in (1, 2)
+        ]
+        counts = [Counter(map(_does, some)) for some in around]
+        both = counts[0] & counts[1]
+        for some in around:
+            left = both.copy()
+            for event in some:
+                left[_does(event)] -= 1
+                if left[_does(event)] < 0:
+                    self._ends.add(id(event))
+
+    def _align(
+        self, first: list[Event], second: list[Event], shared: set[int], segment: Segment
+    ) -> None:
+        for a, b in zip(first, second, strict=False):
+            if _does(a) != _does(b):
+                raise NotAlike(f"{segment}: {_does(a)} and {_does(b)}")
+            if a.call is None and a.storage == b.storage:
+                shared.add(a.storage)
+        if len(first) != len(second):
+            raise NotAlike(f"{segment}: {len(first)} and {len(second)} events")
+
+    # ------------------------------------------------------------------- places
+
+    def _blocks(self, block: Block | None, kind: str) -> list[Block | None]:
+        """The blocks of the whole that a recorded one stands for, in the order of their use."""
+        if block is None:
+            return [None]
+        stage, place = block
+        recorded, whole = self._recorded.blocks[stage], self._whole.blocks[stage]
+        if recorded == whole:
+            return [block]
+        if kind in DOWNWARD:
+            places = {0: [0], 1: [*range(whole - 3, 0, -1)], 2: [whole - 2], 3: [whole - 1]}
+        else:
+            places = {0: [0], 1: [1], 2: [*range(2, whole - 1)], 3: [whole - 1]}
+        return [(stage, real) for real in places[place]]
+
+    def _from_end(self, block: Block, kind: str) -> Block:
+        """An end's block by its distance from where the pass has ended."""
+        stage, place = block
+        if kind in DOWNWARD:
+            return block
+        return stage, self._whole.blocks[stage] - self._recorded.blocks[stage] + place
+
+    def _counts(self, count: int) -> list[int]:
+        """The microbatches that a recorded one stands for."""
+        if self._recorded.microbatches == self._whole.microbatches:
+            return [count]
+        last = self._whole.microbatches - 1
+        return {0: [0], 1: [1], 2: [*range(2, last)], 3: [last]}[count]
+
     def _source(self, count: int) -> int:
-        if self.recorded.microbatches == self.whole.microbatches:
+        """The recorded microbatch that one is like."""
+        if self._recorded.microbatches == self._whole.microbatches:
             return count
-        last = self.whole.microbatches - 1
+        last = self._whole.microbatches - 1
         return 3 if count == last else min(count, 2)
+
+    # ------------------------------------------------------------------- repeating
 
     def _segment(self, segment: Segment, count: int) -> Iterator[Event]:
         stage, kind, _ = segment
-        for block, run in groupby(self.segments.get(segment, []), lambda e: e.where.block):
+        for key, run in groupby(
+            self._segments.get(segment, []), lambda e: (e.where.block, id(e) in self._ends)
+        ):
+            block, is_end = key
             events = list(run)
-            for real in self._blocks(block, kind):
-                where = Where(stage, kind, count, real)
+            if block is not None and is_end:
+                reals: list[Block | None] = [self._from_end(block, kind)]
+            else:
+                reals = self._blocks(block, kind)
+            for real in reals:
                 for event in events:
+                    where = Where(stage, kind, count, real, event.where.running)
                     if event.call is not None:
                         yield Event(where, call=event.call)
                         continue
@@ -212,24 +264,31 @@ class _Expansion:
                         yield Event(where, storage, event.bytes)
 
     def _touched(self, event: Event, block: Block | None, count: int) -> list[int]:
-        """One storage, but outside of microbatches those of all that it stands for."""
-        (stage, kind, its_count), its_block, number = self.names[event.storage]
-        inside = event.where.kind in ("F", "B", "I", "W")
-        if inside or kind not in ("F", "B", "I", "W"):
-            return [self._real(event, block, count)]
-        assert block == its_block or block is not None
-        return [self._id(Name((stage, kind, c), block, number)) for c in self._counts(its_count)]
+        """The storages of an event that happens in ``block`` and the microbatch ``count``.
+
+        One, but outside of actions those of all microbatches that it stands for.
+        """
+        (stage, kind, its_count), its_block, size, number = self._names[event.storage]
+        here = event.where
+        if its_block is not None and block is not None and here.block is not None:
+            away = its_block[1] - here.block[1]
+            if here.block[0] != its_block[0] or event.storage in self._shared_by_blocks:
+                its_block = self._blocks(its_block, "F")[-1]
+            else:
+                its_block = (block[0], block[1] + away)
+        counts = [its_count]
+        if kind in (*ACTIONS, BUFFER):
+            away = its_count - here.count
+            if here.kind not in ACTIONS:
+                counts = self._counts(its_count)
+            elif event.storage in self._shared_by_microbatches or abs(away) > 2:
+                counts = self._counts(its_count)[-1:]
+            else:
+                counts = [count + away]
+        return [self._id(Name((stage, kind, c), its_block, size, number)) for c in counts]
 
 
-def _buffers(events: Sequence[Event], microbatches: int) -> list[Event]:
-    """The events, with one buffer for each microbatch made at the start as of that microbatch."""
-    return list(events)
-
-
-def _kind(call: Call | None) -> tuple[object, ...] | None:
-    return None if call is None else (call.name, call.shapes, call.group, call.flops)
-
-
-def _told(event: Event) -> str:
-    what = f"{event.bytes} bytes" if event.call is None else f"{event.call.name}"
-    return f"{what} in {event.where}"
+def _does(event: Event) -> tuple[object, ...]:
+    """What happens, but for where and to which storage."""
+    call = event.call
+    return (event.bytes,) if call is None else (call.name, call.shapes, call.group, call.flops)

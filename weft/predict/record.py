@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from weft.parallel.private import group_of, in_backward, watching_actions, watching_resizes
+from weft.parallel.private import (
+    group_of,
+    in_backward,
+    watching_actions,
+    watching_resizes,
+    working_out_shardings,
+)
 
 
 Block = tuple[int, int]
@@ -35,13 +42,15 @@ class Where(NamedTuple):
     """``kind``: F, B, I, W as in a timetable, or ``start``, ``end``, ``clip``, ``optimizer``.
 
     ``stage``: its place among those of the rank.  ``count``: how many actions of the kind it had
-    before.  ``block``: of which stage, and its place among the stage's; None outside of blocks.
+    before.  ``block``: of which stage, and its place among the stage's: the one that runs
+    (``running``), or outside of them the one whose storage is touched; None: no block's.
     """
 
     stage: int
     kind: str
     count: int
-    block: Block | None
+    block: Block | None = None
+    running: bool = False
 
 
 class Call(NamedTuple):
@@ -71,14 +80,16 @@ class Recording:
     """One rank's step.
 
     ``kept``: storages that were there before, with their bytes; ``owner``: of parameters and
-    buffers, the block that they belong to.  ``gradients``: the storages of the parameters' gradients
-    when all microbatches were done.
+    buffers, the block that they belong to; ``rows``: of input, the microbatch.  ``states``: of the
+    optimizer, before the step.  ``gradients``: of the parameters, when all microbatches were done.
     """
 
     events: list[Event]
     kept: dict[int, int]
     owner: dict[int, Block | None]
-    gradients: frozenset[int] = frozenset()
+    rows: dict[int, int]
+    states: frozenset[int]
+    gradients: frozenset[int]
 
 
 # --------------------------------------------------------------------------- operators
@@ -150,6 +161,16 @@ def is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
+def changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes into, by its schema."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
+
+
 # --------------------------------------------------------------------------- the recorder
 
 
@@ -160,12 +181,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """``mode``: whose tensors are recorded; None: real ones."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
-        self.where = Where(0, "start", 0, None)
+        self.where = Where(0, "start", 0)
         self.events: list[Event] = []
         self.kept: dict[int, int] = {}
         self._ids: dict[int, int] = {}  # of storages that are alive, by address
         self._sizes: list[int] = []  # by id
         self._blocks: list[Block | None] = []  # that they belong to
+        self._born: dict[int, int] = {}  # of storages made in the step, the event
+        self._away = False  # what happens now is none of the step's
+        self._open = False
 
     # ------------------------------------------------------------------- storages
 
@@ -194,7 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _resized(self, number: int, size: int) -> None:
         change = size - self._sizes[number]
         self._sizes[number] = size
-        if change:
+        if change and self._open:
             self._add(self._blocks[number], number, change)
 
     def _add(self, block: Block | None, storage: int = -1, size: int = 0, call: Any = None) -> None:
@@ -216,13 +240,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block = block if self.where.block is None else self.where.block
             number = self._name(storage, block)
             if storage.nbytes():
+                self._born[number] = len(self.events)
                 self._add(block, number, storage.nbytes())
+        elif block is not None and self._blocks[number] is None and self.where.block is None:
+            self._adopt(number, block)
         elif storage.nbytes() != self._sizes[number]:
             self._resized(number, storage.nbytes())
         return number
 
+    def _adopt(self, storage: int, block: Block) -> None:
+        """What was made for no block, and is first written from what is a block's, is the block's."""
+        born = self._born.get(storage)
+        if born is not None and self.events[born].where[:3] == self.where[:3]:
+            event = self.events[born]
+            self.events[born] = event._replace(where=event.where._replace(block=block))
+            self._blocks[storage] = block
+
     def _ours(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether these are the step's: sharding is worked out on fake tensors of its own."""
+        """Whether these are the step's, and nobody's who only asks what would be."""
+        if self._away:
+            return False
         for tensor in tensors:
             if tensor.device.type == "meta":
                 return False
@@ -233,13 +270,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------- operators
 
     def __enter__(self) -> Any:
-        self._resizes = watching_resizes(self._resize)
-        self._resizes.__enter__()
+        self._open = True
+        self._watching = ExitStack()
+        self._watching.enter_context(watching_resizes(self._resize))
+        self._watching.enter_context(working_out_shardings(partial(setattr, self, "_away")))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._resizes.__exit__(*error)
+        self._watching.close()
+        self._open = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -254,6 +294,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.keep(tensor)
         out = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        known = {id(tensor) for tensor in made}
+        made += [tensor for tensor in changed(func, args, kwargs) if id(tensor) not in known]
         if not self._ours(made):
             return out
         reads = [(self.keep(tensor), _bytes(tensor)) for tensor in taken]
@@ -293,8 +335,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shapes = tuple(tuple(tensor.shape) for tensor in taken)
             flops = _flops(func, args, kwargs, out)
             causal = flops > 0 and is_causal(func, args, kwargs)
-            if mutates and not writes:  # foreach operators and custom ones return nothing
-                writes = reads[: max(1, len(reads) // 2)]
             size = taken[0].element_size() if taken else 1
             call = Call(name, flops, shapes, tuple(reads), tuple(writes), size, "", causal)
         self._add(block, call=call)
@@ -313,22 +353,24 @@ def placed(
     parts: Sequence[nn.Module],
     blocks: Callable[[nn.Module], Sequence[nn.Module]],
     engine: Any,
+    period: int = 1,
 ) -> Iterator[None]:
     """Inside, the recorder knows in which action and block of ``parts`` it is.
 
     Args:
         blocks: of a part, in the order of their use.
+        period: so many blocks count as one.
         engine: of `weft.train.step`, whose stages and forward passes are watched.
     """
     handles = []
     for stage, part in enumerate(parts):
-        handles += _mark_blocks(recorder, stage, blocks(part))
+        handles += _mark_blocks(recorder, stage, blocks(part), period)
     counts: dict[tuple[int, str], int] = {}
 
     def begin(stage: int, kind: str) -> None:
         count = counts.get((stage, kind), 0)
         counts[stage, kind] = count + 1
-        recorder.where = Where(stage, kind, count, None)
+        recorder.where = Where(stage, kind, count)
 
     with ExitStack() as stack:
         for handle in handles:
@@ -349,39 +391,48 @@ def placed(
         yield
 
 
-def _mark_blocks(recorder: Recorder, stage: int, blocks: Sequence[nn.Module]) -> list[Any]:
+def place_of(number: int, blocks: int, period: int) -> int:
+    """Of a block among groups of ``period``; what is left over belongs to the last group."""
+    return min(number // period, max(0, blocks // period - 1))
+
+
+def _mark_blocks(
+    recorder: Recorder, stage: int, blocks: Sequence[nn.Module], period: int
+) -> list[Any]:
     """Hooks on the blocks of a part, in forward and in backward."""
     last = len(blocks) - 1
 
     def enter(place: int | None) -> None:
-        recorder.where = recorder.where._replace(block=None if place is None else (stage, place))
+        block = None if place is None else (stage, place)
+        recorder.where = recorder.where._replace(block=block, running=block is not None)
 
     def on_grad(place: int | None) -> Callable[[Tensor], None]:
         return lambda grad: enter(place)
 
-    def before(place: int) -> Callable[..., None]:
+    def before(number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if in_backward():
                 return  # computed again
-            enter(place)
-            if place == 0 and args[0].requires_grad:
+            enter(place_of(number, len(blocks), period))
+            if number == 0 and args[0].requires_grad:
                 args[0].register_hook(on_grad(None))
 
         return hook
 
-    def after(place: int) -> Callable[..., None]:
+    def after(number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             if in_backward():
                 return
-            if place == last:
+            if number == last:
                 enter(None)  # between two blocks the first one is not over
             if out.requires_grad:
-                out.register_hook(on_grad(place))
+                out.register_hook(on_grad(place_of(number, len(blocks), period)))
 
         return hook
 
     handles: list[Any] = []
     for place, block in enumerate(blocks):
         handles.append(block.register_forward_pre_hook(before(place), prepend=True))
-        handles.append(block.register_forward_hook(after(place)))
+        # Before FSDP's, so that a block's backward pass begins before FSDP's begins.
+        handles.append(block.register_forward_hook(after(place), prepend=True))
     return handles

@@ -15,9 +15,12 @@ Fake tensors are on the CPU: a build of PyTorch without CUDA cannot fake cuda te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,13 +32,15 @@ from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.state import named_parameters
 from weft.data.loader import Batch
-from weft.job import Job
+from weft.job import InvalidJob, Job, Problem
 from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private import fake_process_group
 from weft.plan.resolve import Plan
-from weft.predict.record import Call, Recorder, Recording, Where, placed
+from weft.plan.timetable import SCHEDULES, Timetable, is_file, read_csv, timetable
+from weft.predict.expand import RECORDED, Expansion, NotAlike, Segment, Sizes
+from weft.predict.record import Call, Event, Recorder, Recording, Where, place_of, placed
 from weft.train import setup
 from weft.train.setup import Built, Rank, build
 
@@ -74,12 +79,13 @@ def _leave(*args: Any) -> None:
 
 
 def record_step(
-    built: Built, job: Job, plan: Plan, mode: FakeTensorMode | None = None
+    built: Built, job: Job, plan: Plan, mode: FakeTensorMode | None = None, period: int = 1
 ) -> Recording:
     """One step of training: all microbatches forward and backward, clipping, the optimizer.
 
     Args:
         mode: under which tensors are fake; None: they are real, and the ranks run it together.
+        period: so many blocks count as one.
     """
     family = load_family(job.model.kind)
     recorder = Recorder(mode)
@@ -88,34 +94,43 @@ def record_step(
     with mode or nullcontext():
         owner = {}
         for stage, part in enumerate(built.parts):
+            blocks = family.blocks(part)
             places = {
-                id(param): (stage, place)
-                for place, block in enumerate(family.blocks(part))
+                id(param): (stage, place_of(number, len(blocks), period))
+                for number, block in enumerate(blocks)
                 for param in block.parameters()
             }
             for tensor in (*part.parameters(), *part.buffers()):
                 place = places.get(id(tensor))
                 owner[recorder.keep(local(tensor), place)] = place
-        for state in built.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    recorder.keep(local(value))
+        states = frozenset(
+            recorder.keep(local(value))
+            for state in built.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
         batches = no_rows(job, plan)
+        rows = {
+            recorder.keep(column): number
+            for number, batch in enumerate(batches)
+            for column in batch
+            if column is not None
+        }
         with recorder:
-            with placed(recorder, built.parts, family.blocks, built.engine):
+            with placed(recorder, built.parts, family.blocks, built.engine, period):
                 loss = built.engine.forward_backward(batches)
-            recorder.where = Where(0, "clip", 0, None)
+            recorder.where = Where(0, "clip", 0)
             norm = clip_grad_norm(params, job.optim.max_grad_norm, stages)
             grads = [param.grad for param in params]
             assert all(grad is not None for grad in grads)
             gradients = frozenset(recorder.keep(local(g)) for g in grads if g is not None)
             del grads
-            recorder.where = Where(0, "optimizer", 0, None)
+            recorder.where = Where(0, "optimizer", 0)
             built.optimizer.step()
-            recorder.where = Where(0, "end", 0, None)
+            recorder.where = Where(0, "end", 0)
             built.optimizer.zero_grad()
     assert loss.shape == norm.shape == ()
-    return Recording(recorder.events, recorder.kept, owner, gradients)
+    return Recording(recorder.events, recorder.kept, owner, rows, states, gradients)
 
 
 def no_rows(job: Job, plan: Plan) -> list[Batch]:
@@ -139,6 +154,148 @@ def axis_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """The process groups of a rank: ``dp_shard`` is that of the parameters, with ``cp`` in it."""
     groups = {axis: mesh.group(axis) for axis in PARAMETER_AXES}
     return groups | ({"cp": mesh.context} if mesh.context else {})
+
+
+# --------------------------------------------------------------------------- one rank of a plan
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank does in a step of a plan.
+
+    ``order``: its actions; ``axes``: of each process group by name, its axis.
+    """
+
+    rank: int
+    recording: Recording
+    expansion: Expansion
+    order: tuple[Segment, ...]
+    axes: dict[str, str]
+
+    def events(self) -> Iterator[Event]:
+        return self.expansion.events(self.order)
+
+
+def trace(job: Job, plan: Plan, rank: int) -> Trace:
+    """Trace a rank: a step of few blocks and microbatches is run, and repeated to the whole.
+
+    Where blocks are not alike the whole step is run.
+    """
+    period = job.remat.every if job.remat.kind != "none" else 1
+    small = fewer(plan, rank, period)
+    try:
+        return _trace(job, plan, small, rank, period)
+    except NotAlike:
+        return _trace(job, plan, plan, rank, 1)
+
+
+def _trace(job: Job, plan: Plan, small: Plan, rank: int, period: int) -> Trace:
+    with fake_world(rank, plan.world_size) as mode, tempfile.TemporaryDirectory() as folder:
+        if small.accumulation < plan.accumulation and small.pipeline is not None:
+            small = with_any_order(small, Path(folder))
+        built, small = build_fake(job, small, mode)
+        recording = record_step(built, job, small, mode, period)
+        axes = {str(group.group_name): axis for axis, group in axis_groups(built.mesh).items()}
+        at = built.mesh.at["pp"]
+    expansion = Expansion(recording, sizes_of(small, at, period), sizes_of(plan, at, period))
+    return Trace(rank, recording, expansion, tuple(order_of(plan, at)), axes)
+
+
+def sizes_of(plan: Plan, pp: int, period: int) -> Sizes:
+    """Groups of ``period`` blocks of each stage of a rank of the pipeline, and microbatches."""
+    counts = [plan.model.num_layers] if plan.pipeline is None else blocks_of(plan, pp)
+    return Sizes(tuple(max(1, count // period) for count in counts), plan.accumulation)
+
+
+def blocks_of(plan: Plan, pp: int) -> list[int]:
+    assert plan.pipeline is not None
+    return [plan.pipeline.stages[stage].blocks for stage in plan.pipeline.stages_of(pp)]
+
+
+def fewer(plan: Plan, rank: int, period: int) -> Plan:
+    """The plan with as few blocks and microbatches as tell of all others.
+
+    Groups of blocks that are left over go with the last one.
+    """
+    if not hasattr(plan.model, "num_layers"):
+        return plan  # a family of the user's, which counts its blocks in some other way
+
+    def few(blocks: int) -> int:
+        return min(blocks, RECORDED * period + blocks % period)
+
+    microbatches = min(plan.accumulation, RECORDED)
+    rows = plan.local_batch - (plan.accumulation - microbatches) * plan.microbatch
+    plan = replace(plan, accumulation=microbatches, local_batch=rows)
+    if plan.pipeline is None:
+        layers = few(plan.model.num_layers)
+    else:
+        stages, first, last = [], 0, plan.model.num_layers + 1
+        for stage in plan.pipeline.stages:
+            units = few(stage.blocks) + (0 in stage.units) + (last in stage.units)
+            stages.append(replace(stage, first=first, end=first + units, blocks=few(stage.blocks)))
+            first += units
+        layers = first - 2
+        plan = replace(plan, pipeline=replace(plan.pipeline, stages=tuple(stages)))
+    return replace(plan, model=plan.model.model_copy(update={"num_layers": layers}))
+
+
+def with_any_order(plan: Plan, folder: Path) -> Plan:
+    """The plan with a schedule that may have few microbatches: they go one after the other."""
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    known = SCHEDULES.get(pipeline.schedule)
+    if known is not None and known.stages_per_rank == 1:
+        return replace(plan, pipeline=replace(pipeline, schedule="GPipe"))
+    halves = known is not None and known.splits_backward
+    if known is None:
+        halves = any(a.kind == "W" for order in order_from_file(plan).values() for a in order)
+    rows = []
+    for rank in range(plan.pp):
+        stages = pipeline.stages_of(rank)
+        cells = []
+        for microbatch in range(plan.accumulation):
+            cells += [f"{stage}F{microbatch}" for stage in stages]
+            for stage in reversed(stages):
+                kinds = "IW" if halves else "B"
+                cells += [f"{stage}{kind}{microbatch}" for kind in kinds]
+        rows.append(",".join(cells))
+    path = folder / "order.csv"
+    path.write_text("\n".join(rows) + "\n")
+    return replace(plan, pipeline=replace(pipeline, schedule=str(path)))
+
+
+def order_of(plan: Plan, pp: int) -> list[Segment]:
+    """The actions of a rank of the pipeline: place of the stage, kind, how many before it."""
+    if plan.pipeline is None:
+        return [(0, kind, count) for count in range(plan.accumulation) for kind in "FB"]
+    mine = plan.pipeline.stages_of(pp)
+    counts: Counter[tuple[int, str]] = Counter()
+    order = []
+    for stage, kind, _ in timetable_of(plan)[pp]:
+        place = mine.index(stage)
+        order.append((place, kind, counts[place, kind]))
+        counts[place, kind] += 1
+    return order
+
+
+def timetable_of(plan: Plan) -> Timetable:
+    """The order of the plan's pipeline."""
+    assert plan.pipeline is not None
+    if is_file(plan.pipeline.schedule):
+        return order_from_file(plan)
+    per_rank = len(plan.pipeline.stages) // plan.pp
+    return timetable(plan.pipeline.schedule, plan.pp, per_rank, plan.accumulation)
+
+
+def order_from_file(plan: Plan) -> Timetable:
+    assert plan.pipeline is not None
+    table = read_csv(Path(plan.pipeline.schedule), plan.pp)
+    if isinstance(table, Problem):
+        raise InvalidJob([table])
+    return table
+
+
+# --------------------------------------------------------------------------- sums
 
 
 def traffic(recording: Recording, mesh: Mesh) -> dict[str, tuple[int, int]]:
