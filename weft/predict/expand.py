@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from weft.predict.record import Block, Event, Recording, Where
+from weft.predict.record import Block, Call, Event, Recording, Where
 
 # Blocks of a stage, and microbatches, that are recorded at most.
 RECORDED = 4
@@ -75,7 +75,7 @@ class Expansion:
         Raises:
             NotAlike: if blocks or microbatches that should be alike are not.
         """
-        self._recorded, self._whole = recorded, whole
+        self._recording, self._recorded, self.whole = recording, recorded, whole
         self._names: dict[int, Name] = {}
         self._segments: dict[Segment, list[Event]] = defaultdict(list)
         self._ids: dict[Name, int] = {}
@@ -84,11 +84,25 @@ class Expansion:
         self._shared_by_microbatches: set[int] = set()
         self._ends: set[int] = set()  # ids of events that are not repeated
         self._compare()
+        self._calls: dict[Segment, dict[tuple[Block | None, bool], list[tuple[int, Call]]]] = {}
+        for place, event in enumerate(recording.events):
+            if event.call is not None:
+                of = self._calls.setdefault(event.where[:3], {})
+                key = event.where.block, id(event) in self._ends
+                of.setdefault(key, []).append((place, event.call))
         self.kept = {
             real: size
             for storage, size in recording.kept.items()
             for real in self._all(self._names[storage])
         }
+
+    def segment(self, segment: Segment) -> Iterator[Event]:
+        """What happens in a recorded action."""
+        return self._segment(segment, segment[2])
+
+    def of(self, whole: Sizes) -> Expansion:
+        """The same recording as another whole."""
+        return Expansion(self._recording, self._recorded, whole)
 
     def category_of(self, storages: dict[int, str]) -> dict[int, str]:
         """What is told of recorded storages, of those of the whole that they stand for."""
@@ -107,9 +121,25 @@ class Expansion:
         """
         yield from self._segment((0, "start", 0), 0)
         for stage, kind, count in order:
-            yield from self._segment((stage, kind, self._source(count)), count)
+            yield from self._segment(self.source((stage, kind, count)), count)
         for kind in ("clip", "optimizer", "end"):
             yield from self._segment((0, kind, 0), 0)
+
+    def segments(self) -> Iterator[Segment]:
+        """Those that were recorded."""
+        yield from self._segments
+
+    def works(self, segment: Segment) -> Iterator[tuple[list[tuple[int, Call]], int]]:
+        """The calls of a recorded segment with their places in the recording, in groups, and how
+        often each group is done."""
+        _, kind, _ = segment
+        for (block, is_end), calls in self._calls.get(segment, {}).items():
+            yield calls, 1 if is_end else len(self._blocks(block, kind))
+
+    def repeats(self, storage: int) -> int:
+        """How many storages of the whole's blocks a recorded one stands for."""
+        name = self._names.get(storage)
+        return 1 if name is None else len(self._blocks(name.block, "F"))
 
     # ------------------------------------------------------------------- names
 
@@ -167,9 +197,9 @@ class Expansion:
         for segment, events in self._segments.items():
             stage, kind, count = segment
             for s, recorded in enumerate(self._recorded.blocks):
-                if recorded < self._whole.blocks[s]:
+                if recorded < self.whole.blocks[s]:
                     self._compare_blocks(segment, s, events)
-            if count == 2 and self._recorded.microbatches < self._whole.microbatches:
+            if count == 2 and self._recorded.microbatches < self.whole.microbatches:
                 twin = self._segments.get((stage, kind, 1), [])
                 self._align(twin, events, self._shared_by_microbatches, segment)
 
@@ -211,7 +241,7 @@ class Expansion:
         if block is None:
             return [None]
         stage, place = block
-        recorded, whole = self._recorded.blocks[stage], self._whole.blocks[stage]
+        recorded, whole = self._recorded.blocks[stage], self.whole.blocks[stage]
         if recorded == whole:
             return [block]
         if kind in DOWNWARD:
@@ -225,21 +255,22 @@ class Expansion:
         stage, place = block
         if kind in DOWNWARD:
             return block
-        return stage, self._whole.blocks[stage] - self._recorded.blocks[stage] + place
+        return stage, self.whole.blocks[stage] - self._recorded.blocks[stage] + place
 
     def _counts(self, count: int) -> list[int]:
         """The microbatches that a recorded one stands for."""
-        if self._recorded.microbatches == self._whole.microbatches:
+        if self._recorded.microbatches == self.whole.microbatches:
             return [count]
-        last = self._whole.microbatches - 1
+        last = self.whole.microbatches - 1
         return {0: [0], 1: [1], 2: [*range(2, last)], 3: [last]}[count]
 
-    def _source(self, count: int) -> int:
-        """The recorded microbatch that one is like."""
-        if self._recorded.microbatches == self._whole.microbatches:
-            return count
-        last = self._whole.microbatches - 1
-        return 3 if count == last else min(count, 2)
+    def source(self, segment: Segment) -> Segment:
+        """The recorded action that one is like."""
+        stage, kind, count = segment
+        if self._recorded.microbatches == self.whole.microbatches:
+            return segment
+        last = self.whole.microbatches - 1
+        return stage, kind, 3 if count == last else min(count, 2)
 
     # ------------------------------------------------------------------- repeating
 

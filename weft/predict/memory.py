@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.predict.allocator import Allocator
-from weft.predict.expand import Expansion, Segment
+from weft.predict.expand import Segment
 from weft.predict.record import Recording, Where
+from weft.predict.trace import Trace
 
 CATEGORIES = (
     "parameters",
@@ -30,6 +31,11 @@ CATEGORIES = (
     "communication",
     "temporaries",
 )
+
+GATHERED = ("split_with_sizes_copy", "all_gather_copy_in")  # FSDP's
+ON_HOST = ("parameters", "gradients", "optimizer")  # with parallel.cpu_offload
+# Microbatches, one after the other, after which nothing new happens.
+ENOUGH = 5
 
 
 @dataclass(frozen=True)
@@ -56,16 +62,18 @@ def categories(recording: Recording) -> dict[int, str]:
     """Of every storage of a recording, what it is used for."""
     born: dict[int, Where] = {}
     died: dict[int, Where] = {}
-    resized: set[int] = set()
+    gathered: set[int] = set()
     exchanged: set[int] = set()
     for event in recording.events:
         if event.call is not None:
             if event.call.group:
                 used = (*event.call.reads, *event.call.writes)
                 exchanged |= {storage for storage, _ in used}
+            elif event.call.name in GATHERED:
+                gathered |= {storage for storage, _ in event.call.writes}
         elif event.bytes > 0:
             if event.storage in born:
-                resized.add(event.storage)
+                gathered.add(event.storage)  # what FSDP frees and needs again keeps its storage
             born.setdefault(event.storage, event.where)
             died.pop(event.storage, None)
         else:
@@ -78,7 +86,7 @@ def categories(recording: Recording) -> dict[int, str]:
         leaves = end is None or (end.stage, end.kind, end.count) != where[:3]
         if storage in recording.kept:
             continue
-        if storage in resized:
+        if storage in gathered:
             found[storage] = "communication"
         elif storage in recording.gradients:
             found[storage] = "gradients"
@@ -95,45 +103,44 @@ def categories(recording: Recording) -> dict[int, str]:
     return found
 
 
-def changes(
-    expansion: Expansion, order: Sequence[Segment]
-) -> tuple[dict[int, int], list[tuple[Where, int, int]]]:
-    """What is there before a later step, and then what changes: where, storage, bytes."""
-    before = dict(expansion.kept)
-    log: list[tuple[Where, int, int]] = []
+def later_step(trace: Trace) -> tuple[dict[int, int], list[tuple[Where, int, int]]]:
+    """What is there before a step that is not the first, and then what changes: where, storage,
+    bytes."""
+    before = dict(trace.expansion.kept)
     sizes = dict(before)
-    for where, storage, size, call in expansion.events(order):
+    log: list[tuple[Where, int, int]] = []
+    for where, storage, size, call in trace.events():
         if call is None:
             log.append((where, storage, size))
             sizes[storage] = sizes.get(storage, 0) + size
+    # What is left has been there since the first step, and is not made again.
     left = {s: size for s, size in sizes.items() if size > 0 and s not in before}
-    waiting = set(left)
     later = []
-    for where, storage, size in log:
-        if storage in waiting and size == left[storage]:
-            waiting.remove(storage)  # it has been there since the first step
-            continue
-        later.append((where, storage, size))
-    for storage in waiting:
+    waiting = dict(left)
+    for change in log:
+        if waiting.get(change[1]) == change[2]:
+            del waiting[change[1]]
+        else:
+            later.append(change)
+    for storage in waiting:  # it grew in several steps
         del left[storage]
     return before | left, later
 
 
 def memory_of(
-    recording: Recording,
-    expansion: Expansion,
-    order: Sequence[Segment],
-    caching: bool,
-    capacity: int | None = None,
+    trace: Trace, caching: bool, capacity: int | None = None, on_host: bool = False
 ) -> Memory:
-    """The memory of a later step of the whole.
+    """The memory of a later step of one rank.
 
     Args:
         caching: whether the device's memory has torch's caching allocator.
         capacity: of the device, in bytes: unused segments are given back when it is full.
+        on_host: parameters, gradients and the optimizer are not on the device.
     """
-    before, log = changes(expansion, order)
-    used_for = expansion.category_of(categories(recording))
+    before, log = later_step(trace)
+    used_for = trace.expansion.category_of(categories(trace.recording))
+    away = {s for s, what in used_for.items() if on_host and what in ON_HOST}
+    before = {s: size for s, size in before.items() if s not in away}
     sums = dict.fromkeys(CATEGORIES, 0)
     for storage, size in before.items():
         sums[used_for.get(storage, "temporaries")] += size
@@ -146,6 +153,8 @@ def memory_of(
     at, worst = Where(0, "start", 0), dict(sums)
     timeline: list[tuple[Where, int]] = [(at, live)]
     for where, storage, size in log:
+        if storage in away:
+            continue
         old = sizes.get(storage, 0)
         new = max(0, old + size)
         sizes[storage] = new
@@ -164,3 +173,33 @@ def memory_of(
             most, at, worst = live, where, dict(sums)
     reserved = None if allocator is None else allocator.peak
     return Memory(worst, at, reserved, tuple(timeline))
+
+
+def fullest(
+    of_ranks: Sequence[Trace], caching: bool, capacity: int | None, on_host: bool
+) -> tuple[int, Memory]:
+    """The place of the rank that needs most, and what it needs."""
+    most = [live_peak(trace) for trace in of_ranks]
+    place = max(range(len(most)), key=lambda rank: most[rank])
+    trace = of_ranks[place]
+    if len(trace.expansion.whole.blocks) == 1 and trace.order[1:2] == ((0, "B", 0),):
+        trace = trace.with_microbatches(ENOUGH)
+    return place, memory_of(trace, caching, capacity, on_host)
+
+
+def live_peak(trace: Trace) -> int:
+    """The most bytes that are live in the first step, from what each recorded action adds."""
+    sums: dict[Segment, tuple[int, int]] = {}
+    live = peak = sum(trace.expansion.kept.values())
+    for segment in trace.order:
+        source = trace.expansion.source(segment)
+        if source not in sums:
+            total = high = 0
+            for event in trace.expansion.segment(source):
+                total += event.bytes
+                high = max(high, total)
+            sums[source] = total, high
+        total, high = sums[source]
+        peak = max(peak, live + high)
+        live += total
+    return peak

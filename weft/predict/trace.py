@@ -33,10 +33,12 @@ from torch.distributed.tensor import DTensor
 from weft.checkpoint.state import named_parameters
 from weft.data.loader import Batch
 from weft.job import InvalidJob, Job, Problem
+from weft.job import replace as replace_sections
 from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private import fake_process_group
+from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
 from weft.plan.timetable import SCHEDULES, Timetable, is_file, read_csv, timetable
 from weft.predict.expand import RECORDED, Expansion, NotAlike, Segment, Sizes
@@ -175,30 +177,80 @@ class Trace:
     def events(self) -> Iterator[Event]:
         return self.expansion.events(self.order)
 
+    def with_microbatches(self, most: int) -> Trace:
+        """With at most so many, one after the other."""
+        whole = self.expansion.whole
+        if whole.microbatches <= most:
+            return self
+        expansion = self.expansion.of(replace(whole, microbatches=most))
+        return replace(self, expansion=expansion, order=self.order[: 2 * most])
 
-def trace(job: Job, plan: Plan, rank: int) -> Trace:
-    """Trace a rank: a step of few blocks and microbatches is run, and repeated to the whole.
+    def segment_counts(self) -> Counter[Segment]:
+        """How often each recorded segment happens in the whole step."""
+        once: list[Segment] = [(0, kind, 0) for kind in ("start", "clip", "optimizer", "end")]
+        return Counter([*once, *(self.expansion.source(segment) for segment in self.order)])
 
-    Where blocks are not alike the whole step is run.
+
+def traces(job: Job, plan: Plan) -> list[Trace]:
+    """Of each rank of the pipeline (one where there is none) what the first of its ranks does.
+
+    A step of few blocks and microbatches is run, and repeated to the whole; ranks that differ only
+    in how many blocks their stages have share one.  Where blocks are not alike the whole is run.
     """
     period = job.remat.every if job.remat.kind != "none" else 1
-    small = fewer(plan, rank, period)
-    try:
-        return _trace(job, plan, small, rank, period)
-    except NotAlike:
-        return _trace(job, plan, plan, rank, 1)
+    small = fewer(plan, period)
+    known: dict[object, tuple[Recording, Sizes, dict[str, str]]] = {}
+    found = []
+    for pp in range(plan.pp):
+        rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
+        whole = sizes_of(plan, pp, period)
+        key = units_of(small, pp)
+        try:
+            if key not in known:
+                known[key] = record_rank(job, plan, small, pp, rank, period)
+            recording, recorded, axes = known[key]
+            expansion = Expansion(recording, recorded, whole)
+        except NotAlike:
+            recording, recorded, axes = record_rank(job, plan, plan, pp, rank, 1)
+            expansion = Expansion(recording, recorded, recorded)
+        found.append(Trace(rank, recording, expansion, tuple(order_of(plan, pp)), axes))
+    return found
 
 
-def _trace(job: Job, plan: Plan, small: Plan, rank: int, period: int) -> Trace:
+def record_rank(
+    job: Job, plan: Plan, small: Plan, pp: int, rank: int, period: int
+) -> tuple[Recording, Sizes, dict[str, str]]:
+    """The step of ``small``, what it has of blocks and microbatches, and the groups' axes."""
+    job = traceable(job, plan)
     with fake_world(rank, plan.world_size) as mode, tempfile.TemporaryDirectory() as folder:
         if small.accumulation < plan.accumulation and small.pipeline is not None:
             small = with_any_order(small, Path(folder))
         built, small = build_fake(job, small, mode)
         recording = record_step(built, job, small, mode, period)
         axes = {str(group.group_name): axis for axis, group in axis_groups(built.mesh).items()}
-        at = built.mesh.at["pp"]
-    expansion = Expansion(recording, sizes_of(small, at, period), sizes_of(plan, at, period))
-    return Trace(rank, recording, expansion, tuple(order_of(plan, at)), axes)
+    return recording, sizes_of(small, pp, period), axes
+
+
+def traceable(job: Job, plan: Plan) -> Job:
+    """The job with what cannot be traced on fake tensors replaced by what does the same.
+
+    A compiled block does what the eager one does.  On GPUs documents are kept apart inside of the
+    attention kernel, which takes no more memory for it.
+    """
+    changes: dict[str, dict[str, object]] = {"compile": {"enable": False}}
+    changes["parallel"] = {"async_tp": False, "symmetric_memory": False}
+    if plan.device == "cuda":
+        changes["data"] = {"packing": "windows"}
+    return replace_sections(job, **changes)
+
+
+def units_of(plan: Plan, pp: int) -> object:
+    """What ranks of the pipeline must have in common to do the same."""
+    if plan.pipeline is None:
+        return None
+    last = plan.model.num_layers + 1
+    stages = [plan.pipeline.stages[stage] for stage in plan.pipeline.stages_of(pp)]
+    return tuple((stage.blocks, 0 in stage.units, last in stage.units) for stage in stages)
 
 
 def sizes_of(plan: Plan, pp: int, period: int) -> Sizes:
@@ -212,7 +264,7 @@ def blocks_of(plan: Plan, pp: int) -> list[int]:
     return [plan.pipeline.stages[stage].blocks for stage in plan.pipeline.stages_of(pp)]
 
 
-def fewer(plan: Plan, rank: int, period: int) -> Plan:
+def fewer(plan: Plan, period: int) -> Plan:
     """The plan with as few blocks and microbatches as tell of all others.
 
     Groups of blocks that are left over go with the last one.

@@ -1,0 +1,249 @@
+"""FORECAST: does a plan fit, how fast is it, and what takes its time?
+
+Every rank of the pipeline is traced; memory is the fullest one's, time the slowest one's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.job import Job
+from weft.plan.cost import Collective, Hardware, Overlap, Seconds, Step, Work, step_seconds
+from weft.plan.devices import Device
+from weft.plan.placement import groups
+from weft.plan.resolve import Plan
+from weft.plan.timetable import Timetable
+from weft.predict.memory import Memory, fullest
+from weft.predict.trace import Trace, exchanged_bytes, timetable_of, traces
+from weft.predict.work import Pricer, Setting
+
+GIB = 2**30
+# On a GPU outside of torch's allocator: the CUDA context (0.5 GiB) and NCCL's buffers.
+OUTSIDE = int(1.25 * GIB)
+# Of a step's predicted time, the error that nine of ten published runs stay within; see
+# docs/planner.md.
+ERROR, CALIBRATED_ERROR, LOW_CONFIDENCE_ERROR = 0.25, 0.17, 0.5
+# A network without a measured curve is known so far; see docs/planner.md.
+KNOWN_NODES = 32
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Of one rank in a step, along one axis."""
+
+    collectives: int
+    bytes: int
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is predicted of a plan.
+
+    ``capacity``: bytes of one device, None where unknown; ``memory`` is the fullest rank's, which
+    is ``rank``.  ``seconds``: of the slowest rank by what they are spent on; None without a known
+    device.  ``error``: of the time, up and down, as a fraction.
+    """
+
+    plan: Plan
+    memory: Memory
+    rank: int
+    capacity: int | None
+    outside: int
+    seconds: Seconds | None
+    exchanges: dict[str, Exchange]
+    error: float
+    doubts: tuple[str, ...]
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the device must have."""
+        return self.memory.peak + self.outside
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.capacity is None else self.needed <= self.capacity
+
+    @property
+    def step_seconds(self) -> float | None:
+        return None if self.seconds is None else self.seconds.total()
+
+    @property
+    def tokens_per_second_per_device(self) -> float | None:
+        if self.step_seconds is None:
+            return None
+        return self.plan.tokens_per_step / self.step_seconds / self.plan.world_size
+
+    @property
+    def mfu(self) -> float | None:
+        speed, peak = self.tokens_per_second_per_device, self.plan.peak_flops
+        if speed is None or peak is None:
+            return None
+        return speed * self.plan.flops_per_token / peak
+
+    @property
+    def bubble_fraction(self) -> float | None:
+        if self.seconds is None:
+            return None
+        return self.seconds["bubble"] / self.seconds.total()
+
+    def by_category(self) -> dict[str, float]:
+        """GiB on the fullest rank, when most is live; what the allocator holds beyond, and what
+        lies outside of it."""
+        found = {name: size / GIB for name, size in self.memory.live.items()}
+        if self.memory.reserved is not None:
+            found["allocator"] = (self.memory.reserved - sum(self.memory.live.values())) / GIB
+        if self.outside:
+            found["outside"] = self.outside / GIB
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "fits": self.fits,
+            "peak_memory_gib": self.needed / GIB,
+            "memory_gib": self.by_category(),
+            "capacity_gib": None if self.capacity is None else self.capacity / GIB,
+            "fullest_rank": self.rank,
+            "step_seconds": self.step_seconds,
+            "seconds": None if self.seconds is None else dict(self.seconds),
+            "error": self.error,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            "mfu": self.mfu,
+            "bubble_fraction": self.bubble_fraction,
+            "communication": {
+                axis: {
+                    "collectives": exchange.collectives,
+                    "gib": exchange.bytes / GIB,
+                    "exposed_seconds": exchange.exposed_seconds,
+                }
+                for axis, exchange in self.exchanges.items()
+            },
+            "limits": list(self.doubts),
+        }
+
+
+def forecast(
+    job: Job,
+    plan: Plan,
+    capacity: int | None,
+    device: Device | None,
+    software: float | None = None,
+) -> Forecast:
+    """Trace a plan and price it.
+
+    Args:
+        capacity: bytes of one device (of one rank's share of a host); None where unknown.
+        device: what it runs on; None: only memory is predicted.
+        software: efficiency from a calibration; None: there is none.
+    """
+    of_ranks = traces(job, plan)
+    on_gpu = plan.device == "cuda"
+    place, memory = fullest(of_ranks, on_gpu, capacity, job.parallel.cpu_offload)
+    seconds = None
+    if device is not None:
+        hardware = Hardware(device, plan.local_world_size, device.network, software or 1.0)
+        step = step_of(job, plan, of_ranks, device)
+        seconds = step_seconds(step, hardware)
+    doubts = doubts_of(plan, device)
+    error = CALIBRATED_ERROR if software else ERROR
+    return Forecast(
+        plan,
+        memory,
+        of_ranks[place].rank,
+        capacity,
+        OUTSIDE if on_gpu else 0,
+        seconds,
+        exchanges_of(of_ranks[place], seconds),
+        max(error, LOW_CONFIDENCE_ERROR) if doubts else error,
+        doubts,
+    )
+
+
+def doubts_of(plan: Plan, device: Device | None) -> tuple[str, ...]:
+    """Why a prediction of time is of low confidence."""
+    doubts = []
+    if plan.cp > 1:
+        doubts.append("context parallelism is predicted up to 46 % too fast")
+    nodes = plan.world_size // max(1, plan.local_world_size)
+    if device is not None and nodes > KNOWN_NODES:
+        doubts.append(f"the network was not measured over {nodes} nodes")
+    return tuple(f"low confidence: {doubt}" for doubt in doubts)
+
+
+# --------------------------------------------------------------------------- time
+
+
+def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
+    """What the CPU does not tell: groups, how communication hides, which kernels run."""
+    axes = {axis: (axis,) for axis in plan.order} | {"dp_shard": ("dp_shard", "cp")}
+    distances = {}
+    for axis, together in axes.items():
+        group = groups(together, plan.sizes, plan.order)[0]
+        distances[axis] = len(group), (group[1] - group[0] if len(group) > 1 else 1)
+    ring = job.parallel.context == "ring"
+    overlaps: dict[str, Overlap] = {
+        "dp_shard": "prefetch",
+        "dp_replicate": "prefetch",
+        "tp": "async" if job.parallel.async_tp else "exposed",
+        "cp": "ring" if ring else "exposed",
+        "pp": "exposed",
+    }
+    documents = job.data.packing == "documents"
+    fast = device.capability >= (9, 0) and not documents
+    return Setting(job.compile.enable, "attention" if fast else "flash", distances, overlaps)
+
+
+def step_of(job: Job, plan: Plan, of_ranks: Sequence[Trace], device: Device) -> Step:
+    """The plan's step as `weft.plan.cost` prices it."""
+    setting = setting_of(job, plan, device)
+    pricers: dict[int, Pricer] = {}
+    works = {}
+    once = Work()
+    for pp, trace in enumerate(of_ranks):
+        # Ranks that share a recording differ in the number of blocks only.
+        pricer = Pricer(trace, setting, pricers.get(id(trace.recording)))
+        pricers.setdefault(id(trace.recording), pricer)
+        mine = [0] if plan.pipeline is None else plan.pipeline.stages_of(pp)
+        for stage, number in enumerate(mine):
+            works[number] = pricer.stage(stage)
+        of_rank = pricer.once()
+        once = max(once, of_rank, key=lambda work: work.swept_bytes)
+    table: Timetable | None = None
+    hop = None
+    if plan.pipeline is not None:
+        table = timetable_of(plan)
+        hop = hop_of(of_ranks, setting)
+    stages = tuple(works[number] for number in sorted(works))
+    return Step(stages, plan.accumulation, plan.tokens_per_step, once, table, hop)
+
+
+def hop_of(of_ranks: Iterable[Trace], setting: Setting) -> Collective | None:
+    """What a stage hands to the next."""
+    for trace in of_ranks:
+        for event in trace.recording.events:
+            call = event.call
+            if call is not None and call.name == "send" and trace.axes[call.group] == "pp":
+                return Collective("send", exchanged_bytes(call), "pp", 2, setting.groups["pp"][1])
+    return None
+
+
+def exchanges_of(trace: Trace, seconds: Seconds | None) -> dict[str, Exchange]:
+    """Collectives of one rank by axis."""
+    found: dict[str, tuple[int, int]] = {}
+    for segment, times in trace.segment_counts().items():
+        for calls, repeats in trace.expansion.works(segment):
+            for _, call in calls:
+                if call.group:
+                    axis = trace.axes[call.group]
+                    number, size = found.get(axis, (0, 0))
+                    often = times * repeats
+                    found[axis] = number + often, size + often * exchanged_bytes(call)
+    exposed = seconds or Seconds()
+    return {axis: Exchange(*sums, exposed[axis]) for axis, sums in found.items()}
+
+
+def to_json(job: Job, plan: Plan, prediction: Forecast) -> str:
+    return json.dumps(json.loads(plan.to_json()) | prediction.to_dict(), indent=2)

@@ -1,0 +1,216 @@
+"""WORK: a trace as `weft.plan.cost` prices it.
+
+Matrix products, attention and collectives are taken as they were called.  Everything else moves
+bytes.  Eager, each operator reads what it takes and writes what it makes.  Compiled, operators
+between two products, attentions or collectives are one kernel: it reads what comes from outside of
+it and writes what is read outside of it, or stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weft.plan.cost import Attention, Collective, Kernel, Matmul, Overlap, StageWork, Work, Works
+from weft.predict.expand import Segment
+from weft.predict.record import Call
+from weft.predict.trace import Trace, exchanged_bytes
+
+PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}  # the first factor
+KINDS = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_gather",  # as much to each of the others
+    "send": "send",
+    "broadcast": "send",
+}
+# Kernels that the host of a compiled block launches for what it fuses between two barriers.
+FUSED_KERNELS = 1
+# FSDP's copies into and out of its buffers happen outside of what is compiled.
+OUTSIDE = ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a trace on the CPU does not tell.
+
+    ``groups``: of each axis its ranks and the distance between neighbours.  ``overlaps``: how each
+    axis's collectives hide.
+    """
+
+    compiled: bool
+    kernel: Kernel
+    groups: dict[str, tuple[int, int]]
+    overlaps: dict[str, Overlap]
+
+
+class Pricer:
+    """The works of a trace's segments."""
+
+    def __init__(self, trace: Trace, setting: Setting, same: Pricer | None = None) -> None:
+        """``same``: of another trace of the same recording."""
+        self.trace, self.setting = trace, setting
+        self.bytes, self.kernels = (same.bytes, same.kernels) if same else self._swept()
+
+    # ------------------------------------------------------------------- what is swept
+
+    def _swept(self) -> tuple[list[float], list[int]]:
+        """Of every event of the recording, the bytes that it moves and the kernels it launches."""
+        events = self.trace.recording.events
+        moved, kernels = [0.0] * len(events), [0] * len(events)
+        if not self.setting.compiled:
+            for place, event in enumerate(events):
+                if (call := event.call) is not None:
+                    kernels[place] = 1
+                    if not _is_barrier(call):
+                        moved[place] = sum(size for _, size in (*call.reads, *call.writes))
+            return moved, kernels
+        region, regions = 0, [0] * len(events)
+        before: object = None
+        readers: dict[int, set[int]] = {}
+        for place, event in enumerate(events):
+            if (call := event.call) is None:
+                continue
+            if _is_barrier(call) or call.name in OUTSIDE or event.where != before:
+                region += 1
+            regions[place], before = region, event.where
+            for storage, _ in call.reads:
+                readers.setdefault(storage, set()).add(region)
+            if _is_barrier(call) or call.name in OUTSIDE:
+                region += 1
+        gone = {e.storage for e in events if e.call is None and e.bytes < 0}
+        seen: set[tuple[int, int]] = set()
+        launched: set[int] = set()
+        for place, event in enumerate(events):
+            if (call := event.call) is None:
+                continue
+            here = regions[place]
+            if here not in launched:
+                launched.add(here)
+                kernels[place] = FUSED_KERNELS
+            if _is_barrier(call):
+                continue
+            for storage, size in call.reads:
+                if (here, storage) not in seen:
+                    seen.add((here, storage))
+                    moved[place] += size
+            for storage, size in call.writes:
+                if (here, storage) in seen:
+                    continue
+                seen.add((here, storage))
+                if storage not in gone or readers.get(storage, set()) - {here}:
+                    moved[place] += size
+        return moved, kernels
+
+    # ------------------------------------------------------------------- segments
+
+    def of(self, segment: Segment) -> Works:
+        return tuple(
+            (self._work(calls), times) for calls, times in self.trace.expansion.works(segment)
+        )
+
+    def _work(self, calls: Iterable[tuple[int, Call]]) -> Work:
+        matmuls, attention, collectives = [], [], []
+        swept = kernels = 0.0
+        for place, call in calls:
+            swept += self.bytes[place]
+            kernels += self.kernels[place]
+            if call.name in PRODUCTS:
+                matmuls.append(product(call))
+            elif "attention" in call.name:
+                attention.append(attention_of(call, self.setting.kernel))
+            elif call.group:
+                op = self._collective(call)
+                if op is not None:
+                    collectives.append(op)
+        return Work(tuple(matmuls), tuple(attention), swept, kernels, tuple(collectives))
+
+    def _collective(self, call: Call) -> Collective | None:
+        axis, kind = self.trace.axes[call.group], KINDS.get(call.name)
+        if kind is None or axis == "pp":
+            return None  # receiving is somebody's sending; hops are priced with the timetable
+        ranks, stride = self.setting.groups[axis]
+        overlap = self.setting.overlaps[axis]
+        if overlap == "prefetch" and call.name == "all_reduce" and exchanged_bytes(call) < 1024:
+            overlap = "exposed"  # a count, not gradients
+        if kind == "send":
+            ranks = 2
+        return Collective(kind, exchanged_bytes(call), axis, ranks, stride, overlap)  # type: ignore[arg-type]
+
+    def stage(self, stage: int) -> StageWork:
+        """Of a middle microbatch; what the first and the last do beyond it is its step's."""
+        counts: dict[str, list[int]] = {}
+        for s, kind, count in self.trace.expansion.segments():
+            if s == stage:
+                counts.setdefault(kind, []).append(count)
+        forward = self.of((stage, "F", _steady(counts["F"], first=True)))
+        backward: Works = ()
+        after: Works = ()
+        for kind in "BIW":
+            if kind in counts:
+                steady = _steady(counts[kind], first=False)
+                works = self.of((stage, kind, steady))
+                backward += works
+                after += _beyond(self.of((stage, kind, max(counts[kind]))), works)
+        before = _beyond(self.of((stage, "F", 0)), forward)
+        return StageWork(forward, backward, before, after)
+
+    def once(self) -> Work:
+        """Clipping and the optimizer, of all blocks."""
+        total = Work()
+        repeats = self.trace.expansion.repeats
+        for kind in ("clip", "optimizer"):
+            for calls, times in self.trace.expansion.works((0, kind, 0)):
+                work = self._work(calls)
+                swept = 0.0
+                for _, call in calls:
+                    if not _is_barrier(call):
+                        for storage, size in (*call.reads, *call.writes):
+                            swept += size * (repeats(storage) / times)
+                part = Work(work.matmuls, work.attention, swept, work.kernels, work.collectives)
+                for _ in range(times):
+                    total += part
+        return total
+
+
+def _steady(counts: list[int], first: bool) -> int:
+    """The microbatch that most are like: neither the first, which gathers, nor the last."""
+    if len(counts) == 1:
+        return 0
+    return 1 if first or len(counts) > 2 else 0
+
+
+def _beyond(more: Works, less: Works) -> Works:
+    """The collectives that one has and the other has not, and the difference of bytes moved."""
+    counts: Counter[Collective] = Counter()
+    swept = 0.0
+    for sign, works in ((1, more), (-1, less)):
+        for work, times in works:
+            swept += sign * times * work.swept_bytes
+            for op in work.collectives:
+                counts[op] += sign * times
+    extra = tuple((Work(collectives=(op,)), n) for op, n in counts.items() if n > 0)
+    return (*extra, (Work(swept_bytes=max(0.0, swept)), 1)) if extra else ()
+
+
+def _is_barrier(call: Call) -> bool:
+    return call.name in PRODUCTS or "attention" in call.name or bool(call.group)
+
+
+def product(call: Call) -> Matmul:
+    """A matrix product of two matrices, or of several pairs."""
+    first = PRODUCTS[call.name]
+    a, b = call.shapes[first], call.shapes[first + 1]
+    times = a[0] if len(a) == 3 else 1
+    precision = "float8" if call.name == "_scaled_mm" else "bf16"
+    return Matmul(a[-2], a[-1], b[-1], times, precision)  # type: ignore[arg-type]
+
+
+def attention_of(call: Call, kernel: Kernel) -> Attention:
+    """Half of the square is computed where the future is left out."""
+    backward = "backward" in call.name
+    query, key = call.shapes[1:3] if backward else call.shapes[:2]
+    flops = call.flops / (2 if call.causal else 1)
+    return Attention(flops, key[-2], query[-1], backward, kernel)
