@@ -18,6 +18,7 @@ ORDER = [
     {"resilience"},
     {"data", "optim", "checkpoint", "observe"},
     {"train"},
+    {"predict"},
     {"compare", "launch"},
     {"cli"},
 ]

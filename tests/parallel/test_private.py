@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -137,7 +136,7 @@ def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
     built = build(job, plan, this_rank())
     counts: dict[str, int] = {}
     for _ in range(2):
-        counts = counted_step(built, job, plan, nullcontext())[0].by_axis(built.mesh)
+        counts = counted_step(built, job, plan)[0]
     # A unit for each block, and the root of a stage with the embedding or the head.
     names = [name.split(".") for part in built.parts for name, _ in part.named_parameters()]
     units = len({parts[1] if parts[0] == "layers" else "root" for parts in names})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,15 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.fake import axis_groups, build_fake, counted_step, fake_world, forget_meshes
+from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
 from weft.checkpoint.state import named_parameters
 from weft.job import Job, recipe_names
 from weft.models import load_family
+from weft.parallel.private import forget_meshes
 from weft.plan.placement import AXES, coordinates, groups, rank_of
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan
+from weft.predict.trace import axis_groups, build_fake, fake_world
 from weft.train.loss import chunk_tokens
 from weft.train.setup import build
 
@@ -120,9 +121,9 @@ def one_step(recipe: str, where: str, overrides: Overrides) -> None:
         assert len(blocks) == counts_of_units(plan, at["pp"])["blocks"]
         train, clip, update = counted_step(built, job, on_cpu, mode)
         again = gathers_again(built.engine.schedule, plan, at["pp"])
-        assert train.by_axis(built.mesh) == expected_in_training(plan, at["pp"], again)
-        assert clip.by_axis(built.mesh) == expected_in_clipping(plan)
-        assert not update.counts
+        assert train == expected_in_training(plan, at["pp"], again)
+        assert clip == expected_in_clipping(plan)
+        assert not update
 
 
 def check_groups(plan: Plan, rank: int, made: dict[str, dist.ProcessGroup]) -> None:
@@ -326,7 +327,7 @@ def test_fake_ranks_do_what_real_ranks_do() -> None:
                 built, plan = build_fake(job, plan_here(job), mode)
                 counted_step(built, job, plan, mode)
                 seen = counted_step(built, job, plan, mode)
-                assert [part.by_axis(built.mesh) for part in seen] == counts[layout], layout
+                assert seen == counts[layout], layout
 
 
 def real_counts() -> dict[str, list[dict[str, int]]]:
@@ -336,8 +337,8 @@ def real_counts() -> dict[str, list[dict[str, int]]]:
         job = small_job(*overrides)
         plan = plan_here(job)
         built = build(job, plan, this_rank())
-        counted_step(built, job, plan, nullcontext())
-        seen = counted_step(built, job, plan, nullcontext())
-        found[layout] = [part.by_axis(built.mesh) for part in seen]
+        counted_step(built, job, plan)
+        seen = counted_step(built, job, plan)
+        found[layout] = seen
         forget_meshes()
     return found

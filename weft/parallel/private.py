@@ -484,7 +484,7 @@ def group_of(args: Iterable[Any]) -> str:
     return str([arg for arg in args if isinstance(arg, str)][-1])
 
 
-# --------------------------------------------------------------------------- a world that is not there
+# --------------------------------------------------------------------------- a fake world
 
 
 @contextmanager
@@ -497,11 +497,11 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     pipelines: Any = schedules
     # Stages first ask round whether all know their shapes, and read the answer from a tensor.  Here
     # each is asked by itself.  In torch 2.11 they greet their neighbours instead.
-    owner, name, silent = (
-        (pipelines._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
-        if hasattr(pipelines._PipelineSchedule, "_warmup_p2p")
-        else (PipelineStage, "_get_init_p2p_neighbors_ops", lambda stage: [])
-    )
+    owner: Any = pipelines._PipelineSchedule
+    name = "_warmup_p2p"
+    silent: Any = _shapes_are_known
+    if not hasattr(owner, name):
+        owner, name, silent = PipelineStage, "_get_init_p2p_neighbors_ops", _nobody_to_greet
     original = getattr(owner, name)
     setattr(owner, name, silent)
     try:
@@ -510,6 +510,10 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         setattr(owner, name, original)
         dist.destroy_process_group()
         forget_meshes()
+
+
+def _nobody_to_greet(stage: Any) -> list[Any]:
+    return []
 
 
 def _shapes_are_known(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:

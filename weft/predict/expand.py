@@ -309,7 +309,7 @@ class Expansion:
                 its_block = (block[0], block[1] + away)
         counts = [its_count]
         if kind in (*ACTIONS, BUFFER):
-            away = its_count - here.count
+            away = its_count - here.turn
             if here.kind not in ACTIONS:
                 counts = self._counts(its_count)
             elif event.storage in self._shared_by_microbatches or abs(away) > 2:

@@ -78,12 +78,12 @@ def categories(recording: Recording) -> dict[int, str]:
             died.pop(event.storage, None)
         else:
             died[event.storage] = event.where
-    found = {storage: "parameters" for storage in recording.kept}
-    found |= {storage: "temporaries" for storage in recording.rows}
-    found |= {storage: "optimizer" for storage in recording.states}
+    found = dict.fromkeys(recording.kept, "parameters")
+    found |= dict.fromkeys(recording.rows, "temporaries")
+    found |= dict.fromkeys(recording.states, "optimizer")
     for storage, where in born.items():
         end = died.get(storage)
-        leaves = end is None or (end.stage, end.kind, end.count) != where[:3]
+        leaves = end is None or end[:3] != where[:3]
         if storage in recording.kept:
             continue
         if storage in gathered:

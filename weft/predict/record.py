@@ -34,21 +34,20 @@ from weft.parallel.private import (
     working_out_shardings,
 )
 
-
 Block = tuple[int, int]
 
 
 class Where(NamedTuple):
     """``kind``: F, B, I, W as in a timetable, or ``start``, ``end``, ``clip``, ``optimizer``.
 
-    ``stage``: its place among those of the rank.  ``count``: how many actions of the kind it had
+    ``stage``: its place among those of the rank.  ``turn``: how many actions of the kind it had
     before.  ``block``: of which stage, and its place among the stage's: the one that runs
     (``running``), or outside of them the one whose storage is touched; None: no block's.
     """
 
     stage: int
     kind: str
-    count: int
+    turn: int
     block: Block | None = None
     running: bool = False
 
@@ -249,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _adopt(self, storage: int, block: Block) -> None:
-        """What was made for no block, and is first written from what is a block's, is the block's."""
+        """What was made for no block and is first written from a block's is the block's, too."""
         born = self._born.get(storage)
         if born is not None and self.events[born].where[:3] == self.where[:3]:
             event = self.events[born]
@@ -274,10 +273,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watching = ExitStack()
         self._watching.enter_context(watching_resizes(self._resize))
         self._watching.enter_context(working_out_shardings(partial(setattr, self, "_away")))
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._watching.close()
         self._open = False
 
@@ -304,7 +303,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block = one.pop() if len(one) == 1 else None
         # An operator on lists makes for each of the first list.
         each = blocks if len(made) > 1 and len(taken) >= len(made) else [block] * len(made)
-        writes = [(self._made(tensor, b), _bytes(tensor)) for tensor, b in zip(made, each)]
+        pairs = zip(made, each[: len(made)], strict=True)
+        writes = [(self._made(tensor, b), _bytes(tensor)) for tensor, b in pairs]
         self._call(block, func, args, kwargs, out, taken, reads, writes)
         return out
 
@@ -426,7 +426,7 @@ def _mark_blocks(
             if number == last:
                 enter(None)  # between two blocks the first one is not over
             if out.requires_grad:
-                out.register_hook(on_grad(place_of(number, len(blocks), period)))
+                out.register_hook(on_grad(place_of(number, len(blocks), period)))  # type: ignore[no-untyped-call]
 
         return hook
 

@@ -322,7 +322,7 @@ def order_of(plan: Plan, pp: int) -> list[Segment]:
         return [(0, kind, count) for count in range(plan.accumulation) for kind in "FB"]
     mine = plan.pipeline.stages_of(pp)
     counts: Counter[tuple[int, str]] = Counter()
-    order = []
+    order: list[Segment] = []
     for stage, kind, _ in timetable_of(plan)[pp]:
         place = mine.index(stage)
         order.append((place, kind, counts[place, kind]))

@@ -52,6 +52,8 @@ class Pricer:
     def __init__(self, trace: Trace, setting: Setting, same: Pricer | None = None) -> None:
         """``same``: of another trace of the same recording."""
         self.trace, self.setting = trace, setting
+        self.bytes: list[float]
+        self.kernels: list[int]
         self.bytes, self.kernels = (same.bytes, same.kernels) if same else self._swept()
 
     # ------------------------------------------------------------------- what is swept
