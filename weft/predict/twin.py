@@ -1,0 +1,86 @@
+"""TWIN: a plan as `weft.plan.analytic` reckons it, thousands of times faster than a trace.
+
+Only for Llama, whose arithmetic that is.  It ranks what a search or an advice considers; what is
+told in the end is traced.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from weft.job import Job
+from weft.models.llama import LlamaConfig
+from weft.plan.analytic import Layout, Sizes
+from weft.plan.devices import Device
+from weft.plan.memory import MOMENT_BYTES
+from weft.plan.resolve import Plan
+from weft.plan.timetable import is_file
+from weft.train.loss import chunk_tokens
+
+Remat = Literal["none", "selective", "block", "full"]
+
+
+def sizes_of(plan: Plan) -> Sizes | None:
+    """Of the model; None if it is no Llama."""
+    config = plan.model
+    if not isinstance(config, LlamaConfig):
+        return None
+    return Sizes(
+        layers=config.num_layers,
+        hidden=config.dim,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        ffn=config.ffn_dim,
+        vocab=config.vocab_size,
+        tied=config.tied_embeddings,
+    )
+
+
+def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
+    """The plan's layout; None for a pipeline whose order comes from a file."""
+    per_rank = 1
+    if plan.pipeline is not None:
+        if is_file(plan.pipeline.schedule):
+            return None
+        per_rank = len(plan.pipeline.stages) // plan.pp
+    shards = plan.dp_shard * plan.cp
+    zero = 0 if shards == 1 else 2 if plan.reshard_after_forward is False else 3
+    whole = plan.gradient_sync == "step" and plan.accumulation > 1 and shards > 1
+    remat, part = remat_of(job)
+    tokens = plan.microbatch * job.train.seq_len // plan.cp
+    documents = job.data.packing == "documents"
+    return Layout(
+        seq_len=job.train.seq_len,
+        microbatch=plan.microbatch,
+        global_batch=job.train.global_batch,
+        dp_replicate=plan.dp_replicate,
+        dp_shard=plan.dp_shard,
+        tp=plan.tp,
+        cp=plan.cp,
+        pp=plan.pp,
+        stages_per_rank=per_rank,
+        schedule=plan.pipeline.schedule if plan.pipeline else "1F1B",
+        precision="bf16" if plan.float8 == "none" else "float8",
+        remat=remat,
+        remat_part=part,
+        fusion="compiled" if job.compile.enable else "eager",
+        kernel="attention" if device.capability >= (9, 0) and not documents else "flash",
+        zero=zero,
+        sequence_parallel=job.parallel.sequence_parallel,
+        tp_overlap="async" if job.parallel.async_tp else "exposed",
+        gradient_bytes=4 if plan.reduce_dtype == "float32" else 2,
+        state_bytes=8 + MOMENT_BYTES[job.optim.states],
+        kept_bytes=4.0 if whole and zero == 3 else 0.0,
+        chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens,
+        reserved=plan.device == "cuda",
+    )
+
+
+def remat_of(job: Job) -> tuple[Remat, float]:
+    """What is computed again, and in which part of the blocks."""
+    remat = job.remat
+    if remat.kind == "budget":
+        return "block", 1 - remat.budget
+    if remat.kind == "full" and remat.every > 1:
+        return "block", 1 / remat.every
+    return remat.kind, 1.0
