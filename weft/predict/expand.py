@@ -3,14 +3,14 @@
 All blocks of a stage but those at its ends are alike, and so are all microbatches but the first
 ones and the last one.  What a *middle* one does, and what it refers to in its own block and in
 those around it, is taken from the recording and repeated.  Four blocks and four microbatches are
-enough: the ends, and two middle ones that are compared with each other.  The comparison tells two
-things.  If they differ, blocks are not alike, and nothing is extrapolated (`NotAlike`).  And a
-storage that both touch is shared by all, while otherwise each touches its own.
+mostly enough: the ends, and two middle ones that are compared with each other.  The comparison
+tells two things.  If they differ, blocks are not alike, and nothing is extrapolated (`NotAlike`).
+And a storage that both touch is shared by all, while otherwise each touches its own.
 
     recorded blocks            0   1   2   3
-    forward of n blocks        0   1   2   2   2 ... 2   3        2 is repeated
-    backward                   3   2   1   1   1 ... 1   0        1 is repeated
-    m microbatches             0   1   2   2   2 ... 2   3        2 is repeated
+    forward of n blocks        0   1   2   2   2 ... 2   3        2 is repeated, and like 1
+    backward                   3   2   1   1   1 ... 1   0        1 is repeated, and like 2
+    m microbatches             0   1   2   2   2 ... 2   3        2 is repeated, and like 1
 
 A repetition has storages of its own.  What happens while no block runs (clipping, the optimizer,
 the end of a pass) belongs to the block whose storage it touches.  It is repeated for all blocks if
@@ -30,8 +30,6 @@ from typing import NamedTuple
 
 from weft.predict.record import Block, Call, Event, Recording, Where
 
-# Blocks of a stage, and microbatches, that are recorded at most.
-RECORDED = 4
 ACTIONS = ("F", "B", "I", "W")
 BUFFER = "buffer"  # in the place of an action: made for each microbatch before the first one
 DOWNWARD = ("B", "I")  # go through the blocks from the last to the first
@@ -199,20 +197,23 @@ class Expansion:
             for s, recorded in enumerate(self._recorded.blocks):
                 if recorded < self.whole.blocks[s]:
                     self._compare_blocks(segment, s, events)
-            if count == 2 and self._recorded.microbatches < self.whole.microbatches:
-                twin = self._segments.get((stage, kind, 1), [])
+            recorded = self._recorded.microbatches
+            if count == recorded - 2 and recorded < self.whole.microbatches:
+                twin = self._segments.get((stage, kind, count - 1), [])
                 self._align(twin, events, self._shared_by_microbatches, segment)
 
     def _compare_blocks(self, segment: Segment, stage: int, events: list[Event]) -> None:
+        last = self._recorded.blocks[stage] - 1
+        twins = (1, 2) if segment[1] in DOWNWARD else (last - 2, last - 1)
         first, second = (
             [e for e in events if e.where.block == (stage, place) and e.where.running]
-            for place in (1, 2)
+            for place in twins
         )
         self._align(first, second, self._shared_by_blocks, segment)
         # Around the running blocks only what happens to both is repeated.
         around = [
             [e for e in events if e.where.block == (stage, place) and not e.where.running]
-            for place in (1, 2)
+            for place in twins
         ]
         counts = [Counter(map(_does, some)) for some in around]
         both = counts[0] & counts[1]
@@ -244,11 +245,12 @@ class Expansion:
         recorded, whole = self._recorded.blocks[stage], self.whole.blocks[stage]
         if recorded == whole:
             return [block]
+        more = whole - recorded
         if kind in DOWNWARD:
-            places = {0: [0], 1: [*range(whole - 3, 0, -1)], 2: [whole - 2], 3: [whole - 1]}
+            reals = range(1 + more, 0, -1) if place == 1 else [place + more * (place > 1)]
         else:
-            places = {0: [0], 1: [1], 2: [*range(2, whole - 1)], 3: [whole - 1]}
-        return [(stage, real) for real in places[place]]
+            reals = _upward(place, recorded, whole)
+        return [(stage, real) for real in reals]
 
     def _from_end(self, block: Block, kind: str) -> Block:
         """An end's block by its distance from where the pass has ended."""
@@ -259,18 +261,15 @@ class Expansion:
 
     def _counts(self, count: int) -> list[int]:
         """The microbatches that a recorded one stands for."""
-        if self._recorded.microbatches == self.whole.microbatches:
-            return [count]
-        last = self.whole.microbatches - 1
-        return {0: [0], 1: [1], 2: [*range(2, last)], 3: [last]}[count]
+        return list(_upward(count, self._recorded.microbatches, self.whole.microbatches))
 
     def source(self, segment: Segment) -> Segment:
         """The recorded action that one is like."""
         stage, kind, count = segment
-        if self._recorded.microbatches == self.whole.microbatches:
+        last, whole = self._recorded.microbatches - 1, self.whole.microbatches
+        if last + 1 == whole:
             return segment
-        last = self.whole.microbatches - 1
-        return stage, kind, 3 if count == last else min(count, 2)
+        return stage, kind, last if count == whole - 1 else min(count, last - 1)
 
     # ------------------------------------------------------------------- repeating
 
@@ -317,6 +316,14 @@ class Expansion:
             else:
                 counts = [count + away]
         return [self._id(Name((stage, kind, c), its_block, size, number)) for c in counts]
+
+
+def _upward(place: int, recorded: int, whole: int) -> Sequence[int]:
+    """What a recorded place stands for if the last but one is repeated."""
+    more = whole - recorded
+    if place == recorded - 2:
+        return range(place, place + more + 1)
+    return [place + more * (place == recorded - 1)]
 
 
 def _does(event: Event) -> tuple[object, ...]:

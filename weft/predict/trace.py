@@ -41,10 +41,13 @@ from weft.parallel.private import fake_process_group
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
 from weft.plan.timetable import SCHEDULES, Timetable, is_file, read_csv, timetable
-from weft.predict.expand import RECORDED, Expansion, NotAlike, Segment, Sizes
+from weft.predict.expand import Expansion, NotAlike, Segment, Sizes
 from weft.predict.record import Call, Event, Recorder, Recording, Where, place_of, placed
 from weft.train import setup
 from weft.train.setup import Built, Rank, build
+
+# Blocks of a stage, and microbatches, that tell of all others; more where these do not.
+RECORDED = (4, 6)
 
 
 @contextmanager
@@ -195,24 +198,28 @@ def traces(job: Job, plan: Plan) -> list[Trace]:
     """Of each rank of the pipeline (one where there is none) what the first of its ranks does.
 
     A step of few blocks and microbatches is run, and repeated to the whole; ranks that differ only
-    in how many blocks their stages have share one.  Where blocks are not alike the whole is run.
+    in how many blocks their stages have share one.  Where those are not alike more are run.
     """
     period = job.remat.every if job.remat.kind != "none" else 1
-    small = fewer(plan, period)
+    for few in RECORDED:
+        try:
+            return _traces(job, plan, fewer(plan, few, period), period)
+        except NotAlike:
+            continue
+    return _traces(job, plan, plan, 1)
+
+
+def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
     known: dict[object, tuple[Recording, Sizes, dict[str, str]]] = {}
     found = []
     for pp in range(plan.pp):
         rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
         whole = sizes_of(plan, pp, period)
         key = units_of(small, pp)
-        try:
-            if key not in known:
-                known[key] = record_rank(job, plan, small, pp, rank, period)
-            recording, recorded, axes = known[key]
-            expansion = Expansion(recording, recorded, whole)
-        except NotAlike:
-            recording, recorded, axes = record_rank(job, plan, plan, pp, rank, 1)
-            expansion = Expansion(recording, recorded, recorded)
+        if key not in known:
+            known[key] = record_rank(job, plan, small, pp, rank, period)
+        recording, recorded, axes = known[key]
+        expansion = Expansion(recording, recorded, whole)
         found.append(Trace(rank, recording, expansion, tuple(order_of(plan, pp)), axes))
     return found
 
@@ -264,28 +271,29 @@ def blocks_of(plan: Plan, pp: int) -> list[int]:
     return [plan.pipeline.stages[stage].blocks for stage in plan.pipeline.stages_of(pp)]
 
 
-def fewer(plan: Plan, period: int) -> Plan:
-    """The plan with as few blocks and microbatches as tell of all others.
+def fewer(plan: Plan, few: int, period: int) -> Plan:
+    """The plan with at most ``few`` groups of blocks in a stage, and microbatches.
 
     Groups of blocks that are left over go with the last one.
     """
     if not hasattr(plan.model, "num_layers"):
         return plan  # a family of the user's, which counts its blocks in some other way
 
-    def few(blocks: int) -> int:
-        return min(blocks, RECORDED * period + blocks % period)
+    def least(blocks: int) -> int:
+        return min(blocks, few * period + blocks % period)
 
-    microbatches = min(plan.accumulation, RECORDED)
+    microbatches = min(plan.accumulation, few)
     rows = plan.local_batch - (plan.accumulation - microbatches) * plan.microbatch
     plan = replace(plan, accumulation=microbatches, local_batch=rows)
     if plan.pipeline is None:
-        layers = few(plan.model.num_layers)
+        layers = least(plan.model.num_layers)
     else:
         stages, first, last = [], 0, plan.model.num_layers + 1
         for stage in plan.pipeline.stages:
-            units = few(stage.blocks) + (0 in stage.units) + (last in stage.units)
-            stages.append(replace(stage, first=first, end=first + units, blocks=few(stage.blocks)))
-            first += units
+            blocks = least(stage.blocks)
+            end = first + blocks + (0 in stage.units) + (last in stage.units)
+            stages.append(replace(stage, first=first, end=end, blocks=blocks))
+            first = end
         layers = first - 2
         plan = replace(plan, pipeline=replace(plan.pipeline, stages=tuple(stages)))
     return replace(plan, model=plan.model.model_copy(update={"num_layers": layers}))
