@@ -10,11 +10,23 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import weft
-from weft.job import MISSING, SECTIONS, InvalidJob, Problem, WeftError, recipe_names
+from weft.job import (
+    MISSING,
+    SECTIONS,
+    InvalidJob,
+    Job,
+    Problem,
+    WeftError,
+    recipe_names,
+    to_toml,
+)
 from weft.launch import FAILED, INTERRUPTED, MISTAKE
+
+if TYPE_CHECKING:
+    from weft.plan.resolve import Machine, Plan
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +71,13 @@ def reject(error: InvalidJob) -> int:
 # Options of the commands that take overrides, too, and how many words follow each.
 OPTIONS = {
     "train": {"--dry-run": 0},
-    "plan": {"--cluster": 1, "--rank-map": 0, "--json": 0},
+    "plan": {
+        "--cluster": 1,
+        "--rank-map": 0,
+        "--json": 0,
+        "--search": 0,
+        "--write": 1,
+    },
     "verify": {"--ranks": 1, "--steps": 1, "--json": 0},
 }
 
@@ -149,8 +167,10 @@ def parser() -> Parser:
     )
     shown = sub.add_mutually_exclusive_group()
     shown.add_argument("--rank-map", action="store_true", help="show which rank is where instead")
-    shown.add_argument("--json", action="store_true", help="print the whole plan as JSON instead")
-    sub.epilog = "any key is overridden as --section.key value; 'weft train --help' lists them"
+    shown.add_argument("--search", action="store_true", help="rank other layouts of the model")
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead")
+    sub.add_argument("--write", metavar="FILE", help="with --search: the winner as a recipe")
+    sub.epilog = PLAN_HELP
 
     sub = add("verify", verify, "Prove that a recipe's layout trains what one process would.")
     sub.add_argument(
@@ -194,6 +214,17 @@ def parser() -> Parser:
 
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
     return top
+
+
+PLAN_HELP = """\
+One rank of each stage runs a step of the recipe's model, by the code that trains, on tensors that
+have shapes but no memory.  From that come memory, FLOPs and everything that ranks say to each
+other; docs/planner.md tells how they are priced, and how far predictions are from published runs.
+
+  weft plan llama3-405b --cluster 64x8xh100
+  weft plan llama3-70b --cluster 32x8xh200 --search --write best.toml
+
+Any key is overridden as --section.key value; 'weft train --help' lists them."""
 
 
 VERIFY_HELP = """\
@@ -276,19 +307,56 @@ def train(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Print what a recipe does on a cluster."""
-    from weft.plan.report import describe_plan, map_of_ranks, plan_recipe
+    from weft.plan.devices import device_called
+    from weft.plan.report import map_of_ranks, plan_recipe
     from weft.train.setup import detect_machine
 
+    problems = list(options.problems)
+    if options.write and not options.search:
+        problems.append(Problem("--write", options.write, "is for --search", "add --search"))
     job, plan, machine = plan_recipe(
-        options.recipe, options.overrides, options.problems, options.cluster, detect_machine
+        options.recipe, options.overrides, problems, options.cluster, detect_machine
     )
-    if options.json:
-        print(plan.to_json())
-    elif options.rank_map:
+    if options.rank_map:
         print(map_of_ranks(plan))
-    else:
-        print(describe_plan(job, plan, machine, options.recipe))
+        return 0
+    if options.search:
+        return search(options, job, plan, machine)
+    from weft.predict.advice import advise
+    from weft.predict.forecast import forecast, to_json
+    from weft.predict.report import screen
+
+    device = device_called(machine.device_name, machine.memory_bytes)
+    seen = forecast(job, plan, machine, device)
+    if options.json:
+        print(to_json(plan, seen))
+        return 0
+    advice = [] if device is None else advise(job, plan, machine, device, seen)
+    print(screen(job, plan, machine, options.recipe, seen, advice))
     return 0
+
+
+def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) -> int:
+    """Print the best layouts of a recipe's model on a cluster."""
+    from weft.predict.report import search_screen
+    from weft.predict.search import search
+
+    def tell(text: str) -> None:
+        if not options.json and sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    found = search(job, plan, machine, tell=tell)
+    tell("")
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        print(search_screen(found))
+    if options.write and found.best:
+        text = to_toml(found.best[0][1], options.recipe, job)
+        Path(options.write).write_text(text, "utf-8")
+        if not options.json:
+            print(f"\nthe best one is in {options.write}")
+    return 0 if found.best else FAILED
 
 
 def verify(options: argparse.Namespace) -> int:

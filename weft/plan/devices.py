@@ -37,12 +37,14 @@ USER_CLUSTERS = Path("~/.config/weft/clusters.toml")
 class Link:
     """Between the devices of a node: bytes/s that a device sends in collectives, and seconds a hop.
 
-    ``domain``: how many devices it joins, where these are more than a node's.
+    ``domain``: how many devices it joins, where these are more than a node's.  ``peer_access``:
+    devices reach each other's memory over it.
     """
 
     bandwidth: float
     latency: float
     domain: int = 0
+    peer_access: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,11 @@ class Network:
 
 @dataclass(frozen=True)
 class Device:
-    """One of ``clusters.toml``; see there.  ``bf16``, ``float8``, ``float4``: peaks, 0 if none."""
+    """One of ``clusters.toml``; see there.  ``bf16``, ``float8``, ``float4``: peaks, 0 if none.
+
+    ``software``: of the predicted speed, the part that was measured; ``calibrated``: where, and
+    when; empty if nowhere.
+    """
 
     name: str
     bandwidth: float
@@ -84,6 +90,8 @@ class Device:
     flash: tuple[float, float] = (0.0, 0.0)  # causal attention, forward and backward
     attention: tuple[float, float] = (0.0, 0.0)
     capability: tuple[int, int] = (0, 0)
+    software: float = 1.0
+    calibrated: str = ""
 
     def flops(self, precision: str) -> float:
         """FLOP/s of the best matrix product; a precision that it lacks runs in bfloat16."""
@@ -156,6 +164,20 @@ def peak_flops(device_name: str) -> float | None:
     peaks = {re.sub(r" \d+GB$", "", d.name): d.bf16 for d in known_clusters()[0].values()}
     known = [n for n in peaks if peaks[n] and re.search(rf"\b{n}\b", device_name)]
     return peaks[max(known, key=len)] if known else None
+
+
+def device_called(driver_name: str, memory_bytes: int | None) -> Device | None:
+    """The device that a driver calls so, by the longest name in it; of equals the one of that
+    memory.  None if it is not known."""
+    known = known_clusters()[0]
+    if driver_name in known:
+        return known[driver_name]
+    plain = {name: re.sub(r" \d+GB$", "", name) for name in known}
+    found = [name for name in known if re.search(rf"\b{re.escape(plain[name])}\b", driver_name)]
+    found = [name for name in found if len(plain[name]) == max(len(plain[n]) for n in found)]
+    size = (memory_bytes or 0) / GIB
+    near = sorted(found, key=lambda name: abs(known[name].memory_gib - size))
+    return known[near[0]] if near else None
 
 
 # --------------------------------------------------------------------------- clusters

@@ -1,7 +1,8 @@
 """What ``weft plan`` shows: a Plan for people, made without a GPU and without starting anything.
 
 Nothing is derived here a second time: degrees, batches and stages are the Plan's, which the
-trainer will consume.  The one figure added to it is a rank's memory, by `weft.plan.memory`.
+trainer will consume.  The one figure added to it is a first estimate of a rank's memory, by
+`weft.plan.memory`; `weft.predict` traces it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.models import load_family
 from weft.plan.devices import CPU, Cluster, parse_cluster
-from weft.plan.memory import USABLE, rank_bytes, state_bytes_per_param
+from weft.plan.memory import rank_bytes, state_bytes_per_param
 from weft.plan.placement import rank_map
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.plan.stages import (
@@ -86,6 +87,7 @@ def machine_of(cluster: Cluster) -> Machine:
         local_world_size=cluster.devices,
         memory_bytes=cluster.memory_bytes,
         capability=cluster.device.capability,
+        peer_access=cluster.device.link.peer_access,
     )
 
 
@@ -106,9 +108,6 @@ def describe_plan(job: Job, plan: Plan, machine: Machine, recipe: str) -> str:
     ]
     if plan.pipeline is not None:
         rows.append(("pipeline", _pipeline(plan)))
-    rows += [
-        ("memory" if i == 0 else "", text) for i, text in enumerate(_memory(job, plan, machine))
-    ]
     lines = [f"{Path(recipe).stem} on {_machine(plan, machine)}"]
     lines += [f"  {name:<10} {text}" for name, text in rows]
     if plan.pipeline is not None:
@@ -192,23 +191,6 @@ def _pipeline(plan: Plan) -> str:
 
 
 # --------------------------------------------------------------------------- memory
-
-
-def _memory(job: Job, plan: Plan, machine: Machine) -> list[str]:
-    need = memory_bytes(job, plan)
-    if need is None:
-        return ["unknown: the family has no units"]
-    text = f"about {_size(need)} on the fullest rank"
-    if machine.memory_bytes is not None:
-        on_host = plan.local_world_size if plan.device == "cpu" else 1
-        there = machine.memory_bytes / on_host
-        fits = need <= USABLE * there
-        text += f", of {_size(there)}: {'fits' if fits else f'more than {USABLE:.0%} of it'}"
-    return [text, "by arithmetic: states, gathered weights, activations without recomputation"]
-
-
-def _size(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{1024 * count / GIB:.1f} MiB"
 
 
 def memory_bytes(job: Job, plan: Plan) -> float | None:

@@ -169,9 +169,9 @@ class Expansion:
         A stage makes one for each microbatch, one after the other.
         """
         made = [e for e in events if e.where.kind == "start" and e.call is None and e.bytes > 0]
-        for size, run in groupby(made, lambda event: event.bytes):
+        for (block, size), run in groupby(made, lambda event: (event.where.block, event.bytes)):
             alike, each = list(run), self._recorded.microbatches
-            if each > 1 and len(alike) % each == 0:
+            if block is None and each > 1 and len(alike) % each == 0:
                 for place, event in enumerate(alike):
                     yield event.storage, size, place % each
 
@@ -247,7 +247,7 @@ class Expansion:
             return [block]
         more = whole - recorded
         if kind in DOWNWARD:
-            reals = range(1 + more, 0, -1) if place == 1 else [place + more * (place > 1)]
+            reals: Sequence[int] = range(1 + more, 0, -1) if place == 1 else [place + more * (place > 1)]
         else:
             reals = _upward(place, recorded, whole)
         return [(stage, real) for real in reals]

@@ -14,7 +14,7 @@ from weft.job import Job
 from weft.plan.cost import Collective, Hardware, Overlap, Seconds, Step, Work, step_seconds
 from weft.plan.devices import Device
 from weft.plan.placement import groups
-from weft.plan.resolve import Plan
+from weft.plan.resolve import Machine, Plan
 from weft.plan.timetable import Timetable
 from weft.predict.memory import Memory, fullest
 from weft.predict.trace import Trace, exchanged_bytes, timetable_of, traces
@@ -125,30 +125,22 @@ class Forecast:
         }
 
 
-def forecast(
-    job: Job,
-    plan: Plan,
-    capacity: int | None,
-    device: Device | None,
-    software: float | None = None,
-) -> Forecast:
+def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> Forecast:
     """Trace a plan and price it.
 
     Args:
-        capacity: bytes of one device (of one rank's share of a host); None where unknown.
-        device: what it runs on; None: only memory is predicted.
-        software: efficiency from a calibration; None: there is none.
+        machine: that the plan is for.
+        device: what is known of it; None: only memory is predicted.
     """
     of_ranks = traces(job, plan)
     on_gpu = plan.device == "cuda"
+    capacity = capacity_of(plan, machine)
     place, memory = fullest(of_ranks, on_gpu, capacity, job.parallel.cpu_offload)
     seconds = None
     if device is not None:
-        hardware = Hardware(device, plan.local_world_size, device.network, software or 1.0)
-        step = step_of(job, plan, of_ranks, device)
-        seconds = step_seconds(step, hardware)
+        seconds = step_seconds(step_of(job, plan, of_ranks, device), hardware_of(plan, device))
     doubts = doubts_of(plan, device)
-    error = CALIBRATED_ERROR if software else ERROR
+    error = CALIBRATED_ERROR if device is not None and device.calibrated else ERROR
     return Forecast(
         plan,
         memory,
@@ -160,6 +152,17 @@ def forecast(
         max(error, LOW_CONFIDENCE_ERROR) if doubts else error,
         doubts,
     )
+
+
+def capacity_of(plan: Plan, machine: Machine) -> int | None:
+    """Bytes that one rank may have; ranks on CPUs share their host's."""
+    if machine.memory_bytes is None:
+        return None
+    return machine.memory_bytes // (plan.local_world_size if plan.device == "cpu" else 1)
+
+
+def hardware_of(plan: Plan, device: Device) -> Hardware:
+    return Hardware(device, plan.local_world_size, device.network, device.software)
 
 
 def doubts_of(plan: Plan, device: Device | None) -> tuple[str, ...]:
@@ -245,5 +248,6 @@ def exchanges_of(trace: Trace, seconds: Seconds | None) -> dict[str, Exchange]:
     return {axis: Exchange(*sums, exposed[axis]) for axis, sums in found.items()}
 
 
-def to_json(job: Job, plan: Plan, prediction: Forecast) -> str:
-    return json.dumps(json.loads(plan.to_json()) | prediction.to_dict(), indent=2)
+def to_json(plan: Plan, seen: Forecast) -> str:
+    """The plan and what is predicted of it, in one object."""
+    return json.dumps(json.loads(plan.to_json()) | seen.to_dict(), indent=2)

@@ -302,8 +302,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         one = {block for block in blocks if block is not None}
         block = one.pop() if len(one) == 1 else None
         # An operator on lists makes for each of the first list.
-        each = blocks if len(made) > 1 and len(taken) >= len(made) else [block] * len(made)
-        pairs = zip(made, each[: len(made)], strict=True)
+        each = [block] * len(made)
+        if block is None and len(taken) >= len(made):
+            each = blocks[: len(made)]
+        pairs = zip(made, each, strict=True)
         writes = [(self._made(tensor, b), _bytes(tensor)) for tensor, b in pairs]
         self._call(block, func, args, kwargs, out, taken, reads, writes)
         return out

@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from weft.job import InvalidJob, Job
+from weft.job import InvalidJob, Job, Problem
 from weft.job import replace as replace_sections
 from weft.plan.analytic import Layout, Sizes, memory_of, step_of
-from weft.plan.cost import Hardware, step_seconds
-from weft.plan.devices import Cluster
+from weft.plan.cost import step_seconds
+from weft.plan.devices import device_called
 from weft.plan.layout import divisors
-from weft.plan.report import machine_of
-from weft.plan.resolve import Plan, resolve
+from weft.plan.resolve import Machine, Plan, resolve
 from weft.plan.timetable import SCHEDULES
-from weft.predict.forecast import OUTSIDE, Forecast, forecast
+from weft.predict.forecast import OUTSIDE, Forecast, forecast, hardware_of
 from weft.predict.twin import layout_of, sizes_of
 
 # So many of the best are traced.
@@ -31,7 +30,7 @@ TRACED = 6
 # Of the capacity, what the twin's memory may be beyond it for a layout to be traced all the same.
 MARGIN = 1.1
 MICROBATCHES = (1, 2, 4, 8)
-REMAT = ("none", "selective", "full")
+REMAT: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 STAGES_PER_RANK = (2, 4)
 
@@ -65,34 +64,48 @@ class Found:
     losers: tuple[Loser, ...]
     considered: int
 
+    def to_dict(self) -> dict[str, Any]:
+        best = [
+            {"layout": named(candidate.layout), "changes": candidate.changes} | seen.to_dict()
+            for candidate, _, seen in self.best
+        ]
+        lost = [
+            {"layout": named(loser.candidate.layout), "why": loser.reason, "detail": loser.detail}
+            for loser in self.losers
+        ]
+        return {"considered": self.considered, "best": best, "lost": lost}
+
 
 def search(
-    job: Job,
-    plan: Plan,
-    cluster: Cluster,
-    software: float | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    job: Job, plan: Plan, machine: Machine, tell: Callable[[str], None] = lambda text: None
 ) -> Found:
-    """Search for the job's model and global batch on a cluster.
+    """Search for the job's model and global batch on a machine.
 
     Args:
         plan: of the job as it is; what its layout says is what is searched over.
-        software: efficiency from a calibration, if there is one.
         tell: hears of the progress.
 
     Raises:
-        ValueError: if the model is none that the twin knows.
+        InvalidJob: if nothing is known of the device, or the twin does not know the model.
     """
+    device = device_called(machine.device_name, machine.memory_bytes)
+    if device is None or plan.device == "cpu":
+        rule, remedy = "has no device that is known", "use --cluster, such as 64x8xH100"
+        raise InvalidJob([Problem("--search", machine.device_name or "CPU", rule, remedy)])
     sizes = sizes_of(plan)
-    base = layout_of(replace_sections(job, parallel={"schedule": "1F1B"}), plan, cluster.device)
-    if sizes is None or base is None:
-        raise ValueError("only Llama's layouts can be searched")
-    hardware = Hardware(cluster.device, cluster.devices, cluster.device.network, software or 1.0)
-    capacity = cluster.memory_bytes
+    base = layout_of(job, plan, device)
+    if sizes is None:
+        rule, remedy = "only layouts of Llama can be searched", "plan single ones"
+        raise InvalidJob([Problem("model.kind", job.model.kind, rule, remedy)])
+    if base is None:
+        rule, remedy = "comes from a file, which fits one layout only", "use the name of a schedule"
+        raise InvalidJob([Problem("parallel.schedule", job.parallel.schedule, rule, remedy)])
+    hardware = hardware_of(plan, device)
+    capacity = machine.memory_bytes
     room = None if capacity is None else MARGIN * (capacity - OUTSIDE)
     fitting: list[Candidate] = []
     losers: list[Loser] = []
-    for number, (changes, layout) in enumerate(layouts(job, sizes, base, cluster)):
+    for number, (changes, layout) in enumerate(layouts(job, sizes, base, plan)):
         if number % 500 == 0:
             tell(f"{number:,} layouts reckoned")
         needed = sum(memory_of(sizes, layout).values())
@@ -109,7 +122,6 @@ def search(
     fitting.sort(key=lambda candidate: candidate.seconds)
     considered = len(fitting) + len(losers)
     best: list[tuple[Candidate, Job, Forecast]] = []
-    machine = machine_of(cluster)
     remaining = iter(fitting)
     for candidate in remaining:
         if len(best) == TRACED:
@@ -125,7 +137,7 @@ def search(
             losers.append(Loser(candidate, "rule", str(error.problems[0])))
             continue
         tell(f"tracing {len(best) + 1} of {TRACED}: {named(candidate.layout)}")
-        seen = forecast(changed, its_plan, capacity, cluster.device, software)
+        seen = forecast(changed, its_plan, machine, device)
         if seen.fits is False:
             detail = f"needs {seen.needed / 2**30:.1f} GiB, as traced"
             losers.append(Loser(candidate, "memory", detail))
@@ -135,12 +147,10 @@ def search(
     return Found(tuple(best), tuple(losers), considered)
 
 
-def layouts(
-    job: Job, sizes: Sizes, base: Layout, cluster: Cluster
-) -> Iterator[tuple[Changes, Layout]]:
+def layouts(job: Job, sizes: Sizes, base: Layout, plan: Plan) -> Iterator[tuple[Changes, Layout]]:
     """Everything that could be; what breaks a rule of numbers alone is left out."""
-    world = cluster.ranks
-    for tp in divisors(cluster.devices):
+    world, node = plan.world_size, plan.local_world_size
+    for tp in divisors(node):
         if sizes.kv_heads % tp or sizes.vocab % tp:
             continue
         for pp in divisors(world // tp, sizes.layers):
@@ -148,7 +158,7 @@ def layouts(
                 dp = world // (tp * pp * cp)
                 if world % (tp * pp * cp) or job.train.global_batch % dp:
                     continue
-                for dp_shard in {dp, max(1, min(dp, cluster.devices // (tp * cp)))}:
+                for dp_shard in {dp, max(1, min(dp, node // (tp * cp)))}:
                     if dp % dp_shard:
                         continue
                     sides = {
@@ -185,7 +195,11 @@ def of_mesh(
             for remat in REMAT:
                 layout = replace(
                     base,
-                    **sides,
+                    tp=sides["tp"],
+                    cp=sides["cp"],
+                    pp=pp,
+                    dp_shard=sides["dp_shard"],
+                    dp_replicate=sides["dp_replicate"],
                     microbatch=rows,
                     schedule=schedule,
                     stages_per_rank=per_rank,
