@@ -63,7 +63,7 @@ class _Mover:
     def begin(self, place: int, shared: list[Tensor]) -> _Call:
         # Of the block before, in the same pass.
         before = self.last if place and self.last and self.last.place == place - 1 else None
-        self.last = _Call(self, place, before, {t.untyped_storage().data_ptr() for t in shared})
+        self.last = _Call(self, place, before, {t.untyped_storage()._cdata for t in shared})
         return self.last
 
 
@@ -73,25 +73,27 @@ class _Call:
     def __init__(self, mover: _Mover, place: int, before: _Call | None, shared: set[int]) -> None:
         self.mover, self.place, self.shared = mover, place, shared
         self.before = None if before is None else weakref.ref(before)
-        self.moved: dict[tuple[Any, ...], weakref.ref[_Moved]] = {}
+        self.moved: dict[tuple[Any, ...], weakref.ref[Moved]] = {}
         self.reached = False
 
     def pack(self, tensor: Tensor) -> Any:
         if (
             is_parameter(tensor)
-            or tensor.untyped_storage().data_ptr() in self.shared  # by all blocks
+            or tensor.untyped_storage()._cdata in self.shared  # by all blocks
             or tensor.nbytes < SMALLEST
             or torch.empty_like(tensor, device="meta").stride() != tensor.stride()  # with gaps
         ):
             return tensor
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        # Not the address: tensors in a trace have none.
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset())
+        key = (*place, tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         if (known := self.moved.get(key)) and (moved := known()) and not moved.source.expired():
             return moved  # autograd keeps some twice
-        moved = _Moved(self.mover, tensor)
+        moved = Moved(self.mover, tensor)
         self.moved[key] = weakref.ref(moved)
         return moved
 
-    def unpack(self, packed: Tensor | _Moved) -> Tensor:
+    def unpack(self, packed: Tensor | Moved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if not self.reached:
@@ -109,7 +111,7 @@ class _Call:
                 one.fetch()
 
 
-class _Moved:
+class Moved:
     """A tensor in the host's memory, and soon back."""
 
     def __init__(self, mover: _Mover, tensor: Tensor) -> None:
@@ -118,7 +120,7 @@ class _Moved:
         self.source: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.back: Tensor | None = None
         self.ready: Any = None
-        self.host = self._like(tensor, torch.device("cpu"), pin=self.stream is not None)
+        self.host = self.on_host(tensor, pin=self.stream is not None)
         with self._beside():
             self.host.copy_(tensor, non_blocking=True)
         if self.stream is not None:
@@ -128,7 +130,9 @@ class _Moved:
         """Begin to copy it back."""
         if self.back is None:
             with self._beside():
-                self.back = self._like(self.host, self.device)
+                shape, stride = self.host.shape, self.host.stride()
+                kind = self.host.dtype
+                self.back = torch.empty_strided(shape, stride, dtype=kind, device=self.device)
                 self.back.copy_(self.host, non_blocking=True)
                 if self.stream is not None:
                     self.ready = self.stream.record_event()
@@ -153,7 +157,6 @@ class _Moved:
             yield
 
     @staticmethod
-    def _like(tensor: Tensor, device: torch.device, pin: bool = False) -> Tensor:
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, pin_memory=pin
-        )
+    def on_host(tensor: Tensor, pin: bool) -> Tensor:
+        shape, stride = tensor.shape, tensor.stride()
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=pin)

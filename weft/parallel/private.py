@@ -484,6 +484,14 @@ def group_of(args: Iterable[Any]) -> str:
     return str([arg for arg in args if isinstance(arg, str)][-1])
 
 
+def ranks_of_group(name: str) -> list[int]:
+    """The ranks of a process group, by its name."""
+    from torch.distributed import distributed_c10d
+
+    private: Any = distributed_c10d
+    return dist.get_process_group_ranks(private._resolve_process_group(name))
+
+
 # --------------------------------------------------------------------------- a fake world
 
 
@@ -502,14 +510,21 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     silent: Any = _shapes_are_known
     if not hasattr(owner, name):
         owner, name, silent = PipelineStage, "_get_init_p2p_neighbors_ops", _nobody_to_greet
-    original = getattr(owner, name)
+    original, gather = getattr(owner, name), dist.all_gather_object
     setattr(owner, name, silent)
+    distributed: Any = dist
+    distributed.all_gather_object = _others_have_the_same
     try:
         yield
     finally:
         setattr(owner, name, original)
+        distributed.all_gather_object = gather
         dist.destroy_process_group()
         forget_meshes()
+
+
+def _others_have_the_same(objects: list[Any], own: Any, group: Any = None) -> None:
+    objects[:] = [own] * len(objects)
 
 
 def _nobody_to_greet(stage: Any) -> list[Any]:

@@ -148,13 +148,13 @@ class Budget:
         """Watch the first call, choose, and return (what comes of it,); None from then on."""
         if self._kept is not None or not torch.is_grad_enabled():
             return None
-        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if not is_parameter(tensor) and storage.data_ptr() not in given:
-                saved[storage.data_ptr()] = storage.nbytes()
+            if not is_parameter(tensor) and storage._cdata not in given:
+                saved[storage._cdata] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), _Watch() as ops:
@@ -184,20 +184,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = name, self._calls[name]
         self._calls[name] += 1
         read = list(_plain(tree_leaves((args, kwargs))))
-        here = {x.untyped_storage().data_ptr() for x in read}
+        here = {x.untyped_storage()._cdata for x in read}
         if func._schema.is_mutable:
             for place in here:  # what is kept must not change
                 self.made.pop(place, None)
             return out
         results = list(_plain(tree_leaves(out)))
-        new = [x for x in results if x.untyped_storage().data_ptr() not in here]
+        new = [x for x in results if x.untyped_storage()._cdata not in here]
         if new:
             size = sum(x.nbytes for x in new)
             work = size + sum(x.nbytes for x in read)
             if name.startswith(EXCHANGES):
                 work *= EXCHANGE
             op = _Op(key, size, max(work, _flops(name, read, results[0]) / FLOPS_PER_BYTE))
-            self.made[new[0].untyped_storage().data_ptr()] = op
+            self.made[new[0].untyped_storage()._cdata] = op
         return out
 
 

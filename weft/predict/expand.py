@@ -247,7 +247,8 @@ class Expansion:
             return [block]
         more = whole - recorded
         if kind in DOWNWARD:
-            reals: Sequence[int] = range(1 + more, 0, -1) if place == 1 else [place + more * (place > 1)]
+            once = [place + more * (place > 1)]
+            reals: Sequence[int] = range(1 + more, 0, -1) if place == 1 else once
         else:
             reals = _upward(place, recorded, whole)
         return [(stage, real) for real in reals]

@@ -13,7 +13,6 @@ from typing import Any
 from weft.job import Job
 from weft.plan.cost import Collective, Hardware, Overlap, Seconds, Step, Work, step_seconds
 from weft.plan.devices import Device
-from weft.plan.placement import groups
 from weft.plan.resolve import Machine, Plan
 from weft.plan.timetable import Timetable
 from weft.predict.memory import Memory, fullest
@@ -180,23 +179,17 @@ def doubts_of(plan: Plan, device: Device | None) -> tuple[str, ...]:
 
 
 def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
-    """What the CPU does not tell: groups, how communication hides, which kernels run."""
-    axes = {axis: (axis,) for axis in plan.order} | {"dp_shard": ("dp_shard", "cp")}
-    distances = {}
-    for axis, together in axes.items():
-        group = groups(together, plan.sizes, plan.order)[0]
-        distances[axis] = len(group), (group[1] - group[0] if len(group) > 1 else 1)
+    """What the CPU does not tell: how communication hides, and which kernels run."""
     ring = job.parallel.context == "ring"
     overlaps: dict[str, Overlap] = {
         "dp_shard": "prefetch",
         "dp_replicate": "prefetch",
         "tp": "async" if job.parallel.async_tp else "exposed",
         "cp": "ring" if ring else "exposed",
-        "pp": "exposed",
     }
     documents = job.data.packing == "documents"
     fast = device.capability >= (9, 0) and not documents
-    return Setting(job.compile.enable, "attention" if fast else "flash", distances, overlaps)
+    return Setting(job.compile.enable, "attention" if fast else "flash", overlaps)
 
 
 def step_of(job: Job, plan: Plan, of_ranks: Sequence[Trace], device: Device) -> Step:
@@ -218,18 +211,20 @@ def step_of(job: Job, plan: Plan, of_ranks: Sequence[Trace], device: Device) -> 
     hop = None
     if plan.pipeline is not None:
         table = timetable_of(plan)
-        hop = hop_of(of_ranks, setting)
+        hop = hop_of(of_ranks)
     stages = tuple(works[number] for number in sorted(works))
     return Step(stages, plan.accumulation, plan.tokens_per_step, once, table, hop)
 
 
-def hop_of(of_ranks: Iterable[Trace], setting: Setting) -> Collective | None:
+def hop_of(of_ranks: Iterable[Trace]) -> Collective | None:
     """What a stage hands to the next."""
     for trace in of_ranks:
         for event in trace.recording.events:
             call = event.call
-            if call is not None and call.name == "send" and trace.axes[call.group] == "pp":
-                return Collective("send", exchanged_bytes(call), "pp", 2, setting.groups["pp"][1])
+            if call is not None and call.name == "send":
+                axis, _, stride = trace.groups[call.group]
+                if axis == "pp":
+                    return Collective("send", exchanged_bytes(call), axis, 2, stride)
     return None
 
 
@@ -240,7 +235,7 @@ def exchanges_of(trace: Trace, seconds: Seconds | None) -> dict[str, Exchange]:
         for calls, repeats in trace.expansion.works(segment):
             for _, call in calls:
                 if call.group:
-                    axis = trace.axes[call.group]
+                    axis = trace.groups[call.group].axis
                     number, size = found.get(axis, (0, 0))
                     often = times * repeats
                     found[axis] = number + often, size + often * exchanged_bytes(call)

@@ -86,6 +86,9 @@ def categories(recording: Recording) -> dict[int, str]:
         leaves = end is None or end[:3] != where[:3]
         if storage in recording.kept:
             continue
+        if storage in recording.host:
+            found[storage] = "host"
+            continue
         if storage in gathered:
             found[storage] = "communication"
         elif storage in recording.gradients:
@@ -139,7 +142,8 @@ def memory_of(
     """
     before, log = later_step(trace)
     used_for = trace.expansion.category_of(categories(trace.recording))
-    away = {s for s, what in used_for.items() if on_host and what in ON_HOST}
+    elsewhere = ("host", *(ON_HOST if on_host else ()))
+    away = {s for s, what in used_for.items() if what in elsewhere}
     before = {s: size for s, size in before.items() if s not in away}
     sums = dict.fromkeys(CATEGORIES, 0)
     for storage, size in before.items():

@@ -81,6 +81,7 @@ class Recording:
     ``kept``: storages that were there before, with their bytes; ``owner``: of parameters and
     buffers, the block that they belong to; ``rows``: of input, the microbatch.  ``states``: of the
     optimizer, before the step.  ``gradients``: of the parameters, when all microbatches were done.
+    ``host``: what waits in the host's memory, whatever the device is.
     """
 
     events: list[Event]
@@ -89,6 +90,7 @@ class Recording:
     rows: dict[int, int]
     states: frozenset[int]
     gradients: frozenset[int]
+    host: frozenset[int]
 
 
 # --------------------------------------------------------------------------- operators

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -37,7 +37,8 @@ from weft.job import replace as replace_sections
 from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
-from weft.parallel.private import fake_process_group
+from weft.parallel.offload import Moved
+from weft.parallel.private import fake_process_group, quiet_import, ranks_of_group
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
 from weft.plan.timetable import SCHEDULES, Timetable, is_file, read_csv, timetable
@@ -68,6 +69,9 @@ def build_fake(job: Job, plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]
         What is trained, and the plan with the CPU in the place of its device.
     """
     plan = replace(plan, device="cpu")
+    if job.optim.states == "8bit":  # torchao makes its tables of codes once, from values
+        tables = quiet_import("torchao.optim.subclass_8bit")
+        tables.get_qmap_signed(), tables.get_qmap_unsigned()
     rank = Rank(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"))
     real: Callable[..., None] = setup.allocate
 
@@ -121,7 +125,15 @@ def record_step(
             for column in batch
             if column is not None
         }
-        with recorder:
+        host: set[int] = set()
+
+        def noted(tensor: Tensor, pin: bool) -> Tensor:
+            copy = to_host(tensor, pin)
+            host.add(recorder.keep(copy))
+            return copy
+
+        to_host = Moved.on_host
+        with recorder, patch.object(Moved, "on_host", staticmethod(noted)):
             with placed(recorder, built.parts, family.blocks, built.engine, period):
                 loss = built.engine.forward_backward(batches)
             recorder.where = Where(0, "clip", 0)
@@ -135,7 +147,8 @@ def record_step(
             recorder.where = Where(0, "end", 0)
             built.optimizer.zero_grad()
     assert loss.shape == norm.shape == ()
-    return Recording(recorder.events, recorder.kept, owner, rows, states, gradients)
+    kept = recorder.events, recorder.kept, owner, rows, states, gradients, frozenset(host)
+    return Recording(*kept)
 
 
 def no_rows(job: Job, plan: Plan) -> list[Batch]:
@@ -164,18 +177,26 @@ def axis_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 # --------------------------------------------------------------------------- one rank of a plan
 
 
+class Group(NamedTuple):
+    """Ranks that communicate: on which axis of the mesh, how many, how far neighbours are apart."""
+
+    axis: str
+    ranks: int
+    stride: int
+
+
 @dataclass(frozen=True)
 class Trace:
     """What one rank does in a step of a plan.
 
-    ``order``: its actions; ``axes``: of each process group by name, its axis.
+    ``order``: its actions; ``groups``: the process groups in which it communicates, by name.
     """
 
     rank: int
     recording: Recording
     expansion: Expansion
     order: tuple[Segment, ...]
-    axes: dict[str, str]
+    groups: dict[str, Group]
 
     def events(self) -> Iterator[Event]:
         return self.expansion.events(self.order)
@@ -210,7 +231,7 @@ def traces(job: Job, plan: Plan) -> list[Trace]:
 
 
 def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
-    known: dict[object, tuple[Recording, Sizes, dict[str, str]]] = {}
+    known: dict[object, tuple[Recording, Sizes, dict[str, Group]]] = {}
     found = []
     for pp in range(plan.pp):
         rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
@@ -218,24 +239,24 @@ def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
         key = units_of(small, pp)
         if key not in known:
             known[key] = record_rank(job, plan, small, pp, rank, period)
-        recording, recorded, axes = known[key]
+        recording, recorded, its_groups = known[key]
         expansion = Expansion(recording, recorded, whole)
-        found.append(Trace(rank, recording, expansion, tuple(order_of(plan, pp)), axes))
+        found.append(Trace(rank, recording, expansion, tuple(order_of(plan, pp)), its_groups))
     return found
 
 
 def record_rank(
     job: Job, plan: Plan, small: Plan, pp: int, rank: int, period: int
-) -> tuple[Recording, Sizes, dict[str, str]]:
-    """The step of ``small``, what it has of blocks and microbatches, and the groups' axes."""
+) -> tuple[Recording, Sizes, dict[str, Group]]:
+    """The step of ``small``, what it has of blocks and microbatches, and the process groups."""
     job = traceable(job, plan)
     with fake_world(rank, plan.world_size) as mode, tempfile.TemporaryDirectory() as folder:
         if small.accumulation < plan.accumulation and small.pipeline is not None:
             small = with_any_order(small, Path(folder))
         built, small = build_fake(job, small, mode)
         recording = record_step(built, job, small, mode, period)
-        axes = {str(group.group_name): axis for axis, group in axis_groups(built.mesh).items()}
-    return recording, sizes_of(small, pp, period), axes
+        found = groups_of(recording, built.mesh)
+    return recording, sizes_of(small, pp, period), found
 
 
 def traceable(job: Job, plan: Plan) -> Job:
@@ -358,13 +379,29 @@ def order_from_file(plan: Plan) -> Timetable:
 # --------------------------------------------------------------------------- sums
 
 
+def groups_of(recording: Recording, mesh: Mesh) -> dict[str, Group]:
+    """The process groups of a recording; what is only a part of an axis's group is of that axis."""
+    axes = {
+        axis: set(dist.get_process_group_ranks(group)) for axis, group in axis_groups(mesh).items()
+    }
+    names = {event.call.group for event in recording.events if event.call is not None}
+    found = {}
+    for name in names - {""}:
+        ranks = ranks_of_group(name)
+        around = [axis for axis, whole in axes.items() if whole.issuperset(ranks)]
+        axis = min(around, key=lambda axis: len(axes[axis]), default="world")
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        found[name] = Group(axis, len(ranks), stride)
+    return found
+
+
 def traffic(recording: Recording, mesh: Mesh) -> dict[str, tuple[int, int]]:
     """``{"all_gather tp": (20, 81920)}``: collectives and their bytes, by kind and axis."""
-    axes = {str(group.group_name): axis for axis, group in axis_groups(mesh).items()}
+    groups = groups_of(recording, mesh)
     found: dict[str, tuple[int, int]] = {}
     for event in recording.events:
         if event.call is not None and event.call.group:
-            key = f"{event.call.name} {axes[event.call.group]}"
+            key = f"{event.call.name} {groups[event.call.group].axis}"
             number, size = found.get(key, (0, 0))
             found[key] = number + 1, size + exchanged_bytes(event.call)
     return found

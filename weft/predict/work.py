@@ -34,15 +34,10 @@ OUTSIDE = ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a trace on the CPU does not tell.
-
-    ``groups``: of each axis its ranks and the distance between neighbours.  ``overlaps``: how each
-    axis's collectives hide.
-    """
+    """What a trace on the CPU does not tell; ``overlaps``: how each axis's collectives hide."""
 
     compiled: bool
     kernel: Kernel
-    groups: dict[str, tuple[int, int]]
     overlaps: dict[str, Overlap]
 
 
@@ -130,11 +125,11 @@ class Pricer:
         return Work(tuple(matmuls), tuple(attention), swept, kernels, tuple(collectives))
 
     def _collective(self, call: Call) -> Collective | None:
-        axis, kind = self.trace.axes[call.group], KINDS.get(call.name)
+        axis, ranks, stride = self.trace.groups[call.group]
+        kind = KINDS.get(call.name)
         if kind is None or axis == "pp":
             return None  # receiving is somebody's sending; hops are priced with the timetable
-        ranks, stride = self.setting.groups[axis]
-        overlap = self.setting.overlaps[axis]
+        overlap = self.setting.overlaps.get(axis, "exposed")
         if overlap == "prefetch" and call.name == "all_reduce" and exchanged_bytes(call) < 1024:
             overlap = "exposed"  # a count, not gradients
         if kind == "send":
