@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.job import Job
-from weft.plan.cost import Collective, Hardware, Overlap, Seconds, Step, Work, step_seconds
+from weft.plan.cost import (
+    Collective,
+    Hardware,
+    Overlap,
+    Seconds,
+    Span,
+    Step,
+    Work,
+    pipeline_spans,
+    step_seconds,
+)
 from weft.plan.devices import Device
 from weft.plan.placement import groups
 from weft.plan.resolve import Plan
@@ -45,7 +55,8 @@ class Forecast:
 
     ``capacity``: bytes of one device, None where unknown; ``memory`` is the fullest rank's, which
     is ``rank``.  ``seconds``: of the slowest rank by what they are spent on; None without a known
-    device.  ``error``: of the time, up and down, as a fraction.
+    device.  ``error``: of the time, up and down, as a fraction.  ``timeline``: when the actions of
+    a pipeline run; None without one, or without ``seconds``.
     """
 
     plan: Plan
@@ -57,6 +68,7 @@ class Forecast:
     exchanges: dict[str, Exchange]
     error: float
     doubts: tuple[str, ...]
+    timeline: tuple[Span, ...] | None = None
 
     @property
     def needed(self) -> int:
@@ -142,11 +154,12 @@ def forecast(
     of_ranks = traces(job, plan)
     on_gpu = plan.device == "cuda"
     place, memory = fullest(of_ranks, on_gpu, capacity, job.parallel.cpu_offload)
-    seconds = None
+    seconds = timeline = None
     if device is not None:
         hardware = Hardware(device, plan.local_world_size, device.network, software or 1.0)
         step = step_of(job, plan, of_ranks, device)
         seconds = step_seconds(step, hardware)
+        timeline = pipeline_spans(step, hardware) if step.timetable else None
     doubts = doubts_of(plan, device)
     error = CALIBRATED_ERROR if software else ERROR
     return Forecast(
@@ -159,6 +172,7 @@ def forecast(
         exchanges_of(of_ranks[place], seconds),
         max(error, LOW_CONFIDENCE_ERROR) if doubts else error,
         doubts,
+        timeline,
     )
 
 
