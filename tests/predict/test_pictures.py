@@ -22,7 +22,7 @@ from weft.plan.report import machine_of
 from weft.plan.resolve import Plan, resolve
 from weft.plan.timetable import timetable
 from weft.predict.forecast import GIB, Forecast, forecast
-from weft.predict.pictures import page, pipeline_chart, rank_chart, ticks
+from weft.predict.pictures import number, page, pipeline_chart, rank_chart, ticks
 from weft.predict.trace import timetable_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -343,3 +343,8 @@ def test_ticks_are_round(most: float) -> None:
     assert found[-1] <= most * (1 + 1e-9)
     digits = found[1] / 10 ** math.floor(math.log10(found[1]) + 1e-9)
     assert round(digits, 6) in (1, 2, 5)
+
+
+def test_numbers_have_three_digits() -> None:
+    values = (0.0, 4e-9, 0.000927, 0.5, 9.876, 80.0, 32190.95)
+    assert [*map(number, values)] == ["0", "0", "0.000927", "0.500", "9.88", "80.0", "32,191"]

@@ -220,7 +220,7 @@ def memory_chart(job: Job, plan: Plan, prediction: Forecast) -> str:
     text = f"peak {gib(live / GIB)}: {names[where]}"
     x, y = left + width * (place + 0.5), bottom - scale * live / GIB
     start = max(left, min(x + 6, right - CHARACTER * len(text)))
-    shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 18:.1f}" y2="{y:.1f}"/>')
+    shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 6:.1f}" y2="{y:.1f}"/>')
     shapes.append(f'<text id="peak" x="{start:.1f}" y="{y - 8:.1f}">{escape(text)}</text>')
     shapes.append(f'<text x="{left}" y="{bottom + 18}">passes, one after the other</text>')
     shapes += memory_stack(prediction, left, right + 40, top, bottom, scale)
@@ -452,6 +452,6 @@ def gib(count: float) -> str:
 
 
 def number(value: float) -> str:
-    """With three digits or more."""
+    """With three digits or more; what is too small for six of them after the point is 0."""
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
-    return f"{value:,.{min(6, max(0, digits))}f}"
+    return f"{value:,.{digits if 0 < digits <= 6 else 0}f}"
