@@ -77,6 +77,7 @@ OPTIONS = {
         "--json": 0,
         "--search": 0,
         "--write": 1,
+        "--report": 1,
     },
     "verify": {"--ranks": 1, "--steps": 1, "--json": 0},
 }
@@ -169,6 +170,7 @@ def parser() -> Parser:
     shown.add_argument("--rank-map", action="store_true", help="show which rank is where instead")
     shown.add_argument("--search", action="store_true", help="rank other layouts of the model")
     sub.add_argument("--json", action="store_true", help="print one JSON object instead")
+    sub.add_argument("--report", metavar="FILE", help="also write a page of pictures (HTML)")
     sub.add_argument("--write", metavar="FILE", help="with --search: the winner as a recipe")
     sub.epilog = PLAN_HELP
 
@@ -308,7 +310,7 @@ def train(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Print what a recipe does on a cluster."""
     from weft.plan.devices import device_called
-    from weft.plan.report import map_of_ranks, plan_recipe
+    from weft.plan.report import machine_text, map_of_ranks, plan_recipe
     from weft.train.setup import detect_machine
 
     problems = list(options.problems)
@@ -324,10 +326,14 @@ def plan(options: argparse.Namespace) -> int:
         return search(options, job, plan, machine)
     from weft.predict.advice import advise
     from weft.predict.forecast import forecast, to_json
+    from weft.predict.pictures import page
     from weft.predict.report import screen
 
     device = device_called(machine.device_name, machine.memory_bytes)
     seen = forecast(job, plan, machine, device)
+    if options.report:
+        where = machine_text(plan, machine)
+        Path(options.report).write_text(page(job, plan, seen, options.recipe, where), "utf-8")
     if options.json:
         print(to_json(plan, seen))
         return 0

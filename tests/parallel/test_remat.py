@@ -130,13 +130,13 @@ def test_what_is_kept_moves_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(offload, "SMALLEST", 0)
     moved: list[tuple[int, ...]] = []
     fetched: list[str] = []
-    begin = offload._Moved.__init__
+    begin = offload.Moved.__init__
 
     def note(self: Any, mover: Any, tensor: torch.Tensor) -> None:
         moved.append((tensor.data_ptr(), tensor.nbytes))
         begin(self, mover, tensor)
 
-    monkeypatch.setattr(offload._Moved, "__init__", note)
+    monkeypatch.setattr(offload.Moved, "__init__", note)
     model = Llama(PRESETS["toy"])
     apply_remat(list(model.layers.values()), RematSection(kind="full"), compiled=False)
     apply_offload(list(model.layers.values()), 1)

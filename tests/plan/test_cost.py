@@ -21,13 +21,13 @@ from weft.plan.cost import (
     Step,
     Work,
     collective_seconds,
-    makespan,
     matmul_seconds,
+    spans,
     step_seconds,
     work_seconds,
 )
 from weft.plan.devices import Network, device_named, known_clusters, read_clusters
-from weft.plan.timetable import Action, timetable
+from weft.plan.timetable import Action, Timetable, timetable
 
 ROOT = Path(__file__).parent.parent.parent
 LLAMA_8B = Sizes(32, 4096, 32, 8, 14336, 128256)
@@ -197,13 +197,17 @@ def test_a_slow_host_is_waited_for() -> None:
 # --------------------------------------------------------------------------- pipelines
 
 
+def makespan(table: Timetable, seconds: dict[tuple[int, str], float], hop: float = 0.0) -> float:
+    return max(span.end for span in spans(table, seconds, hop))
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 12)])
 def test_bubble_of_plain_schedules(schedule: str, pp: int, microbatches: int) -> None:
     """(m + pp - 1)(f + b), the formula of both."""
     table = timetable(schedule, pp, 1, microbatches)
     each = {(s, kind): {"F": 1.0, "B": 2.0}[kind] for s in range(pp) for kind in "FB"}
-    assert max(makespan(table, each, 0.0).values()) == 3 * (microbatches + pp - 1)
+    assert makespan(table, each) == 3 * (microbatches + pp - 1)
 
 
 @pytest.mark.parametrize("stages_per_rank", [2, 4])
@@ -212,14 +216,14 @@ def test_interleaving_divides_the_bubble(stages_per_rank: int) -> None:
     table = timetable("Interleaved1F1B", pp, stages_per_rank, microbatches)
     part = 1 / stages_per_rank
     each = {(s, kind): part for s in range(pp * stages_per_rank) for kind in "FB"}
-    end = max(makespan(table, each, 0.0).values())
+    end = makespan(table, each)
     assert end == pytest.approx(2 * microbatches + 2 * (pp - 1) * part)
 
 
 def test_hops_between_ranks_cost_time() -> None:
     table = timetable("1F1B", 4, 1, 4)
     each = {(s, kind): 1.0 for s in range(4) for kind in "FB"}
-    ends = [max(makespan(table, each, hop).values()) for hop in (0.0, 0.5)]
+    ends = [makespan(table, each, hop) for hop in (0.0, 0.5)]
     # There and back once, for the first microbatch at least.
     assert ends[1] >= ends[0] + 2 * 3 * 0.5
 
@@ -227,7 +231,7 @@ def test_hops_between_ranks_cost_time() -> None:
 def test_a_timetable_that_waits_forever() -> None:
     table = {0: [Action(0, "B", 0), Action(0, "F", 0)]}
     with pytest.raises(ValueError, match="never ends"):
-        makespan(table, {(0, "F"): 1.0, (0, "B"): 1.0}, 0.0)
+        spans(table, {(0, "F"): 1.0, (0, "B"): 1.0}, 0.0)
 
 
 def test_a_step_with_a_pipeline_has_its_bubble() -> None:

@@ -259,10 +259,21 @@ def pass_seconds(works: Works, hardware: Hardware) -> Seconds:
     return total
 
 
-def makespan(
+class Span(NamedTuple):
+    """An action of a rank of a pipeline, in seconds from the beginning of the first one."""
+
+    rank: int
+    stage: int
+    kind: str
+    microbatch: int
+    start: float
+    end: float
+
+
+def spans(
     timetable: Timetable, seconds: dict[tuple[int, str], float], hop: float
-) -> dict[int, float]:
-    """When each rank of a pipeline ends.
+) -> tuple[Span, ...]:
+    """When the actions of a pipeline start and end, those of each rank in order.
 
     Args:
         seconds: of an action by its stage and kind.
@@ -276,6 +287,7 @@ def makespan(
     ended: dict[tuple[int, str, int], float] = {}
     clock = dict.fromkeys(timetable, 0.0)
     at = dict.fromkeys(timetable, 0)
+    found: list[Span] = []
 
     def ready(stage: int, kind: str, m: int) -> float | None:
         """When its inputs are there; None: not yet known."""
@@ -302,14 +314,35 @@ def makespan(
                 start = ready(stage, kind, m)
                 if start is None:
                     break
-                clock[rank] = max(clock[rank], start) + seconds[stage, kind]
+                start = max(clock[rank], start)
+                clock[rank] = start + seconds[stage, kind]
+                found.append(Span(rank, stage, kind, m, start, clock[rank]))
                 # A backward's first half gives the gradients that others wait for.
                 ended[stage, "B" if kind == "I" else kind, m] = clock[rank]
                 at[rank] += 1
                 moved = True
     if any(at[rank] < len(order) for rank, order in timetable.items()):
         raise ValueError("the timetable never ends: its actions wait for each other")
-    return clock
+    return tuple(found)
+
+
+def pipeline_spans(step: Step, hardware: Hardware) -> tuple[Span, ...]:
+    """When the actions of a step with a timetable start and end."""
+    forward = [pass_seconds(stage.forward, hardware) for stage in step.stages]
+    backward = [pass_seconds(stage.backward, hardware) for stage in step.stages]
+    return _spans_of(step, forward, backward, hardware)
+
+
+def _spans_of(
+    step: Step, forward: Sequence[Seconds], backward: Sequence[Seconds], hardware: Hardware
+) -> tuple[Span, ...]:
+    assert step.timetable is not None
+    seconds_of = {(s, "F"): part.total() for s, part in enumerate(forward)}
+    seconds_of |= {(s, "B"): part.total() for s, part in enumerate(backward)}
+    # Gradients of inputs and of weights take as long as each other.
+    seconds_of |= {(s, kind): seconds_of[s, "B"] / 2 for s in range(len(backward)) for kind in "IW"}
+    hop = collective_seconds(step.hop, hardware) if step.hop else 0.0
+    return spans(step.timetable, seconds_of, hop)
 
 
 def step_seconds(step: Step, hardware: Hardware) -> Seconds:
@@ -322,14 +355,7 @@ def step_seconds(step: Step, hardware: Hardware) -> Seconds:
             spent.add(part, step.microbatches)
         ranks: Iterable[Sequence[int]] = [range(len(step.stages))]
     else:
-        f = [part.total() for part in forward]
-        b = [part.total() for part in backward]
-        seconds_of = {(s, "F"): f[s] for s in range(len(f))}
-        seconds_of |= {(s, "B"): b[s] for s in range(len(b))}
-        # Gradients of inputs and of weights take as long as each other.
-        seconds_of |= {(s, kind): b[s] / 2 for s in range(len(b)) for kind in "IW"}
-        hop = collective_seconds(step.hop, hardware) if step.hop else 0.0
-        end = max(makespan(step.timetable, seconds_of, hop).values())
+        end = max(span.end for span in _spans_of(step, forward, backward, hardware))
         busy: dict[int, Seconds] = {}
         for rank, order in step.timetable.items():
             busy[rank] = Seconds()

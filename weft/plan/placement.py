@@ -227,7 +227,7 @@ def rank_map(
     world = world_size(sizes)
     num_nodes = math.ceil(world / local_world_size)
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
-    shown = num_nodes if every_node else _nodes_to_show(sizes, local_world_size, order, num_nodes)
+    shown = num_nodes if every_node else nodes_to_show(sizes, local_world_size, order, num_nodes)
 
     lines = [f"{_count(world, 'rank')} on {_count(num_nodes, 'node')} of {local_world_size}"]
     if axes:
@@ -250,7 +250,7 @@ def rank_map(
     if shown < num_nodes:
         rest = _span(shown, num_nodes - 1)
         lines.append(f"nodes {rest} go on like this:")
-        lines += [f"  {text}" for text in _advances(sizes, local_world_size, order, shown)]
+        lines += [f"  {text}" for text in advances(sizes, local_world_size, order, shown)]
         lines += _nodes_of_stages(sizes, local_world_size, stages, order)
     lines += _axes_table(axes, sizes, local_world_size, order)
     return "\n".join(lines)
@@ -301,7 +301,7 @@ def _levels(sizes: Sizes, order: Sequence[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def _nodes_to_show(sizes: Sizes, local: int, order: Sequence[str], num_nodes: int) -> int:
+def nodes_to_show(sizes: Sizes, local: int, order: Sequence[str], num_nodes: int) -> int:
     """How many nodes make a pattern that the others repeat: a whole replica, stage or the like."""
     if num_nodes <= MOST_NODES:
         return num_nodes
@@ -309,7 +309,7 @@ def _nodes_to_show(sizes: Sizes, local: int, order: Sequence[str], num_nodes: in
     return max((n for n in aligned if 1 < n <= MOST_NODES), default=2)
 
 
-def _advances(sizes: Sizes, local: int, order: Sequence[str], shown: int) -> list[str]:
+def advances(sizes: Sizes, local: int, order: Sequence[str], shown: int) -> list[str]:
     """How nodes after the first ``shown`` differ from them, axis by axis."""
     texts = []
     for axis, stride, extent in _levels(sizes, order):
@@ -337,7 +337,7 @@ def _nodes_of_stages(
     rows = []
     for index in range(pp):
         nodes = np.unique(ranks[index] // local).tolist()
-        rows.append([str(index), _ranges(nodes), *([stages[index]] if stages else [])])
+        rows.append([str(index), ranges(nodes), *([stages[index]] if stages else [])])
     titles = ["pp", "on nodes", *(["holds"] if stages else [])]
     return ["", *align(titles, rows, left=range(len(titles)))]
 
@@ -351,7 +351,7 @@ def _axes_table(axes: Sequence[str], sizes: Sizes, local: int, order: Sequence[s
         widest = int(spans.argmax())
         nodes = int(spans[widest])
         where = "inside a node" if nodes == 1 else f"across {nodes} nodes"
-        row = [axis, str(sizes[axis]), str(len(ranks)), where, _ranges(ranks[widest].tolist())]
+        row = [axis, str(sizes[axis]), str(len(ranks)), where, ranges(ranks[widest].tolist())]
         rows.append(row)
     titles = ["axis", "size", "groups", "each", "for example ranks"]
     return ["", *align(titles, rows, left=range(len(titles)))] if rows else []
@@ -365,7 +365,7 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """``0, 1, 2, 8, 9`` -> ``0-2, 8-9``; of more than four such ranges the middle is left out."""
     texts = []
     # In a run of consecutive numbers, each differs from its place by the same.

@@ -108,7 +108,7 @@ def describe_plan(job: Job, plan: Plan, machine: Machine, recipe: str) -> str:
     ]
     if plan.pipeline is not None:
         rows.append(("pipeline", _pipeline(plan)))
-    lines = [f"{Path(recipe).stem} on {_machine(plan, machine)}"]
+    lines = [f"{Path(recipe).stem} on {machine_text(plan, machine)}"]
     lines += [f"  {name:<10} {text}" for name, text in rows]
     if plan.pipeline is not None:
         lines += ["", *stage_lines(plan)]
@@ -116,7 +116,8 @@ def describe_plan(job: Job, plan: Plan, machine: Machine, recipe: str) -> str:
     return "\n".join(lines)
 
 
-def _machine(plan: Plan, machine: Machine) -> str:
+def machine_text(plan: Plan, machine: Machine) -> str:
+    """What a plan runs on, for people."""
     nodes = math.ceil(plan.world_size / plan.local_world_size)
     local = plan.local_world_size
     what = machine.device_name if plan.device == "cuda" else f"CPU process{'es' * (local > 1)}"

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.job import Job
-from weft.plan.cost import Collective, Hardware, Overlap, Seconds, Step, Work, step_seconds
+from weft.plan.cost import (
+    Collective,
+    Hardware,
+    Overlap,
+    Seconds,
+    Span,
+    Step,
+    Work,
+    pipeline_spans,
+    step_seconds,
+)
 from weft.plan.devices import Device
 from weft.plan.resolve import Machine, Plan
 from weft.plan.timetable import Timetable
@@ -44,7 +54,8 @@ class Forecast:
 
     ``capacity``: bytes of one device, None where unknown; ``memory`` is the fullest rank's, which
     is ``rank``.  ``seconds``: of the slowest rank by what they are spent on; None without a known
-    device.  ``error``: of the time, up and down, as a fraction.
+    device.  ``error``: of the time, up and down, as a fraction.  ``timeline``: when the actions of
+    a pipeline run; None without one, or without ``seconds``.
     """
 
     plan: Plan
@@ -56,6 +67,7 @@ class Forecast:
     exchanges: dict[str, Exchange]
     error: float
     doubts: tuple[str, ...]
+    timeline: tuple[Span, ...] | None = None
 
     @property
     def needed(self) -> int:
@@ -135,9 +147,12 @@ def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> F
     on_gpu = plan.device == "cuda"
     capacity = capacity_of(plan, machine)
     place, memory = fullest(of_ranks, on_gpu, capacity, job.parallel.cpu_offload)
-    seconds = None
+    seconds = timeline = None
     if device is not None:
-        seconds = step_seconds(step_of(job, plan, of_ranks, device), hardware_of(plan, device))
+        hardware = hardware_of(plan, device)
+        step = step_of(job, plan, of_ranks, device)
+        seconds = step_seconds(step, hardware)
+        timeline = pipeline_spans(step, hardware) if step.timetable else None
     doubts = doubts_of(plan, device)
     error = CALIBRATED_ERROR if device is not None and device.calibrated else ERROR
     return Forecast(
@@ -150,6 +165,7 @@ def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> F
         exchanges_of(of_ranks[place], seconds),
         max(error, LOW_CONFIDENCE_ERROR) if doubts else error,
         doubts,
+        timeline,
     )
 
 

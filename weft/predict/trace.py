@@ -352,10 +352,14 @@ def order_of(plan: Plan, pp: int) -> list[Segment]:
     mine = plan.pipeline.stages_of(pp)
     counts: Counter[tuple[int, str]] = Counter()
     order: list[Segment] = []
-    for stage, kind, _ in timetable_of(plan)[pp]:
+    actions = timetable_of(plan)[pp]
+    halves = any(action.kind == "W" for action in actions)
+    for stage, kind, _ in actions:
         place = mine.index(stage)
-        order.append((place, kind, counts[place, kind]))
-        counts[place, kind] += 1
+        # What has backward in halves somewhere is recorded so: whole, it is one after the other.
+        for part in "IW" if halves and kind == "B" else kind:
+            order.append((place, part, counts[place, part]))
+            counts[place, part] += 1
     return order
 
 

@@ -1,0 +1,457 @@
+"""PICTURES: a plan on one page that needs no network and no script.
+
+Pictures are inline SVG, drawn at the size in which they are shown, so that text stays readable; a
+narrow window scrolls.  Boxes have the same light colours under dark text on dark and on light
+pages.  What has no room as text is the box's title, which browsers show under the pointer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from weft.job import Job
+from weft.plan.cost import Seconds, Span
+from weft.plan.placement import (
+    AXES,
+    advances,
+    coordinates,
+    groups,
+    nodes_to_show,
+    ranges,
+)
+from weft.plan.resolve import Plan
+from weft.plan.stages import names_of_ranks
+from weft.plan.timetable import Action
+from weft.predict.expand import Segment
+from weft.predict.forecast import GIB, Forecast
+from weft.predict.record import Where
+from weft.predict.trace import order_of, timetable_of
+
+WIDTH = 1200  # pixels
+CHARACTER = 6.6  # of the smallest text, which has 11 pixels
+DIGIT = 6.2
+LINE = 20
+
+KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+# What is not told well by its own name.
+MEANINGS = {
+    "start": "start of the step",
+    "clip": "gradient clipping",
+    "end": "end of the step",
+    "allocator": "more in the allocator",
+    "outside": "outside of the allocator",
+    "bubble": "bubble: waiting for other ranks of the pipeline",
+    "host": "host: kernels start later than they could",
+}
+Colour = tuple[int, int, int]
+BLUE, ORANGE, GREEN, YELLOW = (112, 166, 240), (240, 156, 88), (122, 194, 122), (238, 210, 92)
+VIOLET, PINK, TEAL, SAND = (196, 158, 230), (240, 150, 190), (140, 210, 220), (205, 190, 165)
+GREY = (178, 178, 178)
+ACTIONS: dict[str, Colour] = {"F": BLUE, "B": ORANGE, "I": ORANGE, "W": GREEN}
+MEMORY: dict[str, Colour] = {
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer": GREEN,
+    "activations": YELLOW,
+    "communication": VIOLET,
+    "temporaries": PINK,
+    "allocator": GREY,
+    "outside": SAND,
+}
+TIMES: dict[str, Colour] = {
+    "compute": GREEN,
+    "tp": ORANGE,
+    "cp": PINK,
+    "dp_shard": BLUE,
+    "dp_replicate": TEAL,
+    "pp": VIOLET,
+    "bubble": GREY,
+    "host": YELLOW,
+}
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1b1b; --faint: #8a8a8a; --paper: #ffffff; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8e8e8; --faint: #8a8a8a; --paper: #161616; }
+}
+body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
+  max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 22px; } h2 { font-size: 18px; margin: 2.5rem 0 0; }
+.wide { overflow-x: auto; }
+svg { font: 12px system-ui, sans-serif; display: block; }
+svg text { fill: var(--ink); }
+svg .small, svg .on { font-size: 11px; }
+svg .on { fill: #111111; text-anchor: middle; pointer-events: none; }
+svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
+svg line { stroke: var(--faint); stroke-width: 1; }
+svg .grid { stroke-opacity: 0.35; } svg .limit { stroke: var(--ink); stroke-dasharray: 5 4; }
+svg rect { stroke: var(--paper); stroke-width: 0.5; }
+svg .node { fill: none; stroke: var(--faint); }
+"""
+
+
+def page(job: Job, plan: Plan, prediction: Forecast, recipe: str, machine_text: str) -> str:
+    """The whole HTML file: what is predicted in words, and a picture of each part of it.
+
+    Without a pipeline it has no chart of one, and without a known device no times.
+    """
+    pictures = []
+    if prediction.seconds is not None:
+        pictures.append(time_bar(prediction.seconds, prediction.error))
+        if prediction.timeline is not None:
+            total = prediction.seconds.total()
+            pictures.append(pipeline_chart(prediction.timeline, total))
+    pictures += [memory_chart(job, plan, prediction), rank_chart(plan)]
+    title = escape(f"{recipe} on {machine_text}")
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>',
+            '<meta name="viewport" content="width=device-width"/>',
+            f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>",
+            *(f"<p>{escape(line)}</p>" for line in summary(prediction)),
+            *pictures,
+            "</body>\n</html>\n",
+        ]
+    )
+
+
+def summary(prediction: Forecast) -> Iterator[str]:
+    """What is predicted, in sentences."""
+    needed = f"The fullest rank needs {gib(prediction.needed / GIB)}"
+    if prediction.capacity is None:
+        yield f"{needed}; how much its device has is not known."
+    else:
+        verdict = "it fits" if prediction.fits else "it does not fit"
+        yield f"{needed} of {gib(prediction.capacity / GIB)}: {verdict}."
+    if prediction.seconds is None:
+        yield "Of this device no times are known."
+    else:
+        speed = prediction.tokens_per_second_per_device or 0.0
+        text = f"A step takes {ms(prediction.seconds.total())}, {prediction.error:.0%} more or less"
+        text += f": {speed:,.0f} tokens per second and device"
+        yield text + (f", MFU {prediction.mfu:.1%}." if prediction.mfu else ".")
+    yield from (f"{doubt[:1].upper()}{doubt[1:]}." for doubt in prediction.doubts)
+
+
+# --------------------------------------------------------------------------- the pipeline
+
+
+def pipeline_chart(timeline: Sequence[Span], step_seconds: float) -> str:
+    """A row for each rank of the pipeline, and a box for each of its actions.
+
+    Args:
+        timeline: of all ranks.
+        step_seconds: of the whole step, which goes on after the pipeline.
+    """
+    end = max(span.end for span in timeline)
+    of_ranks: dict[int, list[Span]] = defaultdict(list)
+    for span in timeline:
+        of_ranks[span.rank].append(span)
+    busy = max(sum(span.end - span.start for span in mine) for mine in of_ranks.values())
+    left, top, row, high = 54, 34, 24, 20
+    scale = (WIDTH - left - 36) / end  # the last mark of the axis has room
+    bottom = top + row * len(of_ranks)
+    shapes = list(time_axis(end, left, scale, top - 4, bottom))
+    for place, (rank, mine) in enumerate(sorted(of_ranks.items())):
+        y = top + row * place
+        stages = sorted({span.stage for span in mine})
+        shapes.append(f'<text x="{left - 8}" y="{y + 15}" class="end">rank {rank}</text>')
+        shapes.append(f'<g id="rank-{rank}" transform="translate(0 {y})">')
+        for span in mine:
+            x, width = left + scale * span.start, scale * (span.end - span.start)
+            fill = shade(ACTIONS[span.kind], stages.index(span.stage) / len(stages))
+            name = f"{span.stage}{span.kind}{span.microbatch}"
+            shapes.append(
+                box(x, 0, width, high, fill, f"{name} {ms(span.start)} to {ms(span.end)}")
+            )
+            if width > DIGIT * len(name := str(span.microbatch)):
+                shapes.append(f'<text x="{x + width / 2:.1f}" y="14" class="on">{name}</text>')
+        shapes.append("</g>")
+    used = [kind for kind in KINDS if any(span.kind == kind for span in timeline)]
+    shapes += legend_row([(KINDS[kind], ACTIONS[kind]) for kind in used], left, bottom + 14)
+    lighter = "; the lighter, the later a stage among those of its rank" * (
+        any(len({span.stage for span in mine}) > 1 for mine in of_ranks.values())
+    )
+    sentence = (
+        f"Empty is waiting: of {ms(end)}, the busiest rank waits {ms(end - busy)} "
+        f"({1 - busy / end:.1%}), while the first microbatches arrive and the last gradients "
+        f"return. After it come {ms(step_seconds - end)} of clipping, optimizer and what "
+        f"communication is left. A box is a microbatch (its number) in a stage{lighter}; its "
+        "title tells stage, kind, microbatch and time."
+    )
+    return figure("pipeline", "The pipeline over a step", sentence, bottom + 36, shapes)
+
+
+def time_axis(end: float, left: float, scale: float, y: float, bottom: float) -> Iterator[str]:
+    for tick in ticks(end, 10):
+        x = left + scale * tick
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{bottom}" class="grid"/>'
+        yield f'<text x="{x:.1f}" y="{y - 6}" class="small middle">{ms(tick)}</text>'
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def memory_chart(job: Job, plan: Plan, prediction: Forecast) -> str:
+    """A bar for each pass of the fullest rank, and what its memory is for when most is live."""
+    memory = prediction.memory
+    left, right, top, bottom = 54, 800, 26, 306
+    most = max(prediction.capacity or 0, prediction.needed) / GIB
+    scale = (bottom - top) / most
+    shapes = []
+    for tick in ticks(most, 6):
+        y = bottom - scale * tick
+        ends = f'x1="{left}" x2="{right + 100}" y1="{y:.1f}" y2="{y:.1f}"'
+        shapes.append(f'<line {ends} class="grid"/>')
+        shapes.append(f'<text x="{left - 6}" y="{y + 4:.1f}" class="small end">{tick:g} GiB</text>')
+    names = names_of_passes(job, plan, prediction)
+    width = (right - left) / len(memory.timeline)
+    shapes.append('<g id="live">')
+    for place, (where, live) in enumerate(memory.timeline):
+        high = scale * live / GIB
+        fill = shade(ACTIONS.get(where.kind, GREY))
+        title = f"{names[where]}: {gib(live / GIB)}"
+        shapes.append(box(left + width * place, bottom - high, width, high, fill, title))
+    shapes.append("</g>")
+    place, (where, live) = max(enumerate(memory.timeline), key=lambda each: each[1][1])
+    text = f"peak {gib(live / GIB)}: {names[where]}"
+    x, y = left + width * (place + 0.5), bottom - scale * live / GIB
+    start = max(left, min(x + 6, right - CHARACTER * len(text)))
+    shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 6:.1f}" y2="{y:.1f}"/>')
+    shapes.append(f'<text id="peak" x="{start:.1f}" y="{y - 8:.1f}">{escape(text)}</text>')
+    shapes.append(f'<text x="{left}" y="{bottom + 18}">passes, one after the other</text>')
+    shapes += memory_stack(prediction, left, right + 40, top, bottom, scale)
+    drawn = sum(where[:2] == (0, "F") for where, _ in memory.timeline)
+    part = f"; of {plan.accumulation} microbatches the first {drawn} are drawn" * (
+        plan.pipeline is None and drawn < plan.accumulation
+    )
+    largest = max(memory.live, key=memory.live.__getitem__)
+    sentence = (
+        f"Rank {prediction.rank} needs most, and most is live in {names[memory.at]}: above all "
+        f"{largest}. A bar is the most that is live in a pass, coloured as in the pipeline{part}. "
+        "The stack adds what the allocator holds beyond that, and what lies outside of it."
+    )
+    return figure("memory", "Memory of the fullest rank", sentence, bottom + 30, shapes)
+
+
+def memory_stack(
+    prediction: Forecast, left: float, x: float, top: float, bottom: float, scale: float
+) -> Iterator[str]:
+    """The categories at the peak on top of each other, their legend, and the device's capacity."""
+    entries = list(prediction.by_category().items())
+    y = bottom
+    yield '<g id="stack">'
+    for name, size in entries:
+        y -= scale * size
+        yield box(x, y, 56, scale * size, shade(MEMORY[name]), f"{name}: {gib(size)}")
+    yield "</g>"
+    yield f'<text x="{x:.0f}" y="{bottom + 18:.0f}">at the peak</text>'
+    legend, y = x + 86, top + 12
+    if prediction.capacity is not None:
+        high = bottom - scale * prediction.capacity / GIB
+        for start, end, at in ((left, x + 60, high), (legend - 2, legend + 14, y - 4)):
+            ends = f'x1="{start:.1f}" x2="{end:.1f}" y1="{at:.1f}" y2="{at:.1f}"'
+            yield f'<line {ends} class="limit"/>'
+        has = f"{gib(prediction.capacity / GIB)}: the device"
+        yield f'<text x="{legend + 20:.0f}" y="{y:.0f}">{has}</text>'
+        y += LINE
+    needed = f"{gib(prediction.needed / GIB)}: needed"
+    yield f'<text x="{legend + 20:.0f}" y="{y:.0f}">{needed}</text>'
+    for name, size in reversed(entries):
+        y += LINE
+        what = MEANINGS.get(name, name)
+        yield from swatch(legend, y, shade(MEMORY[name]), f"{gib(size)}: {what}")
+
+
+def names_of_passes(job: Job, plan: Plan, prediction: Forecast) -> dict[Where, str]:
+    """Of each place in the fullest rank's timeline: pass, stage, block."""
+    actions: dict[Segment, Action] = {}
+    stages = [0]
+    if plan.pipeline is not None:
+        pp = coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
+        stages = plan.pipeline.stages_of(pp)
+        order = timetable_of(plan)[pp]
+        actions = dict(zip(order_of(plan, pp), order, strict=True))
+    grouped = job.remat.kind != "none" and job.remat.every > 1
+    found = {}
+    for where, _ in prediction.memory.timeline:
+        text = MEANINGS.get(where.kind, where.kind)
+        if where.kind in KINDS:
+            stage, _, microbatch = actions.get(where[:3], where[:3])
+            text = f"{KINDS[where.kind]} of microbatch {microbatch}"
+            text += f", stage {stage}" if plan.pipeline else ""
+        if where.block is not None:
+            of_stage, place = where.block
+            if grouped:
+                text += f", group {place} of its blocks"
+            else:
+                first = plan.pipeline.stages[stages[of_stage]].first if plan.pipeline else 0
+                text += f", layer {place + max(0, first - 1)}"
+        found[where] = text
+    return found
+
+
+# --------------------------------------------------------------------------- time
+
+
+def time_bar(seconds: Seconds, error: float) -> str:
+    """A step of the slowest rank by what its time is spent on."""
+    total = seconds.total()
+    order = [name for name in ("compute", *AXES, "bubble", "host") if seconds[name] > 0]
+    shapes, x, y = ['<g id="step">'], 0.0, 60
+    for name in order:
+        width = WIDTH * seconds[name] / total
+        along = ": communication that nothing hides" * (name in AXES)
+        text = f"{MEANINGS.get(name, name)}{along}: {ms(seconds[name])}, "
+        text += f"{seconds[name] / total:.1%}"
+        shapes.append(box(x, 4, width, 40, shade(TIMES[name]), text))
+        if width > CHARACTER * len(name) + 6:
+            shapes.append(f'<text x="{x + width / 2:.1f}" y="28" class="on">{name}</text>')
+        x += width
+        y += LINE
+        shapes += swatch(0, y - 10, shade(TIMES[name]), text)
+    shapes.append("</g>")
+    rest = max(order[1:], key=seconds.__getitem__, default="")
+    most = f", most of it {rest} ({seconds[rest] / total:.1%})" * bool(rest)
+    sentence = (
+        f"Of {ms(total)}, {error:.0%} more or less, {seconds['compute'] / total:.1%} is compute. "
+        f"The rest is what another layout may win back{most}."
+    )
+    return figure("time", "Where a step's time goes", sentence, y, shapes)
+
+
+# --------------------------------------------------------------------------- the ranks
+
+
+def rank_chart(plan: Plan) -> str:
+    """The first nodes with their ranks, coloured by their rank of the pipeline."""
+    local, world = plan.local_world_size, plan.world_size
+    nodes = math.ceil(world / local)
+    shown = nodes_to_show(plan.sizes, local, plan.order, nodes)
+    axes = [axis for axis in plan.order if plan.sizes[axis] > 1]
+    places = {
+        rank: coordinates(rank, plan.sizes, plan.order) for rank in range(min(world, shown * local))
+    }
+    labels = {r: "·".join(str(at[axis]) for axis in axes) for r, at in places.items()}
+    width = max(46.0, *(CHARACTER * max(len(t), len(str(r))) + 8 for r, t in labels.items()))
+    columns = min(local, 8, int((WIDTH - 14) / width))
+    across = max(1, min(shown, int(WIDTH / (columns * width + 20))))
+    high = 38
+    tall = 26 + high * math.ceil(local / columns)
+    shapes = []
+    for node in range(shown):
+        x, y = node % across * (columns * width + 20) + 1, node // across * (tall + 10) + 1
+        shapes.append(f'<g id="node-{node}">')
+        outline = f'width="{columns * width + 10:.1f}" height="{tall}" class="node"/>'
+        shapes.append(f'<rect x="{x:.1f}" y="{y}" {outline}')
+        shapes.append(f'<text x="{x + 6:.1f}" y="{y + 15}">node {node}</text>')
+        for rank in range(node * local, min((node + 1) * local, world)):
+            down, along = divmod(rank - node * local, columns)
+            at_x, at_y = x + 5 + along * width, y + 21 + down * high
+            pp = places[rank]["pp"]
+            title = ", ".join([f"rank {rank}", *(f"{axis} {places[rank][axis]}" for axis in axes)])
+            shapes.append(box(at_x, at_y, width - 2, high - 2, hue(pp, plan.pp), title))
+            for dy, text in ((15, str(rank)), (29, labels[rank])):
+                middle = at_x + width / 2 - 1
+                shapes.append(f'<text x="{middle:.1f}" y="{at_y + dy}" class="on">{text}</text>')
+        shapes.append("</g>")
+    y = math.ceil(shown / across) * (tall + 10) + 16
+    if shown < nodes:
+        more = ", ".join(advances(plan.sizes, local, plan.order, shown))
+        text = f"{nodes - shown:,} more node{'s' * (nodes - shown > 1)} go on like this: {more}"
+        shapes.append(f'<text x="0" y="{y}">{text}</text>')
+        y += LINE + 4
+    for pp, text in enumerate(pipeline_ranks(plan)):
+        shapes += swatch(0, y, hue(pp, plan.pp), text)
+        y += LINE
+    what = f"its place along {' · '.join(axes)}" if axes else "nothing else, for it is alone"
+    sentence = (
+        "Ranks in one node talk fast: an axis whose index changes only inside a node never leaves "
+        f"it. A box is a rank: its number, and {what}."
+    )
+    return figure("ranks", "Which rank is where", sentence, y, shapes)
+
+
+def pipeline_ranks(plan: Plan) -> Iterator[str]:
+    """Of each rank of the pipeline, its nodes and what it holds."""
+    if plan.pipeline is None:
+        return
+    held = [[plan.pipeline.stages[s] for s in plan.pipeline.stages_of(pp)] for pp in range(plan.pp)]
+    others = [axis for axis in AXES if axis != "pp"]
+    of_ranks = groups(others, plan.sizes, plan.order)
+    for pp, (name, ranks) in enumerate(zip(names_of_ranks(held), of_ranks, strict=True)):
+        nodes = sorted({rank // plan.local_world_size for rank in ranks})
+        yield f"pp {pp} on node{'s' * (len(nodes) > 1)} {ranges(nodes)}: {name}"
+
+
+# --------------------------------------------------------------------------- shapes
+
+
+def figure(name: str, heading: str, sentence: str, height: float, shapes: Iterable[str]) -> str:
+    """A picture under its heading and a sentence that says what to look for."""
+    heading, sentence = escape(heading), escape(sentence)
+    size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}"'
+    return "\n".join(
+        [
+            f"<h2>{heading}</h2>\n<p>{sentence}</p>",
+            f'<div class="wide"><svg xmlns="http://www.w3.org/2000/svg" id="{name}" role="img" '
+            f'aria-labelledby="{name}-title {name}-desc" {size}>',
+            f'<title id="{name}-title">{heading}</title><desc id="{name}-desc">{sentence}</desc>',
+            *shapes,
+            "</svg></div>",
+        ]
+    )
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, title: str) -> str:
+    at = f'x="{x:.2f}" y="{y:.4g}" width="{width:.2f}" height="{height:.4g}"'
+    return f'<rect {at} fill="{fill}"><title>{escape(title)}</title></rect>'
+
+
+def swatch(x: float, y: float, fill: str, text: str) -> Iterator[str]:
+    """A line of a legend."""
+    yield f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" fill="{fill}"/>'
+    yield f'<text x="{x + 20:.0f}" y="{y:.0f}">{escape(text)}</text>'
+
+
+def legend_row(entries: Iterable[tuple[str, Colour]], x: float, y: float) -> Iterator[str]:
+    for text, colour in entries:
+        yield from swatch(x, y, shade(colour), text)
+        x += 20 + 7.5 * len(text) + 20
+
+
+def shade(colour: Colour, part: float = 0.0) -> str:
+    """Lighter by ``part``; never so light that it looks empty."""
+    red, green, blue = (round(c + (255 - c) * part * 0.6) for c in colour)
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def hue(place: int, of: int) -> str:
+    """One of several colours, all light enough for dark text."""
+    return f"hsl({360 * place // max(1, of) + 210},60%,78%)"
+
+
+def ticks(most: float, count: int) -> list[float]:
+    """At most about ``count`` round numbers from 0 on."""
+    rough = most / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough)
+    return [step * n for n in range(math.floor(most / step + 1e-9) + 1)]
+
+
+def ms(seconds: float) -> str:
+    return f"{number(1000 * seconds)} ms"
+
+
+def gib(count: float) -> str:
+    """``count``: of GiB."""
+    return f"{number(count)} GiB"
+
+
+def number(value: float) -> str:
+    """With three digits or more; what is too small for six of them after the point is 0."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:,.{digits if 0 < digits <= 6 else 0}f}"
