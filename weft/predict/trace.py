@@ -41,7 +41,7 @@ from weft.parallel.offload import Moved
 from weft.parallel.private import fake_process_group, quiet_import, ranks_of_group
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
-from weft.plan.timetable import SCHEDULES, Timetable, is_file, read_csv, timetable
+from weft.plan.timetable import Timetable, is_file, read_csv, timetable
 from weft.predict.expand import Expansion, NotAlike, Segment, Sizes
 from weft.predict.record import Call, Event, Recorder, Recording, Where, place_of, placed
 from weft.train import setup
@@ -251,8 +251,9 @@ def record_rank(
     """The step of ``small``, what it has of blocks and microbatches, and the process groups."""
     job = traceable(job, plan)
     with fake_world(rank, plan.world_size) as mode, tempfile.TemporaryDirectory() as folder:
-        if small.accumulation < plan.accumulation and small.pipeline is not None:
-            small = with_any_order(small, Path(folder))
+        if plan.pipeline is not None and (small.accumulation < plan.accumulation or mixed(plan)):
+            halves = any(a.kind == "W" for order in timetable_of(plan).values() for a in order)
+            small = with_any_order(small, halves, Path(folder))
         built, small = build_fake(job, small, mode)
         recording = record_step(built, job, small, mode, period)
         found = groups_of(recording, built.mesh)
@@ -320,16 +321,17 @@ def fewer(plan: Plan, few: int, period: int) -> Plan:
     return replace(plan, model=plan.model.model_copy(update={"num_layers": layers}))
 
 
-def with_any_order(plan: Plan, folder: Path) -> Plan:
-    """The plan with a schedule that may have few microbatches: they go one after the other."""
+def with_any_order(plan: Plan, halves: bool, folder: Path) -> Plan:
+    """The plan with a schedule that may have few microbatches: they go one after the other.
+
+    Args:
+        halves: whether backward passes are.
+        folder: for the schedule's file.
+    """
     pipeline = plan.pipeline
     assert pipeline is not None
-    known = SCHEDULES.get(pipeline.schedule)
-    if known is not None and known.stages_per_rank == 1:
+    if len(pipeline.stages) == plan.pp and not is_file(pipeline.schedule):
         return replace(plan, pipeline=replace(pipeline, schedule="GPipe"))
-    halves = known is not None and known.splits_backward
-    if known is None:
-        halves = any(a.kind == "W" for order in order_from_file(plan).values() for a in order)
     rows = []
     for rank in range(plan.pp):
         stages = pipeline.stages_of(rank)
@@ -352,15 +354,18 @@ def order_of(plan: Plan, pp: int) -> list[Segment]:
     mine = plan.pipeline.stages_of(pp)
     counts: Counter[tuple[int, str]] = Counter()
     order: list[Segment] = []
-    actions = timetable_of(plan)[pp]
-    halves = any(action.kind == "W" for action in actions)
-    for stage, kind, _ in actions:
+    both = mixed(plan)
+    for stage, kind, _ in timetable_of(plan)[pp]:
         place = mine.index(stage)
-        # What has backward in halves somewhere is recorded so: whole, it is one after the other.
-        for part in "IW" if halves and kind == "B" else kind:
+        for part in "IW" if both and kind == "B" else kind:
             order.append((place, part, counts[place, part]))
             counts[place, part] += 1
     return order
+
+
+def mixed(plan: Plan) -> bool:
+    """Whether some backward passes are whole and some in halves, as all are recorded then."""
+    return {"B", "W"} <= {a.kind for order in timetable_of(plan).values() for a in order}
 
 
 def timetable_of(plan: Plan) -> Timetable:
