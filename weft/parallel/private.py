@@ -395,14 +395,16 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def watching_resizes(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside, ``told`` hears of every storage that is resized: FSDP gives memory back so."""
+def watching_resizes(told: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Inside, ``told`` hears of every storage that was resized, and how many bytes it had: FSDP
+    gives memory back so."""
     storage: Any = torch.UntypedStorage
     original = storage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
         result = original(self, size)
-        told(self)
+        told(self, before)
         return result
 
     storage.resize_ = resize_

@@ -229,9 +229,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             where = where._replace(block=block)
         self.events.append(Event(where, storage, size, call))
 
-    def _resize(self, storage: torch.UntypedStorage) -> None:
-        if (number := self._ids.get(storage._cdata)) is not None:
-            self._resized(number, storage.nbytes())
+    def _resize(self, storage: torch.UntypedStorage, before: int) -> None:
+        number = self._ids.get(storage._cdata)
+        if number is None:
+            number = self._name(storage, None)
+            self.kept[number] = self._sizes[number] = before
+        self._resized(number, storage.nbytes())
 
     def _made(self, tensor: Tensor, block: Block | None) -> int:
         """The storage of a tensor that an operator returned."""
@@ -256,6 +259,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event = self.events[born]
             self.events[born] = event._replace(where=event.where._replace(block=block))
             self._blocks[storage] = block
+
+    def _find(self, tensor: Tensor) -> int:
+        """The storage of a tensor that an operator takes.
+
+        Of real ones an unknown storage is gloo's own: its collectives copy from buffers, which
+        those of GPUs have not.
+        """
+        if self.mode is None and tensor.untyped_storage()._cdata not in self._ids:
+            number = self._name(tensor.untyped_storage(), None)
+            self.kept[number] = self._sizes[number] = 0
+            return number
+        return self.keep(tensor)
 
     def _ours(self, tensors: Iterable[Tensor]) -> bool:
         """Whether these are the step's, and nobody's who only asks what would be."""
@@ -292,14 +307,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._ours(taken):
             return func(*args, **kwargs)
         for tensor in taken:
-            self.keep(tensor)
+            self._find(tensor)
         out = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         known = {id(tensor) for tensor in made}
         made += [tensor for tensor in changed(func, args, kwargs) if id(tensor) not in known]
         if not self._ours(made):
             return out
-        reads = [(self.keep(tensor), _bytes(tensor)) for tensor in taken]
+        reads = [(self._find(tensor), _bytes(tensor)) for tensor in taken]
         blocks = [self._blocks[storage] for storage, _ in reads]
         one = {block for block in blocks if block is not None}
         block = one.pop() if len(one) == 1 else None
