@@ -64,7 +64,7 @@ class Stack:
     network: str | None = None
     # Where the row says nothing; "auto": as many layers again as memory asks for.
     remat: str = "none"
-    compile_fuses: bool = True
+    memory_rank: int | None = None  # of the pipeline, whose memory is published; None: the fullest
 
 
 MEGATRON = Stack(
@@ -77,6 +77,7 @@ MEGATRON = Stack(
         "kept_bytes": 6,
         "tp_overlap": "async",
         "reserved": False,
+        "recv_buffers": False,
     },
     seq_len=4096,
     remat="auto",
@@ -84,8 +85,8 @@ MEGATRON = Stack(
 # By a word of the source; the first that is found.
 STACKS: dict[str, Stack] = {
     # FSDP2; SDPA's FlashAttention 2; gradients reduced in float32; weights stay between
-    # microbatches of a pipeline.
-    "torchtitan": Stack({"zero": 3}, seq_len=8192),
+    # microbatches of a pipeline, and its schedule returns all logits, as it did until October 2025.
+    "torchtitan": Stack({"zero": 3, "output_bytes": 2}, seq_len=8192),
     # Llama 2, FSDP1, gradients reduced in bfloat16.
     "fms-fsdp": Stack({"zero": 3, "gradient_bytes": 2}),
     "maximizing": Stack({"zero": 3, "gradient_bytes": 2}),
@@ -101,14 +102,16 @@ STACKS: dict[str, Stack] = {
             "fusion": "fused",
             "kernel": "unfused",
             "sequence_parallel": False,
+            "scattered_hops": True,
             "hide_sync": False,
             "kept_bytes": 18,
             "state_bytes": 0,
             "gradient_bytes": 2,
+            "recv_buffers": False,
         },
         seq_len=2048,
         vocab=51200,
-        network="infiniband-200",
+        network="infiniband-200 x4",
         remat="full",
     ),
     "korthikanti": Stack(
@@ -123,16 +126,21 @@ STACKS: dict[str, Stack] = {
         vocab=51200,
         remat="attention",
     ),
+    # bf16 weights and gradients and float32 sums of them on all ranks; norms and rotation are
+    # FlashAttention's kernels, the rest is eager.  The first rank reports what it has allocated.
     "nanotron": Stack(
         {
             "zero": 0,
-            "fusion": "eager",
+            "fusion": "norms",
             "state_bytes": 12,
-            "kept_bytes": 6,
+            "kept_bytes": 8,
             "tp_overlap": "async",
+            "recv_buffers": False,
+            "reserved": False,
         },
         vocab=131072,
         network="playbook",
+        memory_rank=0,
     ),
     "playbook": Stack(
         {"zero": 0, "state_bytes": 12, "kept_bytes": 6, "tp_overlap": "async"},
@@ -157,8 +165,11 @@ def stack_of(row: Row) -> tuple[str, Stack]:
     """The system that was run, by name; the oldest Megatron is told by its devices."""
     source = row["source"].lower()
     system, stack = next((k, s) for k, s in STACKS.items() if k in source)
+    if system == "torchtitan" and re.search(r"paper t[1-4]\b", source):
+        # Before 22 October 2024 its model gave logits in float32.
+        return system, replace(stack, layout={**stack.layout, "output_bytes": 4})
     if system == "megatron" and re.match("a100|v100", row["gpu"].lower()):
-        return "megatron of 2021", STACKS["vtrain"]
+        return "megatron of 2021", replace(STACKS["vtrain"], network=None)
     return system, stack
 
 
@@ -204,10 +215,26 @@ def sizes_of(row: Row, stack: Stack) -> Sizes:
     if "qwen3" in name:
         sizes = replace(sizes, head_dim=128)
     params = number(row["params_b"]) * 1e9
-    plain = replace(sizes, gated=False)
-    if params and abs(plain.params - params) < abs(sizes.params - params):
-        return plain
-    return sizes
+    if not params:
+        return sizes
+    # Whether feed-forward is gated and tables are tied shows in the number of parameters.
+    kinds = [replace(sizes, gated=g, tied=t) for g in (True, False) for t in (False, True)]
+    return min(kinds, key=lambda kind: round(abs(kind.params / params - 1), 2))
+
+
+def by_cost(sizes: Sizes, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as Nanotron deals them: by matrix products, those of logits included.
+
+    A stage is left after the layer that brings it past its share.
+    """
+    cost = sizes.layer_params - 2 * sizes.hidden
+    each = (sizes.layers * cost + sizes.vocab * sizes.hidden) / stages
+    counts, stage = [0] * stages, 0
+    for layer in range(1, sizes.layers + 1):
+        counts[stage] += 1
+        if layer * cost > (stage + 1) * each:
+            stage = min(stage + 1, stages - 1)
+    return tuple(counts)
 
 
 def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
@@ -232,11 +259,15 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
             options["zero"] = 2
     elif options["zero"] == 1 or "zero-1" in notes:
         options["zero"], shard = 1, dp
+        if "nanotron" in source:  # reduced after the last backward, without DDP
+            options["hide_sync"] = False
     else:
         shard = dp
         if options["zero"] == 0 and "state_bytes" in options:
             options["kept_bytes"] = options.get("kept_bytes", 0) + options["state_bytes"]
             options["state_bytes"] = 0
+            if "nanotron" in source and dp > 1:
+                options["kept_bytes"] += 2  # DDP's buckets
     copies = max(1, dp // max(1, shard)) if shard else dp
     batch = whole("global_batch", 0)
     micro = whole("micro_batch", 0)
@@ -281,6 +312,8 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         schedule = "GPipe"
     if re.search(r"zero.?bubble|\bzb", row["schedule"].lower()):
         schedule, per_rank = "InterleavedZeroBubble", max(2, per_rank)
+    if "nanotron" in source and pp > 1:
+        options["stage_layers"] = by_cost(sizes, pp)
     if sizes.layers + 2 < pp * per_rank:
         raise Unexpressed(f"{pp * per_rank} stages of {sizes.layers} layers")
     return Layout(
@@ -403,7 +436,7 @@ def case_of(row: Row) -> Case:
     case.spent = dict(spent)
     case.predicted = step.tokens / spent.total() / number(row["n_gpus"])
     held = memory_of(sizes, lay)
-    case.memory = sum(held.values()) / GIB
+    case.memory = sum(memory_of(sizes, lay, stack.memory_rank).values()) / GIB
     # What the allocator keeps in reserve it gives up before it fails; the driver keeps 1 GiB.
     case.live = live(held)
     case.capacity = hardware.device.memory_gib
@@ -427,8 +460,10 @@ def calibrate(cases: Sequence[Case]) -> None:
                 break
 
 
-def ranks(values: Iterable[float]) -> np.ndarray[Any, Any]:
-    return np.argsort(np.argsort(list(values))).astype(float)
+def ranks(values: Iterable[float]) -> list[float]:
+    """Of equal values: the mean of theirs."""
+    some = list(values)
+    return [sum(v < x for v in some) + (some.count(x) - 1) / 2 for x in some]
 
 
 def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:

@@ -47,20 +47,21 @@ RESERVED = 1.20
 # Bytes of a logit at the loss: log-softmax in float32, its gradient, and the logits' own; where
 # fused, logits in bfloat16 and in float32, and the gradient in place; in chunks, logits and
 # gradient in bfloat16.
-LOSS = {"eager": 12, "compiled": 12, "fused": 8, "chunked": 4}
+LOSS = {"eager": 12, "norms": 12, "compiled": 12, "fused": 8, "chunked": 4}
 
 # Bytes by element for casting one operand of a float8 product: amax, scaled copy, transposed copy;
 # fused with what comes before it, compiled, and one kernel for each of some ten operations.  Four
 # bits take a rotation and a second scale: twice as much.
-CAST = {"fused": 4.0, "compiled": 6.0, "eager": 34.0}
+CAST = {"fused": 4.0, "compiled": 6.0, "norms": 34.0, "eager": 34.0}
 # Per element of hidden, of queries and keys, of feed-forward (gated, plain): see above.
 SWEPT = {
     "eager": (84.0, 20.0, 10.0, 4.0),
+    "norms": (20.0, 18.0, 10.0, 4.0),
     "fused": (20.0, 4.0, 6.0, 4.0),
     "compiled": (16.0, 4.0, 6.0, 4.0),
 }
 # Kernels of a layer's forward that the host launches, hooks of sharding counted as kernels.
-KERNELS = {"eager": 70, "fused": 45, "compiled": 25}
+KERNELS = {"eager": 70, "norms": 55, "fused": 45, "compiled": 25}
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Layout:
     precision: Precision = "bf16"
     remat: Literal["none", "selective", "block", "attention", "full"] = "none"
     remat_part: float = 0.5
-    fusion: Literal["eager", "fused", "compiled"] = "eager"
+    fusion: Literal["eager", "norms", "fused", "compiled"] = "eager"
     kernel: Literal["flash1", "flash", "attention", "unfused"] = "flash"
     zero: int = 3
     sequence_parallel: bool = True
@@ -132,6 +133,10 @@ class Layout:
     kept_bytes: float = 0.0  # of a parameter, on every rank
     chunked_loss: bool = False
     reserved: bool = True  # memory as the allocator reserves it, or as it lives
+    stage_layers: tuple[int, ...] = ()  # of each stage; empty: as `layers_of_stages` deals them
+    scattered_hops: bool = False  # of whole hidden states each tensor-parallel rank sends a part
+    recv_buffers: bool = True  # for every microbatch, as torch.distributed.pipelining keeps them
+    output_bytes: int = 0  # of a logit that the last stage keeps until the step's end
 
     @property
     def dp(self) -> int:
@@ -312,7 +317,7 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
         ValueError: where the schedule does not allow the numbers.
     """
     stages = lay.pp * lay.stages_per_rank
-    counts = layers_of_stages(sizes.layers, stages)
+    counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
     forward, backward, again = _layer(sizes, lay)
     layer_params, table = sizes.layer_params / lay.tp, sizes.vocab * sizes.hidden / lay.tp
     every = lay.zero == 3  # gathers and reduces in every microbatch
@@ -364,7 +369,7 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     if lay.pp > 1:
         table_of = _timetable(lay)
         stride = lay.tp * lay.cp * lay.dp
-        parts = lay.tp if lay.sequence_parallel else 1
+        parts = lay.tp if lay.sequence_parallel or lay.scattered_hops else 1
         hop = Collective("send", 2 * lay.tokens * sizes.hidden / parts, "pp", 2, stride)
     tokens = lay.global_batch * lay.seq_len
     return Step(tuple(works), lay.microbatches, tokens, once, table_of, hop)
@@ -405,7 +410,10 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     ups = 2 if sizes.gated else 1
     eager = 12 * h if lay.fusion == "eager" else 0  # norms: float32 copies of input and output
     whole = eager + 4 * h + width * 2 * h + 2 * (2 * q + 2 * kv)
-    whole += ups * 2 * f + width * f + (2 * f if sizes.gated and lay.fusion == "eager" else 0)
+    apart = lay.fusion in ("eager", "norms")
+    whole += ups * 2 * f + width * f + (2 * f if sizes.gated and apart else 0)
+    if lay.fusion == "norms":  # rotated in place in the product's output, keys and values beside it
+        whole += 4 * kv
     if lay.kernel == "unfused" and lay.remat == "none":
         whole += 5 * sizes.heads / lay.tp * lay.seq_len
     if lay.remat == "block":
@@ -423,16 +431,20 @@ def _most_kept(order: list[Action], counts: list[int]) -> int:
     return most
 
 
-def memory_of(sizes: Sizes, lay: Layout) -> dict[str, float]:
-    """Bytes on the fullest rank by category, and ``allocator``: what it reserves beyond them."""
+def memory_of(sizes: Sizes, lay: Layout, rank: int | None = None) -> dict[str, float]:
+    """Bytes by category, and ``allocator``: what it reserves beyond them.
+
+    Args:
+        rank: of the pipeline; None: the fullest.
+    """
     stages = lay.pp * lay.stages_per_rank
-    counts = layers_of_stages(sizes.layers, stages)
+    counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
     table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
     table_of = _timetable(lay) if lay.pp > 1 else {0: [Action(0, "F", 0)]}
     shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
     saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
     worst: dict[str, float] = {}
-    for rank in range(lay.pp):
+    for rank in range(lay.pp) if rank is None else (rank,):
         mine = range(rank, stages, lay.pp)
         last = rank == lay.pp - 1
         params = sum(counts[s] for s in mine) * layer
@@ -446,14 +458,27 @@ def memory_of(sizes: Sizes, lay: Layout) -> dict[str, float]:
         elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
             held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
         held["activations"] = lay.tokens * saved * _most_kept(table_of[rank], counts)
+        if lay.pp > 1 and lay.recv_buffers:
+            # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
+            # input, the last no gradient.
+            saved_anyway = _most_kept(table_of[rank], [int(s > 0) for s in range(stages)])
+            each = lay.microbatches * (2 * len(mine) - (rank == 0) - last) - saved_anyway
+            parts = lay.tp if lay.sequence_parallel else 1
+            held["buffers"] = each * lay.tokens * 2 * sizes.hidden / parts
         # Either the loss, or a layer in the making: what it saves, and gradients of its widest.
         wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
         layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
         each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
         logits = last * (sizes.vocab / lay.tp * each + wide)
         held["temporaries"] = lay.tokens * max(layers, logits)
+        if lay.pp > 1 and last and lay.output_bytes:
+            kept = lay.output_bytes * lay.microbatches * lay.tokens * sizes.vocab / lay.tp
+            held["outputs"] = kept
+            if kept > held["activations"] + held["temporaries"]:  # then the worst is to join them
+                held |= {"outputs": 2 * kept, "activations": 0.0, "temporaries": 0.0}
         if lay.reserved:
-            growing = sum(held.values()) - held["gathered"]
+            # What is there from the start, or comes and goes as a whole, leaves no holes.
+            growing = sum(held.values()) - held["gathered"] - held.get("buffers", 0.0)
             held["allocator"] = (RESERVED - 1) * growing
         if sum(held.values()) > sum(worst.values()):
             worst = held
