@@ -300,6 +300,8 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         options["fusion"] = "compiled" if row["compile"] == "1" else "fused" if fused else "eager"
     if row["async_tp"] in ("0", "1") and tp > 1:
         options["tp_overlap"] = "async" if row["async_tp"] == "1" else "exposed"
+    if precision == "float4" and options.get("tp_overlap") == "async":
+        options["tp_overlap"] = "exposed"  # Megatron-Bridge's recipes turn the overlap off
     if "pure mixed" in notes:
         options |= {"gradient_bytes": 2, "state_bytes": 8}
     if re.search("chunked ce", source):
@@ -400,13 +402,23 @@ def live(held: dict[str, float]) -> float:
 
 
 def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
-    """With the least recomputation that fits, in tenths of the layers, where none is published."""
+    """With the least recomputation that fits, in tenths of the layers, where none is published.
+
+    Beside a Grace host Megatron's FSDP does not compute again, it keeps activations there; and what
+    does not fit at all with whole weights was run with FSDP.
+    """
     if lay.remat != "auto":  # type: ignore[comparison-overlap]
         return lay
     for part in range(11):
-        lay = replace(lay, remat="block", remat_part=part / 10)
+        if lay.zero == 3 and device.name.startswith("G"):
+            lay = replace(lay, remat="none", offload_part=part / 10)
+        else:
+            lay = replace(lay, remat="block", remat_part=part / 10)
         if live(memory_of(sizes, lay)) <= device.memory_gib:
-            break
+            return lay
+    if lay.zero == 1 and lay.pp == 1 and lay.dp > 1:
+        whole = replace(lay, zero=3, state_bytes=18, kept_bytes=0, remat="auto")  # type: ignore[arg-type]
+        return fitted(sizes, whole, device)
     return lay
 
 

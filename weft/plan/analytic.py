@@ -134,6 +134,7 @@ class Layout:
     chunked_loss: bool = False
     reserved: bool = True  # memory as the allocator reserves it, or as it lives
     stage_layers: tuple[int, ...] = ()  # of each stage; empty: as `layers_of_stages` deals them
+    offload_part: float = 0.0  # of the layers: their activations wait in the host's memory
     scattered_hops: bool = False  # of whole hidden states each tensor-parallel rank sends a part
     recv_buffers: bool = True  # for every microbatch, as torch.distributed.pipelining keeps them
     output_bytes: int = 0  # of a logit that the last stage keeps until the step's end
@@ -329,6 +330,10 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     else:  # gradients of weights add up: one read, one written
         backward += Work((), (), 2 * lay.gradient_bytes * layer_params)
     backward += again
+    if lay.offload_part:
+        there = lay.offload_part * lay.tokens * _saved(sizes, lay)
+        move = Work(collectives=(Collective("send", there, "host", 2, 1, "prefetch"),))
+        forward, backward = forward + move, backward + move
     works: list[StageWork] = []
     for stage, count in enumerate(counts):
         ahead: Works = ((forward, count),)
@@ -457,7 +462,8 @@ def memory_of(sizes: Sizes, lay: Layout, rank: int | None = None) -> dict[str, f
             held["gathered"] = params * (2 + 4 * (lay.microbatches > 1))
         elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
             held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
-        held["activations"] = lay.tokens * saved * _most_kept(table_of[rank], counts)
+        here = saved * (1 - lay.offload_part)
+        held["activations"] = lay.tokens * here * _most_kept(table_of[rank], counts)
         if lay.pp > 1 and lay.recv_buffers:
             # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
             # input, the last no gradient.
