@@ -147,7 +147,12 @@ STACKS: dict[str, Stack] = {
         vocab=131072,
         network="playbook",
     ),
-    "simumax": replace(MEGATRON, layout={**MEGATRON.layout, "tp_overlap": "exposed"}, vocab=128256),
+    # Measured without overlap of communication, which its own model does not have.
+    "simumax": replace(
+        MEGATRON,
+        layout={**MEGATRON.layout, "tp_overlap": "exposed", "hide_sync": False},
+        vocab=128256,
+    ),
     "megatron": MEGATRON,
     "nemo": MEGATRON,
     "primus": MEGATRON,
@@ -174,7 +179,7 @@ def stack_of(row: Row) -> tuple[str, Stack]:
 
 
 def number(text: str) -> float:
-    match = re.match(r"\s*~?([\d.]+)", text.replace(",", ""))
+    match = re.match(r"\s*~?(\d+\.?\d*|\.\d+)", text.replace(",", ""))
     return float(match[1]) if match else 0.0
 
 
@@ -205,6 +210,8 @@ def sizes_of(row: Row, stack: Stack) -> Sizes:
             raise Unexpressed(f"sizes of {row['model']!r} are not published")
         return Sizes(*known)
     layers, hidden = int(number(row["layers"])), int(number(row["hidden"]))
+    if min(layers, hidden) < 1:
+        raise Unexpressed(f"{row['layers']} layers of width {row['hidden']}")
     heads = int(number(row["heads"])) or hidden // 128
     vocab = int(number(row["vocab"])) or stack.vocab
     ffn = int(number(row["ffn"])) or 4 * hidden
@@ -437,6 +444,8 @@ def case_of(row: Row) -> Case:
     sizes = sizes_of(row, stack)
     hardware = hardware_of(row, stack)
     lay = fitted(sizes, layout_of(row, sizes, stack), hardware.device)
+    if lay.microbatches * lay.pp * lay.stages_per_rank > 1_000_000:
+        raise Unexpressed("more than a million actions of a pipeline")
     case = Case(row, system, measured(row, sizes, lay, hardware.device))
     if not (case.measured or case.measured_memory or case.out_of_memory):
         raise Unexpressed("nothing that was measured is published")
@@ -449,6 +458,8 @@ def case_of(row: Row) -> Case:
     case.predicted = step.tokens / spent.total() / number(row["n_gpus"])
     held = memory_of(sizes, lay)
     case.memory = sum(memory_of(sizes, lay, stack.memory_rank).values()) / GIB
+    if not (0 < case.predicted < math.inf and 0 < case.memory < math.inf):
+        raise Unexpressed("its numbers give no prediction")
     # What the allocator keeps in reserve it gives up before it fails; the driver keeps 1 GiB.
     case.live = live(held)
     case.capacity = hardware.device.memory_gib
@@ -487,9 +498,9 @@ def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
     for some in sets.values():
         if len(some) < 3 or len({c.measured for c in some}) < 3:
             continue
-        rho = float(
-            np.corrcoef(ranks(c.predicted for c in some), ranks(c.measured for c in some))[0, 1]
-        )
+        told, found_out = ranks(c.predicted for c in some), ranks(c.measured for c in some)
+        # All the same tells nothing.
+        rho = float(np.corrcoef(told, found_out)[0, 1]) if len(set(told)) > 1 else 0.0
         best = max(c.measured for c in some)
         lost = 1 - max(some, key=lambda c: c.predicted).measured / best
         row = some[0].row
@@ -586,7 +597,9 @@ def main() -> None:
             try:
                 cases.append(case_of(row))
             except Unexpressed as why:
-                skipped.append(f"line {line}, {row['source'][:40]}, {row['model']}: {why}")
+                skipped.append(f"line {line}, {row.get('source')}, {row.get('model')}: {why}")
+            except Exception as error:  # one odd row must not cost the others their report
+                skipped.append(f"line {line}: cannot be read: {type(error).__name__}: {error}")
     found = summary(cases, len(skipped))
     if options.json:
         print(json.dumps(found))

@@ -436,11 +436,11 @@ def _most_kept(order: list[Action], counts: list[int]) -> int:
     return most
 
 
-def memory_of(sizes: Sizes, lay: Layout, rank: int | None = None) -> dict[str, float]:
+def memory_of(sizes: Sizes, lay: Layout, only: int | None = None) -> dict[str, float]:
     """Bytes by category, and ``allocator``: what it reserves beyond them.
 
     Args:
-        rank: of the pipeline; None: the fullest.
+        only: this rank of the pipeline; None: the fullest.
     """
     stages = lay.pp * lay.stages_per_rank
     counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
@@ -449,7 +449,7 @@ def memory_of(sizes: Sizes, lay: Layout, rank: int | None = None) -> dict[str, f
     shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
     saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
     worst: dict[str, float] = {}
-    for rank in range(lay.pp) if rank is None else (rank,):
+    for rank in range(lay.pp) if only is None else (only,):
         mine = range(rank, stages, lay.pp)
         last = rank == lay.pp - 1
         params = sum(counts[s] for s in mine) * layer
