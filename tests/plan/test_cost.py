@@ -275,6 +275,21 @@ def test_what_a_pipeline_keeps_beside_activations() -> None:
     assert "buffers" not in memory_of(LLAMA_8B, replace(lay, recv_buffers=False))
 
 
+def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
+    """With as many microbatches as ranks, a rank's second stage is through before its first."""
+    lay = replace(LAYOUT, pp=4, zero=2, global_batch=32, remat="full")
+    twice = replace(lay, stages_per_rank=2, schedule="Interleaved1F1B")
+    layer = LLAMA_8B.layer_params
+    plain, interleaved = (memory_of(LLAMA_8B, some, 1)["gathered"] for some in (lay, twice))
+    assert plain == (2 + 4) * 8 * layer
+    assert interleaved == (2 + 4 / 2) * 8 * layer
+    # Many microbatches later, both have gradients.
+    many = memory_of(LLAMA_8B, replace(twice, global_batch=128), 1)["gathered"]
+    assert many == plain
+    alone = replace(lay, pp=1, dp_shard=8, global_batch=16)
+    assert memory_of(LLAMA_8B, alone)["gathered"] == pytest.approx(6 * LLAMA_8B.params, rel=1e-4)
+
+
 def test_layers_as_they_are_dealt() -> None:
     lay = replace(LAYOUTS["pp"], stage_layers=(14, 8, 6, 4))
     assert gib(pp=4, zero=2, stage_layers=(14, 8, 6, 4)) > gib(pp=4, zero=2)

@@ -24,6 +24,8 @@ What autograd saves for backward, and what remains of it with recomputation, is 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -426,13 +428,27 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     return whole
 
 
-def _most_kept(order: list[Action], counts: list[int]) -> int:
-    """Layers times microbatches whose activations a rank keeps at most."""
-    most = now = 0
-    split = any(action.kind == "W" for action in order)
+def _fullest(
+    order: list[Action], kept: Sequence[float], unreduced: Sequence[float]
+) -> tuple[float, float]:
+    """Activations and gradients when a rank has most of both.
+
+    Args:
+        kept: of a microbatch, by stage, from its forward to its backward.
+        unreduced: gradients of a stage, from its first backward to its last.
+    """
+    done = "W" if any(action.kind == "W" for action in order) else "B"
+    all_of = Counter(stage for stage, kind, _ in order if kind == done)
+    left = all_of.copy()
+    most, now = (0.0, 0.0), (0.0, 0.0)
     for stage, kind, _ in order:
-        now += counts[stage] * ((kind == "F") - (kind == ("W" if split else "B")))
-        most = max(most, now)
+        if kind == "F":
+            now = (now[0] + kept[stage], now[1])
+        elif kind == done:
+            gradients = (left[stage] == all_of[stage]) - (left[stage] == 1)
+            left[stage] -= 1
+            now = (now[0] - kept[stage], now[1] + gradients * unreduced[stage])
+        most = max(most, now, key=sum)
     return most
 
 
@@ -445,7 +461,8 @@ def memory_of(sizes: Sizes, lay: Layout, only: int | None = None) -> dict[str, f
     stages = lay.pp * lay.stages_per_rank
     counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
     table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
-    table_of = _timetable(lay) if lay.pp > 1 else {0: [Action(0, "F", 0)]}
+    one: Timetable = {0: [Action(0, k, m) for m in range(min(2, lay.microbatches)) for k in "FB"]}  # type: ignore[arg-type]
+    table_of = _timetable(lay) if lay.pp > 1 else one
     shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
     saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
     worst: dict[str, float] = {}
@@ -455,19 +472,26 @@ def memory_of(sizes: Sizes, lay: Layout, only: int | None = None) -> dict[str, f
         params = sum(counts[s] for s in mine) * layer
         params += table * ((rank == 0) + (last and not (sizes.tied and lay.pp == 1)))
         held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}
+        tables = [table * ((s == 0) + (s == stages - 1)) for s in range(stages)]
+        unreduced = [0.0] * stages
+        if lay.zero == 2 and shards > 1 and lay.microbatches > 1:
+            unreduced = [4 * (n * layer + t) for n, t in zip(counts, tables, strict=True)]
+        here = lay.tokens * saved * (1 - lay.offload_part)
+        kept, gradients = _fullest(table_of[rank], [here * n for n in counts], unreduced)
         held["gathered"] = 0.0
         if lay.zero >= 2 and shards > 1 and lay.microbatches == 1:
             held["state"] -= 4 * params / shards  # no gradients yet, where memory is fullest
         if lay.zero == 2 and shards > 1:  # weights stay, and gradients add up unreduced
-            held["gathered"] = params * (2 + 4 * (lay.microbatches > 1))
+            held["gathered"] = 2 * params + gradients
         elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
             held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
-        here = saved * (1 - lay.offload_part)
-        held["activations"] = lay.tokens * here * _most_kept(table_of[rank], counts)
+        held["activations"] = kept
         if lay.pp > 1 and lay.recv_buffers:
             # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
             # input, the last no gradient.
-            saved_anyway = _most_kept(table_of[rank], [int(s > 0) for s in range(stages)])
+            saved_anyway, _ = _fullest(
+                table_of[rank], [float(s > 0) for s in range(stages)], [0.0] * stages
+            )
             each = lay.microbatches * (2 * len(mine) - (rank == 0) - last) - saved_anyway
             parts = lay.tp if lay.sequence_parallel else 1
             held["buffers"] = each * lay.tokens * 2 * sizes.hidden / parts
