@@ -56,6 +56,8 @@ LOSS = {"eager": 12, "norms": 12, "compiled": 12, "fused": 8, "chunked": 4}
 # bits take a rotation and a second scale: twice as much.
 CAST = {"fused": 4.0, "compiled": 6.0, "norms": 34.0, "eager": 34.0}
 # Per element of hidden, of queries and keys, of feed-forward (gated, plain): see above.
+# "norms": norms and rotation are kernels of their own, the rest is eager; queries, keys and values are
+# copied to be batch-first, and keys and values once more to lie beside each other.
 SWEPT = {
     "eager": (84.0, 20.0, 10.0, 4.0),
     "norms": (20.0, 18.0, 10.0, 4.0),
