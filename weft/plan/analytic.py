@@ -56,8 +56,8 @@ LOSS = {"eager": 12, "norms": 12, "compiled": 12, "fused": 8, "chunked": 4}
 # bits take a rotation and a second scale: twice as much.
 CAST = {"fused": 4.0, "compiled": 6.0, "norms": 34.0, "eager": 34.0}
 # Per element of hidden, of queries and keys, of feed-forward (gated, plain): see above.
-# "norms": norms and rotation are kernels of their own, the rest is eager; queries, keys and values are
-# copied to be batch-first, and keys and values once more to lie beside each other.
+# "norms": norms and rotation are kernels of their own, the rest is eager; queries, keys and values
+# are copied to be batch-first, and keys and values once more to lie beside each other.
 SWEPT = {
     "eager": (84.0, 20.0, 10.0, 4.0),
     "norms": (20.0, 18.0, 10.0, 4.0),
@@ -336,7 +336,7 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     backward += again
     if lay.offload_part:
         there = lay.offload_part * lay.tokens * _saved(sizes, lay)
-        move = Work(collectives=(Collective("send", there, "host", 2, 1, "prefetch"),))
+        move = Work(collectives=(Collective("send", there, "offload", 2, 1, "prefetch"),))
         forward, backward = forward + move, backward + move
     works: list[StageWork] = []
     for stage, count in enumerate(counts):

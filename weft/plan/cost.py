@@ -84,8 +84,8 @@ class Attention(NamedTuple):
 class Collective(NamedTuple):
     """One on this rank: ``bytes`` are the gathered, or the not yet reduced, tensor's.
 
-    ``stride``: between neighbours of the group, in ranks.  A send has two ranks; on axis "host" the
-    other one is the host's memory.
+    ``stride``: between neighbours of the group, in ranks.  A send has two ranks; on axis "offload"
+    the other one is the host's memory.
     """
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
@@ -220,7 +220,7 @@ def collective_seconds(op: Collective, hardware: Hardware) -> float:
     if op.ranks <= 1 or op.bytes <= 0:
         return 0.0
     speed, latency = bus(op.ranks, op.stride, hardware)
-    if op.axis == "host":
+    if op.axis == "offload":
         speed, latency = HOST_LINK, 0.0
     if op.kind == "send":
         return op.times * (op.bytes / speed + latency + COLLECTIVE_START)
