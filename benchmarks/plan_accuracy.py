@@ -64,7 +64,7 @@ class Stack:
     network: str | None = None
     # Where the row says nothing; "auto": as many layers again as memory asks for.
     remat: str = "none"
-    compile_fuses: bool = True
+    memory_rank: int | None = None  # of the pipeline, whose memory is published; None: the fullest
 
 
 MEGATRON = Stack(
@@ -77,6 +77,7 @@ MEGATRON = Stack(
         "kept_bytes": 6,
         "tp_overlap": "async",
         "reserved": False,
+        "recv_buffers": False,
     },
     seq_len=4096,
     remat="auto",
@@ -84,8 +85,8 @@ MEGATRON = Stack(
 # By a word of the source; the first that is found.
 STACKS: dict[str, Stack] = {
     # FSDP2; SDPA's FlashAttention 2; gradients reduced in float32; weights stay between
-    # microbatches of a pipeline.
-    "torchtitan": Stack({"zero": 3}, seq_len=8192),
+    # microbatches of a pipeline, and its schedule returns all logits, as it did until October 2025.
+    "torchtitan": Stack({"zero": 3, "output_bytes": 2}, seq_len=8192),
     # Llama 2, FSDP1, gradients reduced in bfloat16.
     "fms-fsdp": Stack({"zero": 3, "gradient_bytes": 2}),
     "maximizing": Stack({"zero": 3, "gradient_bytes": 2}),
@@ -101,14 +102,16 @@ STACKS: dict[str, Stack] = {
             "fusion": "fused",
             "kernel": "unfused",
             "sequence_parallel": False,
+            "scattered_hops": True,
             "hide_sync": False,
             "kept_bytes": 18,
             "state_bytes": 0,
             "gradient_bytes": 2,
+            "recv_buffers": False,
         },
         seq_len=2048,
         vocab=51200,
-        network="infiniband-200",
+        network="infiniband-200 x4",
         remat="full",
     ),
     "korthikanti": Stack(
@@ -123,23 +126,33 @@ STACKS: dict[str, Stack] = {
         vocab=51200,
         remat="attention",
     ),
+    # bf16 weights and gradients and float32 sums of them on all ranks; norms and rotation are
+    # FlashAttention's kernels, the rest is eager.  The first rank reports what it has allocated.
     "nanotron": Stack(
         {
             "zero": 0,
-            "fusion": "eager",
+            "fusion": "norms",
             "state_bytes": 12,
-            "kept_bytes": 6,
+            "kept_bytes": 8,
             "tp_overlap": "async",
+            "recv_buffers": False,
+            "reserved": False,
         },
         vocab=131072,
         network="playbook",
+        memory_rank=0,
     ),
     "playbook": Stack(
         {"zero": 0, "state_bytes": 12, "kept_bytes": 6, "tp_overlap": "async"},
         vocab=131072,
         network="playbook",
     ),
-    "simumax": replace(MEGATRON, layout={**MEGATRON.layout, "tp_overlap": "exposed"}, vocab=128256),
+    # Measured without overlap of communication, which its own model does not have.
+    "simumax": replace(
+        MEGATRON,
+        layout={**MEGATRON.layout, "tp_overlap": "exposed", "hide_sync": False},
+        vocab=128256,
+    ),
     "megatron": MEGATRON,
     "nemo": MEGATRON,
     "primus": MEGATRON,
@@ -157,13 +170,16 @@ def stack_of(row: Row) -> tuple[str, Stack]:
     """The system that was run, by name; the oldest Megatron is told by its devices."""
     source = row["source"].lower()
     system, stack = next((k, s) for k, s in STACKS.items() if k in source)
+    if system == "torchtitan" and re.search(r"paper t[1-4]\b", source):
+        # Before 22 October 2024 its model gave logits in float32.
+        return system, replace(stack, layout={**stack.layout, "output_bytes": 4})
     if system == "megatron" and re.match("a100|v100", row["gpu"].lower()):
-        return "megatron of 2021", STACKS["vtrain"]
+        return "megatron of 2021", replace(STACKS["vtrain"], network=None)
     return system, stack
 
 
 def number(text: str) -> float:
-    match = re.match(r"\s*~?([\d.]+)", text.replace(",", ""))
+    match = re.match(r"\s*~?(\d+\.?\d*|\.\d+)", text.replace(",", ""))
     return float(match[1]) if match else 0.0
 
 
@@ -194,6 +210,8 @@ def sizes_of(row: Row, stack: Stack) -> Sizes:
             raise Unexpressed(f"sizes of {row['model']!r} are not published")
         return Sizes(*known)
     layers, hidden = int(number(row["layers"])), int(number(row["hidden"]))
+    if min(layers, hidden) < 1:
+        raise Unexpressed(f"{row['layers']} layers of width {row['hidden']}")
     heads = int(number(row["heads"])) or hidden // 128
     vocab = int(number(row["vocab"])) or stack.vocab
     ffn = int(number(row["ffn"])) or 4 * hidden
@@ -204,10 +222,26 @@ def sizes_of(row: Row, stack: Stack) -> Sizes:
     if "qwen3" in name:
         sizes = replace(sizes, head_dim=128)
     params = number(row["params_b"]) * 1e9
-    plain = replace(sizes, gated=False)
-    if params and abs(plain.params - params) < abs(sizes.params - params):
-        return plain
-    return sizes
+    if not params:
+        return sizes
+    # Whether feed-forward is gated and tables are tied shows in the number of parameters.
+    kinds = [replace(sizes, gated=g, tied=t) for g in (True, False) for t in (False, True)]
+    return min(kinds, key=lambda kind: round(abs(kind.params / params - 1), 2))
+
+
+def by_cost(sizes: Sizes, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as Nanotron deals them: by matrix products, those of logits included.
+
+    A stage is left after the layer that brings it past its share.
+    """
+    cost = sizes.layer_params - 2 * sizes.hidden
+    each = (sizes.layers * cost + sizes.vocab * sizes.hidden) / stages
+    counts, stage = [0] * stages, 0
+    for layer in range(1, sizes.layers + 1):
+        counts[stage] += 1
+        if layer * cost > (stage + 1) * each:
+            stage = min(stage + 1, stages - 1)
+    return tuple(counts)
 
 
 def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
@@ -232,11 +266,15 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
             options["zero"] = 2
     elif options["zero"] == 1 or "zero-1" in notes:
         options["zero"], shard = 1, dp
+        if "nanotron" in source:  # reduced after the last backward, without DDP
+            options["hide_sync"] = False
     else:
         shard = dp
         if options["zero"] == 0 and "state_bytes" in options:
             options["kept_bytes"] = options.get("kept_bytes", 0) + options["state_bytes"]
             options["state_bytes"] = 0
+            if "nanotron" in source and dp > 1:
+                options["kept_bytes"] += 2  # DDP's buckets
     copies = max(1, dp // max(1, shard)) if shard else dp
     batch = whole("global_batch", 0)
     micro = whole("micro_batch", 0)
@@ -269,6 +307,8 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         options["fusion"] = "compiled" if row["compile"] == "1" else "fused" if fused else "eager"
     if row["async_tp"] in ("0", "1") and tp > 1:
         options["tp_overlap"] = "async" if row["async_tp"] == "1" else "exposed"
+    if precision == "float4" and options.get("tp_overlap") == "async":
+        options["tp_overlap"] = "exposed"  # Megatron-Bridge's recipes turn the overlap off
     if "pure mixed" in notes:
         options |= {"gradient_bytes": 2, "state_bytes": 8}
     if re.search("chunked ce", source):
@@ -281,6 +321,8 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         schedule = "GPipe"
     if re.search(r"zero.?bubble|\bzb", row["schedule"].lower()):
         schedule, per_rank = "InterleavedZeroBubble", max(2, per_rank)
+    if "nanotron" in source and pp > 1:
+        options["stage_layers"] = by_cost(sizes, pp)
     if sizes.layers + 2 < pp * per_rank:
         raise Unexpressed(f"{pp * per_rank} stages of {sizes.layers} layers")
     return Layout(
@@ -367,13 +409,23 @@ def live(held: dict[str, float]) -> float:
 
 
 def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
-    """With the least recomputation that fits, in tenths of the layers, where none is published."""
+    """With the least recomputation that fits, in tenths of the layers, where none is published.
+
+    Beside a Grace host Megatron's FSDP does not compute again, it keeps activations there; and what
+    does not fit at all with whole weights was run with FSDP.
+    """
     if lay.remat != "auto":  # type: ignore[comparison-overlap]
         return lay
     for part in range(11):
-        lay = replace(lay, remat="block", remat_part=part / 10)
+        if lay.zero == 3 and device.name.startswith("G"):
+            lay = replace(lay, remat="none", offload_part=part / 10)
+        else:
+            lay = replace(lay, remat="block", remat_part=part / 10)
         if live(memory_of(sizes, lay)) <= device.memory_gib:
-            break
+            return lay
+    if lay.zero == 1 and lay.pp == 1 and lay.dp > 1:
+        whole = replace(lay, zero=3, state_bytes=18, kept_bytes=0, remat="auto")  # type: ignore[arg-type]
+        return fitted(sizes, whole, device)
     return lay
 
 
@@ -392,6 +444,8 @@ def case_of(row: Row) -> Case:
     sizes = sizes_of(row, stack)
     hardware = hardware_of(row, stack)
     lay = fitted(sizes, layout_of(row, sizes, stack), hardware.device)
+    if lay.microbatches * lay.pp * lay.stages_per_rank > 1_000_000:
+        raise Unexpressed("more than a million actions of a pipeline")
     case = Case(row, system, measured(row, sizes, lay, hardware.device))
     if not (case.measured or case.measured_memory or case.out_of_memory):
         raise Unexpressed("nothing that was measured is published")
@@ -403,7 +457,9 @@ def case_of(row: Row) -> Case:
     case.spent = dict(spent)
     case.predicted = step.tokens / spent.total() / number(row["n_gpus"])
     held = memory_of(sizes, lay)
-    case.memory = sum(held.values()) / GIB
+    case.memory = sum(memory_of(sizes, lay, stack.memory_rank).values()) / GIB
+    if not (0 < case.predicted < math.inf and 0 < case.memory < math.inf):
+        raise Unexpressed("its numbers give no prediction")
     # What the allocator keeps in reserve it gives up before it fails; the driver keeps 1 GiB.
     case.live = live(held)
     case.capacity = hardware.device.memory_gib
@@ -427,8 +483,10 @@ def calibrate(cases: Sequence[Case]) -> None:
                 break
 
 
-def ranks(values: Iterable[float]) -> np.ndarray[Any, Any]:
-    return np.argsort(np.argsort(list(values))).astype(float)
+def ranks(values: Iterable[float]) -> list[float]:
+    """Of equal values: the mean of theirs."""
+    some = list(values)
+    return [sum(v < x for v in some) + (some.count(x) - 1) / 2 for x in some]
 
 
 def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
@@ -440,9 +498,9 @@ def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
     for some in sets.values():
         if len(some) < 3 or len({c.measured for c in some}) < 3:
             continue
-        rho = float(
-            np.corrcoef(ranks(c.predicted for c in some), ranks(c.measured for c in some))[0, 1]
-        )
+        told, found_out = ranks(c.predicted for c in some), ranks(c.measured for c in some)
+        # All the same tells nothing.
+        rho = float(np.corrcoef(told, found_out)[0, 1]) if len(set(told)) > 1 else 0.0
         best = max(c.measured for c in some)
         lost = 1 - max(some, key=lambda c: c.predicted).measured / best
         row = some[0].row
@@ -539,7 +597,9 @@ def main() -> None:
             try:
                 cases.append(case_of(row))
             except Unexpressed as why:
-                skipped.append(f"line {line}, {row['source'][:40]}, {row['model']}: {why}")
+                skipped.append(f"line {line}, {row.get('source')}, {row.get('model')}: {why}")
+            except Exception as error:  # one odd row must not cost the others their report
+                skipped.append(f"line {line}: cannot be read: {type(error).__name__}: {error}")
     found = summary(cases, len(skipped))
     if options.json:
         print(json.dumps(found))

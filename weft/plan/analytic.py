@@ -24,6 +24,8 @@ What autograd saves for backward, and what remains of it with recomputation, is 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -47,20 +49,23 @@ RESERVED = 1.20
 # Bytes of a logit at the loss: log-softmax in float32, its gradient, and the logits' own; where
 # fused, logits in bfloat16 and in float32, and the gradient in place; in chunks, logits and
 # gradient in bfloat16.
-LOSS = {"eager": 12, "compiled": 12, "fused": 8, "chunked": 4}
+LOSS = {"eager": 12, "norms": 12, "compiled": 12, "fused": 8, "chunked": 4}
 
 # Bytes by element for casting one operand of a float8 product: amax, scaled copy, transposed copy;
 # fused with what comes before it, compiled, and one kernel for each of some ten operations.  Four
 # bits take a rotation and a second scale: twice as much.
-CAST = {"fused": 4.0, "compiled": 6.0, "eager": 34.0}
+CAST = {"fused": 4.0, "compiled": 6.0, "norms": 34.0, "eager": 34.0}
 # Per element of hidden, of queries and keys, of feed-forward (gated, plain): see above.
+# "norms": norms and rotation are kernels of their own, the rest is eager; queries, keys and values
+# are copied to be batch-first, and keys and values once more to lie beside each other.
 SWEPT = {
     "eager": (84.0, 20.0, 10.0, 4.0),
+    "norms": (20.0, 18.0, 10.0, 4.0),
     "fused": (20.0, 4.0, 6.0, 4.0),
     "compiled": (16.0, 4.0, 6.0, 4.0),
 }
 # Kernels of a layer's forward that the host launches, hooks of sharding counted as kernels.
-KERNELS = {"eager": 70, "fused": 45, "compiled": 25}
+KERNELS = {"eager": 70, "norms": 55, "fused": 45, "compiled": 25}
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Layout:
     precision: Precision = "bf16"
     remat: Literal["none", "selective", "block", "attention", "full"] = "none"
     remat_part: float = 0.5
-    fusion: Literal["eager", "fused", "compiled"] = "eager"
+    fusion: Literal["eager", "norms", "fused", "compiled"] = "eager"
     kernel: Literal["flash1", "flash", "attention", "unfused"] = "flash"
     zero: int = 3
     sequence_parallel: bool = True
@@ -132,6 +137,11 @@ class Layout:
     kept_bytes: float = 0.0  # of a parameter, on every rank
     chunked_loss: bool = False
     reserved: bool = True  # memory as the allocator reserves it, or as it lives
+    stage_layers: tuple[int, ...] = ()  # of each stage; empty: as `layers_of_stages` deals them
+    offload_part: float = 0.0  # of the layers: their activations wait in the host's memory
+    scattered_hops: bool = False  # of whole hidden states each tensor-parallel rank sends a part
+    recv_buffers: bool = True  # for every microbatch, as torch.distributed.pipelining keeps them
+    output_bytes: int = 0  # of a logit that the last stage keeps until the step's end
 
     @property
     def dp(self) -> int:
@@ -312,7 +322,7 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
         ValueError: where the schedule does not allow the numbers.
     """
     stages = lay.pp * lay.stages_per_rank
-    counts = layers_of_stages(sizes.layers, stages)
+    counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
     forward, backward, again = _layer(sizes, lay)
     layer_params, table = sizes.layer_params / lay.tp, sizes.vocab * sizes.hidden / lay.tp
     every = lay.zero == 3  # gathers and reduces in every microbatch
@@ -324,6 +334,10 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     else:  # gradients of weights add up: one read, one written
         backward += Work((), (), 2 * lay.gradient_bytes * layer_params)
     backward += again
+    if lay.offload_part:
+        there = lay.offload_part * lay.tokens * _saved(sizes, lay)
+        move = Work(collectives=(Collective("send", there, "offload", 2, 1, "prefetch"),))
+        forward, backward = forward + move, backward + move
     works: list[StageWork] = []
     for stage, count in enumerate(counts):
         ahead: Works = ((forward, count),)
@@ -364,7 +378,7 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     if lay.pp > 1:
         table_of = _timetable(lay)
         stride = lay.tp * lay.cp * lay.dp
-        parts = lay.tp if lay.sequence_parallel else 1
+        parts = lay.tp if lay.sequence_parallel or lay.scattered_hops else 1
         hop = Collective("send", 2 * lay.tokens * sizes.hidden / parts, "pp", 2, stride)
     tokens = lay.global_batch * lay.seq_len
     return Step(tuple(works), lay.microbatches, tokens, once, table_of, hop)
@@ -405,7 +419,10 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     ups = 2 if sizes.gated else 1
     eager = 12 * h if lay.fusion == "eager" else 0  # norms: float32 copies of input and output
     whole = eager + 4 * h + width * 2 * h + 2 * (2 * q + 2 * kv)
-    whole += ups * 2 * f + width * f + (2 * f if sizes.gated and lay.fusion == "eager" else 0)
+    apart = lay.fusion in ("eager", "norms")
+    whole += ups * 2 * f + width * f + (2 * f if sizes.gated and apart else 0)
+    if lay.fusion == "norms":  # rotated in place in the product's output, keys and values beside it
+        whole += 4 * kv
     if lay.kernel == "unfused" and lay.remat == "none":
         whole += 5 * sizes.heads / lay.tp * lay.seq_len
     if lay.remat == "block":
@@ -413,47 +430,87 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     return whole
 
 
-def _most_kept(order: list[Action], counts: list[int]) -> int:
-    """Layers times microbatches whose activations a rank keeps at most."""
-    most = now = 0
-    split = any(action.kind == "W" for action in order)
+def _fullest(
+    order: list[Action], kept: Sequence[float], unreduced: Sequence[float]
+) -> tuple[float, float]:
+    """Activations and gradients when a rank has most of both.
+
+    Args:
+        kept: of a microbatch, by stage, from its forward to its backward.
+        unreduced: gradients of a stage, from its first backward to its last.
+    """
+    done = "W" if any(action.kind == "W" for action in order) else "B"
+    all_of = Counter(stage for stage, kind, _ in order if kind == done)
+    left = all_of.copy()
+    most, now = (0.0, 0.0), (0.0, 0.0)
     for stage, kind, _ in order:
-        now += counts[stage] * ((kind == "F") - (kind == ("W" if split else "B")))
-        most = max(most, now)
+        if kind == "F":
+            now = (now[0] + kept[stage], now[1])
+        elif kind == done:
+            gradients = (left[stage] == all_of[stage]) - (left[stage] == 1)
+            left[stage] -= 1
+            now = (now[0] - kept[stage], now[1] + gradients * unreduced[stage])
+        most = max(most, now, key=sum)
     return most
 
 
-def memory_of(sizes: Sizes, lay: Layout) -> dict[str, float]:
-    """Bytes on the fullest rank by category, and ``allocator``: what it reserves beyond them."""
+def memory_of(sizes: Sizes, lay: Layout, only: int | None = None) -> dict[str, float]:
+    """Bytes by category, and ``allocator``: what it reserves beyond them.
+
+    Args:
+        only: this rank of the pipeline; None: the fullest.
+    """
     stages = lay.pp * lay.stages_per_rank
-    counts = layers_of_stages(sizes.layers, stages)
+    counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
     table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
-    table_of = _timetable(lay) if lay.pp > 1 else {0: [Action(0, "F", 0)]}
+    one: Timetable = {0: [Action(0, k, m) for m in range(min(2, lay.microbatches)) for k in "FB"]}  # type: ignore[arg-type]
+    table_of = _timetable(lay) if lay.pp > 1 else one
     shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
     saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
     worst: dict[str, float] = {}
-    for rank in range(lay.pp):
+    for rank in range(lay.pp) if only is None else (only,):
         mine = range(rank, stages, lay.pp)
         last = rank == lay.pp - 1
         params = sum(counts[s] for s in mine) * layer
         params += table * ((rank == 0) + (last and not (sizes.tied and lay.pp == 1)))
         held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}
+        tables = [table * ((s == 0) + (s == stages - 1)) for s in range(stages)]
+        unreduced = [0.0] * stages
+        if lay.zero == 2 and shards > 1 and lay.microbatches > 1:
+            unreduced = [4 * (n * layer + t) for n, t in zip(counts, tables, strict=True)]
+        here = lay.tokens * saved * (1 - lay.offload_part)
+        kept, gradients = _fullest(table_of[rank], [here * n for n in counts], unreduced)
         held["gathered"] = 0.0
         if lay.zero >= 2 and shards > 1 and lay.microbatches == 1:
             held["state"] -= 4 * params / shards  # no gradients yet, where memory is fullest
         if lay.zero == 2 and shards > 1:  # weights stay, and gradients add up unreduced
-            held["gathered"] = params * (2 + 4 * (lay.microbatches > 1))
+            held["gathered"] = 2 * params + gradients
         elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
             held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
-        held["activations"] = lay.tokens * saved * _most_kept(table_of[rank], counts)
+        held["activations"] = kept
+        if lay.pp > 1 and lay.recv_buffers:
+            # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
+            # input, the last no gradient.
+            saved_anyway, _ = _fullest(
+                table_of[rank], [float(s > 0) for s in range(stages)], [0.0] * stages
+            )
+            each = lay.microbatches * (2 * len(mine) - (rank == 0) - last) - saved_anyway
+            parts = lay.tp if lay.sequence_parallel else 1
+            held["buffers"] = each * lay.tokens * 2 * sizes.hidden / parts
         # Either the loss, or a layer in the making: what it saves, and gradients of its widest.
         wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
         layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
         each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
         logits = last * (sizes.vocab / lay.tp * each + wide)
         held["temporaries"] = lay.tokens * max(layers, logits)
+        if lay.pp > 1 and last and lay.output_bytes:
+            kept = lay.output_bytes * lay.microbatches * lay.tokens * sizes.vocab / lay.tp
+            held["outputs"] = kept
+            if kept > held["activations"] + held["temporaries"]:  # then the worst is to join them
+                held |= {"outputs": 2 * kept, "activations": 0.0, "temporaries": 0.0}
         if lay.reserved:
-            growing = sum(held.values()) - held["gathered"]
+            # What is there from the start, or comes and goes as a whole, leaves no holes.
+            growing = sum(held.values()) - held["gathered"] - held.get("buffers", 0.0)
             held["allocator"] = (RESERVED - 1) * growing
         if sum(held.values()) > sum(worst.values()):
             worst = held

@@ -48,6 +48,9 @@ CONTENTION = 0.15
 ASYNC_HIDES = 0.75
 # Seconds of a collective beside its hops: launch, and the ranks' arrival.
 COLLECTIVE_START = 15e-6
+# Bytes/s between a device and the memory of a host on the same package (NVLink-C2C of Grace, two
+# devices a host: 225e9 each way by the data sheet, of which 0.9 arrive).
+HOST_LINK = 200e9
 
 Precision = Literal["bf16", "float8", "float4"]
 # FlashAttention as first published, its second edition, and what is made for the device.
@@ -81,7 +84,8 @@ class Attention(NamedTuple):
 class Collective(NamedTuple):
     """One on this rank: ``bytes`` are the gathered, or the not yet reduced, tensor's.
 
-    ``stride``: between neighbours of the group, in ranks.  A send has two ranks.
+    ``stride``: between neighbours of the group, in ranks.  A send has two ranks; on axis "offload"
+    the other one is the host's memory.
     """
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
@@ -216,6 +220,8 @@ def collective_seconds(op: Collective, hardware: Hardware) -> float:
     if op.ranks <= 1 or op.bytes <= 0:
         return 0.0
     speed, latency = bus(op.ranks, op.stride, hardware)
+    if op.axis == "offload":
+        speed, latency = HOST_LINK, 0.0
     if op.kind == "send":
         return op.times * (op.bytes / speed + latency + COLLECTIVE_START)
     rounds = 2 if op.kind == "all_reduce" else 1
