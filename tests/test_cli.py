@@ -338,8 +338,12 @@ def test_mistakes_in_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'llama3-8b'?" in line
     (line,) = rejected(capsys, "train", "demo", "--cluster", "1x8xH100")
     assert line.startswith("cluster = \"1x8xH100\": unknown key; did you mean 'run.cluster'?")
+    (line,) = rejected(capsys, "plan", "demo", "--json", "--rank-map")
+    assert line.startswith("--rank-map")
+    (line,) = rejected(capsys, "plan", "demo", "--write", "x.toml")
+    assert line.startswith("--write")
     with pytest.raises(SystemExit, match="2"):
-        main(["plan", "demo", "--json", "--rank-map"])
+        main(["plan", "demo", "--search", "--rank-map"])
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "demo", "--cluster"])
 

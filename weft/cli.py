@@ -316,6 +316,8 @@ def plan(options: argparse.Namespace) -> int:
     problems = list(options.problems)
     if options.write and not options.search:
         problems.append(Problem("--write", options.write, "is for --search", "add --search"))
+    if options.rank_map and options.json:
+        problems.append(Problem("--rank-map", True, "is a drawing", "leave out --json"))
     job, plan, machine = plan_recipe(
         options.recipe, options.overrides, problems, options.cluster, detect_machine
     )
