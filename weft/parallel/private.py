@@ -478,6 +478,26 @@ def working_out_shardings(told: Callable[[bool], None]) -> Iterator[None]:
         propagator._propagate_tensor_meta_non_cached = original
 
 
+@contextmanager
+def waiting_for_others(told: Callable[[bool], None]) -> Iterator[None]:
+    """Inside, ``told`` hears when a collective begins (True) and ends to be waited for."""
+    work: Any = dist.Work
+    original = work.wait
+
+    def wait(self: Any, *args: Any) -> Any:
+        told(True)
+        try:
+            return original(self, *args)
+        finally:
+            told(False)
+
+    work.wait = wait
+    try:
+        yield
+    finally:
+        work.wait = original
+
+
 def group_of(args: Iterable[Any]) -> str:
     """The name of the process group in a collective's arguments: an object, or the last text."""
     for arg in args:

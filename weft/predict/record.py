@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from weft.parallel.private import (
     group_of,
     in_backward,
+    waiting_for_others,
     watching_actions,
     watching_resizes,
     working_out_shardings,
@@ -260,18 +261,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events[born] = event._replace(where=event.where._replace(block=block))
             self._blocks[storage] = block
 
-    def _find(self, tensor: Tensor) -> int:
-        """The storage of a tensor that an operator takes.
-
-        Of real ones an unknown storage is gloo's own: its collectives copy from buffers, which
-        those of GPUs have not.
-        """
-        if self.mode is None and tensor.untyped_storage()._cdata not in self._ids:
-            number = self._name(tensor.untyped_storage(), None)
-            self.kept[number] = self._sizes[number] = 0
-            return number
-        return self.keep(tensor)
-
     def _ours(self, tensors: Iterable[Tensor]) -> bool:
         """Whether these are the step's, and nobody's who only asks what would be."""
         if self._away:
@@ -289,7 +278,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open = True
         self._watching = ExitStack()
         self._watching.enter_context(watching_resizes(self._resize))
-        self._watching.enter_context(working_out_shardings(partial(setattr, self, "_away")))
+        # Neither of these is the step's: what would be, and gloo's way to do what NCCL does alone.
+        for others in (working_out_shardings, waiting_for_others):
+            self._watching.enter_context(others(partial(setattr, self, "_away")))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
@@ -307,14 +298,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._ours(taken):
             return func(*args, **kwargs)
         for tensor in taken:
-            self._find(tensor)
+            self.keep(tensor)
         out = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         known = {id(tensor) for tensor in made}
         made += [tensor for tensor in changed(func, args, kwargs) if id(tensor) not in known]
         if not self._ours(made):
             return out
-        reads = [(self._find(tensor), _bytes(tensor)) for tensor in taken]
+        reads = [(self.keep(tensor), _bytes(tensor)) for tensor in taken]
         blocks = [self._blocks[storage] for storage, _ in reads]
         one = {block for block in blocks if block is not None}
         block = one.pop() if len(one) == 1 else None

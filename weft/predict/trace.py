@@ -45,6 +45,7 @@ from weft.plan.timetable import Timetable, is_file, read_csv, timetable
 from weft.predict.expand import Expansion, NotAlike, Segment, Sizes
 from weft.predict.record import Call, Event, Recorder, Recording, Where, place_of, placed
 from weft.train import setup
+from weft.train.loop import rare_garbage
 from weft.train.setup import Built, Rank, build
 
 # Blocks of a stage, and microbatches, that tell of all others; more where these do not.
@@ -133,7 +134,8 @@ def record_step(
             return copy
 
         to_host = Moved.on_host
-        with recorder, patch.object(Moved, "on_host", staticmethod(noted)):
+        noting = patch.object(Moved, "on_host", staticmethod(noted))
+        with rare_garbage(), recorder, noting:  # as in training, what is in a cycle stays
             with placed(recorder, built.parts, family.blocks, built.engine, period):
                 loss = built.engine.forward_backward(batches)
             recorder.where = Where(0, "clip", 0)
