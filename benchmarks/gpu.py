@@ -371,7 +371,7 @@ def peer(tiny: bool) -> dict[str, Any]:
         "tokens_per_second": rate,
         "mfu": flops / peak if peak else None,
         "step_seconds": seconds,
-        "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        "memory_peak_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else 0.0,
     }
 
 

@@ -1,8 +1,8 @@
 """What each way of keeping activations costs: peak memory and time of a step.
 
 One process, on CUDA if it is there, else on the CPU, where bytes are tracked as operators make and
-drop them (torch's MemTracker).  Every way takes its turn in each round; times are medians, as
-shares of pairs of one round.
+drop them (torch's MemTracker); beside it is what the planner predicts.  Every way takes its turn in
+each round; times are medians, as shares of pairs of one round.
 
     .venv/bin/python benchmarks/memory.py [--layers 8] [--seq_len 1024] [--rounds 5] [--compile]
 """
@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from weft.data.loader import Batch
-from weft.job import read_job
-from weft.plan.resolve import resolve
+from weft.job import Job, read_job
+from weft.plan.resolve import Machine, Plan, resolve
+from weft.predict.forecast import forecast
 from weft.train.setup import Built, Rank, build, detect_machine
 
 WAYS = {
@@ -40,7 +41,7 @@ WAYS = {
 }
 
 
-def build_one(options: argparse.Namespace, way: dict[str, str]) -> tuple[Built, torch.device]:
+def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Job, Plan, Machine]:
     overrides = {
         "model.preset": options.preset,
         "model.num_layers": str(options.layers),
@@ -54,7 +55,16 @@ def build_one(options: argparse.Namespace, way: dict[str, str]) -> tuple[Built, 
     job, _, problems = read_job("demo", list(overrides.items()))
     assert not problems, problems
     machine = replace(detect_machine("auto"), world_size=1, local_world_size=1)
-    plan = resolve(job, machine)
+    return job, resolve(job, machine), machine
+
+
+def predicted(options: argparse.Namespace, way: dict[str, str]) -> float:
+    """What the planner says of `peak`, in MiB; of compiled blocks as if they were eager."""
+    return sum(forecast(*planned(options, way), None).memory.live.values()) / 2**20
+
+
+def build_one(options: argparse.Namespace, way: dict[str, str]) -> tuple[Built, torch.device]:
+    job, plan, _ = planned(options, way)
     device = torch.device(plan.device)
     torch.set_num_threads(plan.threads)
     return build(job, plan, Rank(0, 0, 1, device)), device
@@ -92,6 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
+    told = {name: predicted(options, way) for name, way in WAYS.items()}
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     os.environ.update(RANK="0", WORLD_SIZE="1")
     dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
@@ -115,13 +126,13 @@ def main() -> None:
         f"{params / 1e6:.1f} M parameters, {options.layers} blocks, {options.rows} rows of "
         f"{options.seq_len} tokens{', compiled' if options.compile else ''}"
     )
-    print(f"{'':<26}{'peak MiB':>10}{'of none':>9}{'s a step':>10}{'of none':>9}")
+    print(f"{'':<26}{'peak MiB':>10}{'of none':>9}{'predicted':>10}{'s a step':>10}{'of none':>9}")
     for name in WAYS:
         times = statistics.median(seconds[name])
         pairs = zip(seconds[name], seconds["none"], strict=True)
         share = statistics.median(a / b for a, b in pairs)
         print(
-            f"{name:<26}{peaks[name]:>10.0f}{peaks[name] / peaks['none']:>9.2f}"
+            f"{name:<26}{peaks[name]:>10.0f}{peaks[name] / peaks['none']:>9.2f}{told[name]:>10.0f}"
             f"{times:>10.3f}{share:>9.2f}"
         )
 

@@ -127,7 +127,7 @@ STACKS: dict[str, Stack] = {
         remat="attention",
     ),
     # bf16 weights and gradients and float32 sums of them on all ranks; norms and rotation are
-    # FlashAttention's kernels, the rest is eager.  The first rank reports what it has allocated.
+    # FlashAttention's kernels, the rest is eager.  The first rank reports.
     "nanotron": Stack(
         {
             "zero": 0,
@@ -137,6 +137,7 @@ STACKS: dict[str, Stack] = {
             "tp_overlap": "async",
             "recv_buffers": False,
             "reserved": False,
+            "late_frees": True,
         },
         vocab=131072,
         network="playbook",
@@ -287,6 +288,9 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         # The column is the local batch; the number of microbatches is the repository's default.
         micro = max(1, batch // dp // pp)
     micro = micro or max(1, batch // dp // counted if counted else 1)
+    if "nanotron" in source and batch <= micro * dp:
+        # Its gradients in bf16 come and go in a backward pass: with one microbatch, after the peak.
+        options["kept_bytes"] -= 2
     text = row["precision"].lower()
     precision = "float4" if "fp4" in text else "float8" if re.search("fp8|float8", text) else "bf16"
     if not text and "fp8" in source:
@@ -309,6 +313,8 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         options["tp_overlap"] = "async" if row["async_tp"] == "1" else "exposed"
     if precision == "float4" and options.get("tp_overlap") == "async":
         options["tp_overlap"] = "exposed"  # Megatron-Bridge's recipes turn the overlap off
+    if source.startswith("torchtitan") and tp > 1 and "tensorwise" in row["precision"].lower():
+        options["gathered_bytes"] = 1  # Float8ColwiseParallel and its like cast, then gather
     if "pure mixed" in notes:
         options |= {"gradient_bytes": 2, "state_bytes": 8}
     if re.search("chunked ce", source):

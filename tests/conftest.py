@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,14 @@ def make_text(folder: Path) -> Path:
 def make_store(text: Path, cache: Path) -> Path:
     """The text tokenised with 512 entries."""
     return prepare(DataSection(path=str(text), vocab_size=512), cache).path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_clusters_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever runs the tests may have measured devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from weft.job import (
     Problem,
     WeftError,
     recipe_names,
-    to_toml,
 )
 from weft.launch import FAILED, INTERRUPTED, MISTAKE
 
@@ -70,10 +69,11 @@ def reject(error: InvalidJob) -> int:
 
 # Options of the commands that take overrides, too, and how many words follow each.
 OPTIONS = {
-    "train": {"--dry-run": 0},
+    "train": {"--dry-run": 0, "--force": 0},
     "plan": {
         "--cluster": 1,
         "--rank-map": 0,
+        "--calibrate": 1,
         "--json": 0,
         "--search": 0,
         "--write": 1,
@@ -155,11 +155,17 @@ def parser() -> Parser:
     sub.add_argument(
         "--dry-run", action="store_true", help="check and show the plan, start nothing"
     )
+    sub.add_argument(
+        "--force", action="store_true", help="start though the planner says that it will not fit"
+    )
     sub.epilog = keys_help()
 
     sub = add("plan", plan, "Show what a recipe does on a cluster: no GPU needed, nothing started.")
     sub.add_argument(
-        "recipe", metavar="RECIPE", help=f"a shipped recipe ({recipes}) or a TOML file"
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        help=f"a shipped recipe ({recipes}) or a TOML file",
     )
     sub.add_argument(
         "--cluster",
@@ -169,6 +175,9 @@ def parser() -> Parser:
     shown = sub.add_mutually_exclusive_group()
     shown.add_argument("--rank-map", action="store_true", help="show which rank is where instead")
     shown.add_argument("--search", action="store_true", help="rank other layouts of the model")
+    shown.add_argument(
+        "--calibrate", metavar="RUN", help="learn this device's speed from a finished run's folder"
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object instead")
     sub.add_argument("--report", metavar="FILE", help="also write a page of pictures (HTML)")
     sub.add_argument("--write", metavar="FILE", help="with --search: the winner as a recipe")
@@ -303,17 +312,21 @@ def train(options: argparse.Namespace) -> int:
         print(plan.to_json())
         return 0
     if joined():
-        join(job, base, plan, options.recipe)
-    return start(job, base, plan, options.recipe, quiet_console(sys.stdout))
+        join(job, base, plan, options.recipe, options.force)
+    return start(job, base, plan, options.recipe, quiet_console(sys.stdout), options.force)
 
 
 def plan(options: argparse.Namespace) -> int:
     """Print what a recipe does on a cluster."""
-    from weft.plan.devices import device_called
     from weft.plan.report import machine_text, map_of_ranks, plan_recipe
     from weft.train.setup import detect_machine
 
     problems = list(options.problems)
+    if options.calibrate:
+        return calibrate(options)
+    if options.recipe is None:
+        problems.append(Problem("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
+        raise InvalidJob(problems)
     if options.write and not options.search:
         problems.append(Problem("--write", options.write, "is for --search", "add --search"))
     if options.rank_map and options.json:
@@ -327,11 +340,11 @@ def plan(options: argparse.Namespace) -> int:
     if options.search:
         return search(options, job, plan, machine)
     from weft.predict.advice import advise
-    from weft.predict.forecast import forecast, to_json
+    from weft.predict.forecast import device_of, forecast, to_json
     from weft.predict.pictures import page
     from weft.predict.report import screen
 
-    device = device_called(machine.device_name, machine.memory_bytes)
+    device = device_of(plan, machine)
     seen = forecast(job, plan, machine, device)
     if options.report:
         where = machine_text(plan, machine)
@@ -344,10 +357,27 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def calibrate(options: argparse.Namespace) -> int:
+    """Learn from a run, and print the errors before and after."""
+    from weft.predict.calibrate import calibrate, read_run, save, told
+
+    problems = list(options.problems)
+    given = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
+    for word in filter(None, [*given, options.report, options.write]):
+        rule, remedy = "does not go with --calibrate, which takes all from the run", "leave it out"
+        problems.append(Problem(word, MISSING, rule, remedy))
+    if problems:
+        raise InvalidJob(problems)
+    found = calibrate(read_run(Path(options.calibrate)))
+    path = save(found)
+    print(json.dumps(found.to_dict(), indent=2) if options.json else told(found, path))
+    return 0
+
+
 def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) -> int:
     """Print the best layouts of a recipe's model on a cluster."""
     from weft.predict.report import search_screen
-    from weft.predict.search import search
+    from weft.predict.search import search, written
 
     def tell(text: str) -> None:
         if not options.json and sys.stderr.isatty():
@@ -359,12 +389,12 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
         print(json.dumps(found.to_dict(), indent=2))
     else:
         print(search_screen(found))
-    if options.write and found.best:
-        text = to_toml(found.best[0][1], options.recipe, job)
+    if options.write and found.winner:
+        text = written(found, job, options.recipe, options.cluster or job.run.cluster)
         Path(options.write).write_text(text, "utf-8")
         if not options.json:
-            print(f"\nthe best one is in {options.write}")
-    return 0 if found.best else FAILED
+            print(f"\nnumber {found.best.index(found.winner) + 1} is in {options.write}")
+    return 0 if found.winner else FAILED
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from tests.parallel.test_layouts import TOLERANCE, parse
+from tests.layouts import parse
+from tests.parallel.test_layouts import TOLERANCE
 from tests.small import Overrides, loader_of, plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint.manifest import checkpoints
 from weft.checkpoint.state import model_state, named_parameters, optimizer_state

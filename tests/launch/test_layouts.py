@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_local import run
-from tests.parallel.test_layouts import parse
+from tests.layouts import parse
 from tests.small import records
 
 CHAIN = ["dp_shard3", "pp2", "", "dp_shard2 tp2"]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
-from tests.parallel.test_layouts import distance, parse
+from tests.layouts import parse
+from tests.parallel.test_layouts import distance
 from tests.parallel.test_remat import WAYS, differing
 from tests.small import (
     Overrides,

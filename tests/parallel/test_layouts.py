@@ -1,16 +1,14 @@
 """Every layout computes one process's loss and gradients: the matrix.
 
-A layout is a string of axes: ``"pp2 tp2"`` is two stages of two tensor-parallel ranks.  What is
-compared is one global batch from the initial weights, which are the same under every layout: the
-loss, the global gradient norm, and every gradient, whole, relative to its largest element.
+What is compared is one global batch from the initial weights, which are the same under every
+layout: the loss, the global gradient norm, and every gradient, whole, relative to its largest
+element.  The layouts are listed in `tests.layouts`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,26 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
+from tests.layouts import (
+    BFLOAT16,
+    CONTEXT,
+    DATA,
+    EACH_SCHEDULE,
+    FOUR,
+    OFTEN,
+    PAIRS,
+    PIPELINES,
+    SINGLE,
+    TENSOR,
+    THREE,
+    parse,
+)
 from tests.small import Overrides, gradients, merged
 from weft.plan.timetable import SCHEDULES
 
 # Float32 sums in another order: what is reached is 3e-7 to 2e-6.
 TOLERANCE = 1e-5
 
-AXES = ("dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2")
 # Four blocks, so that two ranks can have two stages each; documents, so that masks matter.
 MODEL: Overrides = [
     ("model.num_layers", "4"),
@@ -32,20 +43,6 @@ MODEL: Overrides = [
     ("data.packing", "documents"),
     ("train.microbatch", "1"),
 ]
-
-
-def parse(layout: str) -> tuple[int, Overrides]:
-    """Ranks, and the overrides that make the layout."""
-    ranks, overrides = 1, []
-    for word in layout.split():
-        match = re.fullmatch(r"(dp_shard|dp_replicate|tp|pp|cp)(\d+)", word)
-        if match:
-            ranks *= int(match[2])
-            overrides.append((f"parallel.{match[1]}", match[2]))
-        else:
-            name, _, value = word.partition("=")
-            overrides.append((name if "." in name else f"parallel.{name}", value))
-    return ranks, overrides
 
 
 @functools.cache
@@ -69,22 +66,14 @@ def check(layout: str, store: Path, tolerance: float = TOLERANCE, model: Overrid
                 )
 
 
-def combinations(count: int) -> list[str]:
-    return [" ".join(axes) for axes in itertools.combinations(AXES, count)]
-
-
-@pytest.mark.parametrize("layout", combinations(1))
+@pytest.mark.parametrize("layout", SINGLE)
 def test_each_axis(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
 
-@pytest.mark.parametrize("layout", combinations(2))
+@pytest.mark.parametrize("layout", PAIRS)
 def test_each_pair(layout: str, store_path: Path) -> None:
     check(layout, store_path)
-
-
-THREE = combinations(3)
-OFTEN = ["dp_shard2 tp2 pp2", "dp_replicate2 tp2 cp2"]
 
 
 @pytest.mark.parametrize("layout", OFTEN)
@@ -99,7 +88,7 @@ def test_every_three_axes(layout: str, store_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", combinations(4))
+@pytest.mark.parametrize("layout", FOUR)
 def test_every_four_axes(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
@@ -107,9 +96,9 @@ def test_every_four_axes(layout: str, store_path: Path) -> None:
 # --------------------------------------------------------------------------- pipelines
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_schedule(schedule: str, store_path: Path) -> None:
-    check(f"pp2 schedule={schedule}", store_path)
+@pytest.mark.parametrize("layout", EACH_SCHEDULE)
+def test_each_schedule(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
 
 
 @pytest.mark.slow
@@ -119,19 +108,7 @@ def test_each_schedule_with_other_axes(schedule: str, other: str, store_path: Pa
     check(f"pp2 {other} schedule={schedule}", store_path)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "pp4 schedule=GPipe",
-        "pp3 placement=replica-outer",
-        "pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=3",
-        "pp2 train.microbatch=3",  # 8 rows: the last microbatch has 2
-        "pp2 train.microbatch=auto",
-        "pp2 pipeline.layers=[1,3]",
-        "pp2 dp_replicate2 placement=replica-outer",
-        "pp2 reshard_after_forward=always",
-    ],
-)
+@pytest.mark.parametrize("layout", PIPELINES)
 def test_pipelines(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
@@ -149,25 +126,10 @@ def test_a_schedule_from_a_file(store_path: Path, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- one axis at a time
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "tp4",  # two key/value heads: two ranks share one
-        "tp2 sequence_parallel=false",
-        "tp4 sequence_parallel=false",
-    ],
-)
+@pytest.mark.parametrize("layout", TENSOR)
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_tensor_parallel(layout: str, tied: str, store_path: Path) -> None:
     check(layout, store_path, model=[*MODEL, ("model.tied_embeddings", tied)])
-
-
-CONTEXT = [
-    f"cp{size} context={method} context_balance={balance}"
-    for method in ("ring", "allgather", "ulysses")
-    for balance in ("true", "false")
-    for size in (2, 4)
-]
 
 
 @pytest.mark.parametrize("layout", CONTEXT)
@@ -183,26 +145,7 @@ def test_context_parallel_with_other_axes(method: str, others: str, store_path: 
     check(f"cp2 {others} context={method}", store_path)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp_shard4 reshard_after_forward=2",
-        "dp_shard2 tp2 reshard_after_forward=never",
-        "dp_shard2 dp_replicate2 gradient_sync=microbatch",
-        "dp_shard2 tp2 gradient_sync=microbatch",
-        "dp_shard2 cp2 gradient_sync=microbatch",
-        "dp_shard2 pp2 gradient_sync=microbatch",
-        "dp_replicate2 pp2 gradient_sync=microbatch",
-        "dp_shard2 pp2 schedule=ZBVZeroBubble gradient_sync=microbatch",
-        "dp_shard2 dp_replicate2 pp2 gradient_sync=microbatch",
-        "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
-        "dp_shard2 tp2 persist_below=100",
-        "dp_shard2 pp2 persist_below=100 prefetch=2",
-        "dp_shard2 tp2 cpu_offload=true",
-        "dp_shard2 pp2 cpu_offload=true",
-        "dp_shard2 train.microbatch=3",
-    ],
-)
+@pytest.mark.parametrize("layout", DATA)
 def test_data_parallel_with_other_axes(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
@@ -210,7 +153,7 @@ def test_data_parallel_with_other_axes(layout: str, store_path: Path) -> None:
 # --------------------------------------------------------------------------- lower precision
 
 
-@pytest.mark.parametrize("layout", [*combinations(1), "dp_shard2 tp2"])
+@pytest.mark.parametrize("layout", BFLOAT16)
 def test_bfloat16(layout: str, store_path: Path) -> None:
     """Layouts differ from one process in bfloat16 no more than that does from float32."""
     low = [*MODEL, ("precision.compute", "bfloat16")]
@@ -227,3 +170,9 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     """Norm of the difference of all gradients, relative to the norm of all."""
     difference = sum((ours[name] - grad).square().sum().item() for name, grad in theirs.items())
     return math.sqrt(difference / sum(grad.square().sum().item() for grad in theirs.values()))
+
+
+def test_more_stages_than_torch_keeps_gathered(store_path: Path) -> None:
+    """Four on each rank, whose weights all stay."""
+    layout = "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=4"
+    check(layout, store_path, model=[*MODEL, ("model.num_layers", "8")])

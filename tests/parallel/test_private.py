@@ -93,7 +93,7 @@ def test_gathers_of_ones_own() -> None:
 def test_schedules() -> None:
     runtime: Any = schedules._PipelineScheduleRuntime
     assert parameters(runtime._load_csv)[:2] == ["self", "filename"]
-    assert parameters(schedules._add_unshard_reshard)[0] == "compute_actions"
+    assert parameters(schedules._add_unshard_reshard) == ["compute_actions", "max_active_stages"]
     order = ["compute_actions", "stage_to_rank", "num_stages"]
     assert parameters(schedules._add_send_recv)[:3] == order
     fields = ("stage_index", "computation_type", "microbatch_index", "sub_actions")
@@ -101,6 +101,8 @@ def test_schedules() -> None:
     source = inspect.getsource(runtime)
     for attribute in ("pipeline_order_with_comms", "stage_index_to_group_rank"):
         assert f"self.{attribute}" in source
+    # By its name in the module, which `keeping_gathered` changes.
+    assert "] = _add_unshard_reshard(" in source
 
 
 def test_reductions_of_a_stage() -> None:

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.harness import run_ranks
-from tests.parallel.test_layouts import MODEL, parse
+from tests.layouts import parse
+from tests.parallel.test_layouts import MODEL
 from tests.small import Overrides, gradients
 from weft.job import RematSection
 from weft.models.llama import PRESETS, Llama

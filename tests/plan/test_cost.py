@@ -294,6 +294,21 @@ def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
     assert memory_of(LLAMA_8B, alone)["gathered"] == pytest.approx(6 * LLAMA_8B.params, rel=1e-4)
 
 
+def test_what_a_collective_reads_is_free_late() -> None:
+    """Two whole outputs of each layer of a stage, but of no more layers than the queue holds."""
+    late = replace(LAYOUTS["tp"], late_frees=True)
+    layer = 2 * 2 * late.tokens * LLAMA_8B.hidden
+
+    def waits(lay: Layout) -> float:
+        return memory_of(LLAMA_8B, lay)["late"] / layer
+
+    assert waits(replace(late, pp=4, zero=2)) == LLAMA_8B.layers / 4
+    assert waits(late) == pytest.approx(1024 / 70)
+    assert waits(replace(late, fusion="compiled")) == LLAMA_8B.layers
+    assert "late" not in memory_of(LLAMA_8B, LAYOUTS["tp"])
+    assert "late" not in memory_of(LLAMA_8B, replace(LAYOUT, late_frees=True))
+
+
 def test_layers_as_they_are_dealt() -> None:
     lay = replace(LAYOUTS["pp"], stage_layers=(14, 8, 6, 4))
     assert gib(pp=4, zero=2, stage_layers=(14, 8, 6, 4)) > gib(pp=4, zero=2)

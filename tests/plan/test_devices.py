@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from weft.job import Problem
-from weft.plan.devices import CPU, Cluster, known_clusters, parse_cluster, peak_flops
+from weft.job import InvalidJob, Problem
+from weft.plan.devices import (
+    CPU,
+    OURS,
+    Cluster,
+    known_clusters,
+    parse_cluster,
+    peak_flops,
+    read_clusters,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +70,79 @@ def test_every_cluster_has_a_peak() -> None:
     assert peak_flops("A100 80GB") == 312e12
     assert peak_flops("H100 PCIe") == 756e12
     assert peak_flops(CPU) is None
+
+
+# --------------------------------------------------------------------------- the user's own
+
+
+def test_a_user_adds_and_changes(tmp_path: Path) -> None:
+    mine = tmp_path / "clusters.toml"
+    mine.write_text(
+        """
+        [devices.H100]
+        software = 0.75
+        calibrated = "runs/8b"
+        [devices."Abacus 9"]
+        like = "H100"
+        memory_gib = 1
+        link = "beads"
+        network = "cart"
+        [links.beads]
+        bandwidth = 7
+        latency = 1
+        [networks.cart]
+        bandwidth = 3
+        latency = 2
+        achieved = { 2 = 0.9, 16 = 0.5, 128 = 0.1 }
+        """
+    )
+    before, _ = read_clusters(OURS)
+    devices, networks = read_clusters(OURS, mine)
+    h100, abacus = devices["H100"], devices["Abacus 9"]
+    assert (h100.software, h100.calibrated, h100.bandwidth) == (0.75, "runs/8b", 3350e9)
+    # What was measured of one is nobody else's.
+    assert (devices["H200"].software, devices["H200"].calibrated) == (1.0, "")
+    assert (abacus.software, abacus.bf16, abacus.link.bandwidth) == (1.0, h100.bf16, 7.0)
+    assert networks["cart"].achieved == ((2, 0.9), (16, 0.5), (128, 0.1))
+    assert networks["cart"].busbw(16) == pytest.approx(1.5)
+    assert devices.keys() - before.keys() == {"Abacus 9"}
+    assert {name for name in before if before[name] != devices[name]} == {"H100"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[[[", [": cannot be read: "]),
+        ("device.X.bf16 = 1", [": device: is no table of entries; use [devices.NAME]"]),
+        ("devices = 3", [": devices: is no table of entries"]),
+        ("[devices]\nH100 = 3", [": devices: is no table of entries"]),
+        (
+            "[devices.H100]\nbandwidht = 3\nmemory_gib = 'much'\nlaunch = 0",
+            [
+                ".bandwidht = 3: unexpected keyword argument; did you mean 'bandwidth'",
+                ': devices.H100.memory_gib = "much": input should be a valid number',
+                ": devices.H100.launch = 0: input should be greater than 0",
+            ],
+        ),
+        (
+            "[devices.X]\nlike = 'H10'\n[devices.Y]\nlike = 'Y'\n[devices.Z]\nlink = ['pcie4']",
+            [
+                ": devices.X.like = \"H10\": is no other device; did you mean 'H100'?",
+                ': devices.Y.like = "Y": is no other device',
+                ": devices.Z.link = ['pcie4']: is not known",
+            ],
+        ),
+        ("[devices.X]\nlink = 'pcie4'", [".X.bandwidth: field required", ".X.achieved: field req"]),
+        ("[links.pcie4]\nbandwidth = 0", [": links.pcie4.bandwidth = 0: "]),
+        ("[networks.n]\nbandwidth = 1\nlatency = 1", [": networks.n.achieved: field required"]),
+        ("[networks.n]\nachieved.few = 1", [": networks.n.achieved = {'few': 1}: "]),
+    ],
+)
+def test_mistakes_in_the_users_file(tmp_path: Path, text: str, told: list[str]) -> None:
+    mine = tmp_path / "clusters.toml"
+    mine.write_text(text)
+    with pytest.raises(InvalidJob) as caught:
+        read_clusters(OURS, mine)
+    lines = [str(problem) for problem in caught.value.problems]
+    assert all(line.startswith(str(mine)) for line in lines)
+    assert all(any(part in line for line in lines) for part in told), lines

@@ -24,9 +24,11 @@ from weft.checkpoint.state import named_parameters
 from weft.job import Job, recipe_names
 from weft.models import load_family
 from weft.parallel.private import forget_meshes
+from weft.plan.devices import device_called
 from weft.plan.placement import AXES, coordinates, groups, rank_of
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan
+from weft.predict.forecast import forecast
 from weft.predict.trace import axis_groups, build_fake, fake_world
 from weft.train.loss import chunk_tokens
 from weft.train.setup import build
@@ -37,7 +39,7 @@ Overrides = list[tuple[str, str]]
 BRIEF: dict[str, Overrides] = {
     "demo": [("run.workers", "4")],
     "llama3-8b": [("train.global_batch", "256")],
-    "llama3-70b": [("train.global_batch", "64")],
+    "llama3-70b": [("train.global_batch", "64"), ("train.microbatch", "1")],
     "llama3-405b": [("train.global_batch", "32")],
     "llama3-405b-16k": [("train.global_batch", "256")],
     "llama3-405b-128k": [("train.global_batch", "16")],
@@ -121,7 +123,7 @@ def one_step(recipe: str, where: str, overrides: Overrides) -> None:
         assert len(blocks) == counts_of_units(plan, at["pp"])["blocks"]
         train, clip, update = counted_step(built, job, on_cpu, mode)
         again = gathers_again(built.engine.schedule, plan, at["pp"])
-        assert train == expected_in_training(plan, at["pp"], again)
+        assert train == expected_in_training(plan, at["pp"], again, job.remat.every)
         assert clip == expected_in_clipping(plan)
         assert not update
 
@@ -159,8 +161,9 @@ def check_weight(recipe: str, plan: Plan, name: str, param: torch.Tensor) -> Non
     assert placements[0].startswith("_S(0, " if by_tp == "S(0)" else "S(0)"), name
 
 
-def counts_of_units(plan: Plan, pp: int) -> Counter[str]:
-    """What a rank of the pipeline holds: blocks, embedding, head, and stages with one of these."""
+def counts_of_units(plan: Plan, pp: int, every: int = 1) -> Counter[str]:
+    """What a rank of the pipeline holds: blocks, embedding, head, and stages with one of these;
+    and how many blocks it computes again, the first of each ``every`` in a stage."""
     last = plan.model.num_layers + 1
     if plan.pipeline is None:
         stages = [range(last + 1)]
@@ -170,6 +173,7 @@ def counts_of_units(plan: Plan, pp: int) -> Counter[str]:
     for units in stages:
         ends = (0 in units) + (last in units)
         found.update(blocks=len(units) - ends, embed=0 in units, head=last in units)
+        found.update(again=-(-(len(units) - ends) // every))
         found.update(roots=ends > 0)
     return found
 
@@ -192,12 +196,13 @@ def gathers_again(schedule: Any, plan: Plan, pp: int) -> int:
     return again
 
 
-def expected_in_training(plan: Plan, pp: int, again: int) -> dict[str, int]:
+def expected_in_training(plan: Plan, pp: int, again: int, every: int) -> dict[str, int]:
     """Collectives of all microbatches' forward and backward passes.
 
-    ``again``: gathers beyond those that FSDP does by itself.
+    ``again``: gathers beyond those that FSDP does by itself.  Of the recipes, those with tensor
+    parallelism compute blocks again: the first of each ``every``.
     """
-    holds, microbatches = counts_of_units(plan, pp), plan.accumulation
+    holds, microbatches = counts_of_units(plan, pp, every), plan.accumulation
     blocks, units = holds["blocks"], holds["blocks"] + holds["roots"]
     per_step = microbatches if plan.gradient_sync == "microbatch" else 1
     counts: Counter[str] = Counter()
@@ -212,14 +217,17 @@ def expected_in_training(plan: Plan, pp: int, again: int) -> dict[str, int]:
     # Tensor parallel: into and out of attention and feed-forward, each with its opposite in
     # backward; out of the embedding, into the head.  The gains' gradients are partial sums.
     exchanges = 4 * blocks + holds["embed"] + holds["head"]
-    counts["all_gather tp"] = counts["reduce_scatter tp"] = exchanges * microbatches
+    # Computed again, a block gathers twice more, and scatters but at its end, which nobody needs.
+    recomputed = holds["again"] * (plan.tp > 1)
+    counts["all_gather tp"] = (exchanges + 2 * recomputed) * microbatches
+    counts["reduce_scatter tp"] = (exchanges + recomputed) * microbatches
     counts["all_reduce tp"] = (2 * blocks + holds["head"]) * per_step
     # The loss, of some tokens at a time: maxima, then sums and the targets' logits.
     tokens = plan.tokens_per_step // plan.dp_size // microbatches // plan.cp
     chunks = -(-tokens // chunk_tokens(tokens, plan.model.vocab_size // plan.tp))
     counts["all_reduce tp"] += 2 * holds["head"] * microbatches * chunks
     # Context parallel: keys and values are gathered in forward and anew in backward.
-    counts["all_gather cp"] = 2 * blocks * microbatches
+    counts["all_gather cp"] = (2 * blocks + recomputed) * microbatches
     counts["reduce_scatter cp"] = blocks * microbatches
     # Pipeline: every stage hands on activations, and gradients back; the ends have one neighbour.
     handed = microbatches * (2 * holds["stages"] - holds["embed"] - holds["head"])
@@ -238,6 +246,27 @@ def of_axes(plan: Plan, counts: Counter[str]) -> dict[str, int]:
     """Without those over axes of one rank."""
     sizes = plan.sizes | {"dp_shard": plan.dp_shard * plan.cp}
     return {name: n for name, n in counts.items() if n and sizes[name.split()[1]] > 1}
+
+
+# --------------------------------------------------------------------------- memory
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(
+            recipe, marks=[] if recipe in ("llama3-8b", "llama3-70b") else pytest.mark.slow
+        )
+        for recipe in HELD
+    ],
+)
+def test_a_recipe_fits_the_cluster_that_it_is_for(recipe: str) -> None:
+    here = Machine("cpu", devices=4, memory_bytes=16 * 2**30)
+    job, plan, machine = plan_recipe(recipe, [], [], None, lambda device: here)
+    assert plan.world_size == HELD[recipe][0] or recipe == "demo"
+    device = device_called(machine.device_name, machine.memory_bytes)
+    assert forecast(job, plan, machine, device).fits
 
 
 # --------------------------------------------------------------------------- all weights

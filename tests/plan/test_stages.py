@@ -11,8 +11,8 @@ from fractions import Fraction
 import pytest
 
 from weft.models.llama import PRESETS, Unit, units
+from weft.plan.devices import GIB
 from weft.plan.stages import (
-    GIB,
     Objective,
     Stage,
     check_layers,
@@ -334,24 +334,24 @@ def test_stages_of_a_rank() -> None:
 
 
 GOLDEN = """\
-stage  rank  units                      blocks  time %  memory GiB
-    0     0  embed_tokens + layers 0-6       7    20.7        6.09
-    1     1  layers 7-15                     9    26.6        5.84
-    2     2  layers 16-24                    9    26.6        4.04
-    3     3  layers 25-31 + head             7    26.1        3.13
+stage  rank  units                      blocks  time %
+    0     0  embed_tokens + layers 0-6       7    20.7
+    1     1  layers 7-15                     9    26.6
+    2     2  layers 16-24                    9    26.6
+    3     3  layers 25-31 + head             7    26.1
 slowest stage: 1, 6.4% above the mean"""
 
 GOLDEN_V = """\
-stage  rank  units                  blocks  time %  memory GiB
-    0     0  embed + layer 0             1    20.0        5.00
-    1     1  layer 1                     1    20.0        3.00
-    2     1  layer 2                     1    20.0        3.00
-    3     0  layer 3 + norm + head       1    40.0        6.00
+stage  rank  units                  blocks  time %
+    0     0  embed + layer 0             1    20.0
+    1     1  layer 1                     1    20.0
+    2     1  layer 2                     1    20.0
+    3     0  layer 3 + norm + head       1    40.0
 slowest stage: 3, 60.0% above the mean
 
-rank  stages  blocks  time %  memory GiB
-   0  0, 3         2    60.0       11.00
-   1  1, 2         2    40.0        6.00
+rank  stages  blocks  time %
+   0  0, 3         2    60.0
+   1  1, 2         2    40.0
 slowest rank: 0, 20.0% above the mean"""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,27 +10,28 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from tests.parallel.test_layouts import parse
+from tests.layouts import MATRIX, parse
 from tests.small import Overrides, plan_here, small_job, this_rank
 from weft.checkpoint.state import named_parameters
 from weft.job import Job
 from weft.optim.optimizer import clip_grad_norm
+from weft.parallel.mesh import Mesh
 from weft.parallel.private import forget_meshes
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.plan.timetable import SCHEDULES
 from weft.predict import trace as tracing
 from weft.predict.expand import Expansion, NotAlike
 from weft.predict.forecast import exchanges_of
 from weft.predict.memory import live_peak, memory_of
+from weft.predict.record import Recording
 from weft.predict.trace import (
     Trace,
     build_fake,
+    exchanged_bytes,
     fake_world,
+    groups_of,
     no_rows,
-    peak_bytes,
     record_step,
     traces,
-    traffic,
 )
 from weft.train.setup import Built, build
 
@@ -38,65 +40,43 @@ BASE: Overrides = [
     ("model.tied_embeddings", "false"),
     ("train.microbatch", "1"),
 ]
-# Of four ranks: every axis, kinds of schedules, and what else changes what a rank does.
-LAYOUTS = [
-    "dp_shard4",
-    "dp_shard2 dp_replicate2 gradient_sync=microbatch",
-    "dp_shard2 tp2 remat.kind=full",
-    "dp_shard2 pp2 gradient_sync=microbatch",
-    "dp_replicate2 cp2",
-    "tp2 pp2",
-    "dp_shard2 pp2 schedule=ZBVZeroBubble",
-    "dp_shard4 remat.kind=selective precision.compute=bfloat16",
-    "dp_shard4 reshard_after_forward=never",
-]
-# Every other pair of axes, every other schedule, and the rest of what can be chosen.
-MORE_LAYOUTS = [
-    "tp4 model.num_kv_heads=4",
-    "cp4",
-    "dp_shard2 dp_replicate2",
-    "dp_shard2 tp2",
-    "dp_shard2 pp2",
-    "dp_shard2 cp2",
-    "dp_replicate2 tp2",
-    "dp_replicate2 pp2",
-    "tp2 cp2",
-    "pp2 cp2",
-    "pp4",
-    *(f"dp_shard2 pp2 schedule={schedule}" for schedule in SCHEDULES),
-    "cp4 context=allgather",
-    "cp2 dp_shard2 context=ulysses",
-    "dp_shard4 reshard_after_forward=2",
-    "dp_shard2 tp2 sequence_parallel=false",
-    "dp_shard4 remat.kind=full",
-    "dp_shard4 remat.kind=selective",
-    "tp2 pp2 remat.kind=selective",
-    "dp_shard4 precision.compute=bfloat16",
-    "dp_shard4 optim.states=bfloat16",
-    "dp_shard2 tp2 optim.kind=muon",
-    "dp_shard4 train.microbatch=2 train.global_batch=20",
-    "dp_shard4 data.packing=documents",
-]
-# Peaks that are farther off than 3 %, and why is not known: messages of a real pipeline that are
-# not waited for yet hold what they send.
-FARTHER = {
-    "dp_shard2 pp2 schedule=Interleaved1F1B": 0.04,
-    "tp2 pp2 remat.kind=selective": 0.10,
-}
+# Bytes that the stages of a real pipeline send each other in their first step, to be acquainted.
+GREETING = 4
 Told = dict[str, dict[str, Any]]
 
 
-def told(overrides: Overrides, mode: Any = None) -> dict[str, Any]:
-    """What this rank does in its second step, in which nothing is set up any more."""
-    job = small_job(*BASE, *overrides)
+def small(layout: str) -> Overrides:
+    """The overrides of a layout, of a model and a batch that show all of it."""
+    ranks, overrides = parse(layout)
+    chosen = dict(overrides)
+    rows = ranks
+    for axis in ("pp", "tp", "cp"):
+        rows //= int(chosen.get(f"parallel.{axis}", 1))
+    each = int(chosen.get("train.microbatch", "1").replace("auto", "1"))
+    stages = 3 if "stages_per_rank=3" in layout else 2 if "parallel.pp" in chosen else 1
+    # As many microbatches as show what adds up over them, or what waits in a pipeline.
+    microbatches = 4 if stages > 1 else 2 if rows > 1 else 1
+    return [
+        ("model.num_layers", str(2 * stages)),
+        ("model.tied_embeddings", "false"),
+        ("train.microbatch", "1"),
+        ("train.global_batch", str(rows * each * microbatches)),
+        *overrides,
+    ]
+
+
+def told(layout: str, mode: Any = None) -> dict[str, Any]:
+    """What this rank does in its first step."""
+    job = small_job(*small(layout))
     plan = plan_here(job)
     if mode is None:
         built = build(job, plan, this_rank())
     else:
         built, plan = build_fake(job, plan, mode)
-    with mode or nullcontext():
-        step(built, job, plan)
-    if dist.get_rank() not in (0, 3):  # the ends of every axis are looked at
+    if job.optim.kind == "muon":  # in its first step it asks the others what they hold
+        with mode or nullcontext():
+            step(built, job, plan)
+    if dist.get_rank() not in (0, dist.get_world_size() - 1):  # the ends of every axis do
         step(built, job, plan)
         return {}
     recording = record_step(built, job, plan, mode)
@@ -111,6 +91,31 @@ def told(overrides: Overrides, mode: Any = None) -> dict[str, Any]:
     }
 
 
+def traffic(recording: Recording, mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """``{"all_gather tp": (20, 81920)}``: collectives and their bytes, by kind and axis."""
+    groups = groups_of(recording, mesh)
+    found: dict[str, tuple[int, int]] = {}
+    for event in recording.events:
+        if event.call is None or not event.call.group:
+            continue
+        size = exchanged_bytes(event.call)
+        if event.call.name in ("send", "recv") and size == GREETING:
+            continue
+        key = f"{event.call.name} {groups[event.call.group].axis}"
+        number, total = found.get(key, (0, 0))
+        found[key] = number + 1, total + size
+    return found
+
+
+def peak_bytes(recording: Recording) -> int:
+    """The most bytes of live storages at once."""
+    live = peak = sum(recording.kept.values())
+    for event in recording.events:
+        live += event.bytes
+        peak = max(peak, live)
+    return peak
+
+
 def step(built: Built, job: Job, plan: Plan) -> None:
     """Without a look at it."""
     built.engine.forward_backward(no_rows(job, plan))
@@ -122,30 +127,50 @@ def step(built: Built, job: Job, plan: Plan) -> None:
 
 
 def real_ranks(layouts: list[str]) -> Told:
+    gc.freeze()  # each step begins with a collection
     found = {}
     for layout in layouts:
-        found[layout] = told(parse(layout)[1])
+        found[layout] = told(layout)
         forget_meshes()
     return found
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)], ids=["some", "more"]
-)
-def test_fake_ranks_do_what_real_ranks_do(layouts: list[str]) -> None:
-    real = run_ranks(real_ranks, 4, layouts, timeout=600)
-    wrong = []
+def fake_ranks(layouts: list[str], ranks: int) -> Told:
+    """Of two processes each is one end of the world."""
+    gc.freeze()
+    rank = dist.get_rank() * (ranks - 1)
+    dist.destroy_process_group()
+    found = {}
     for layout in layouts:
-        for rank in (0, 3):
-            with fake_world(rank, 4) as mode:
-                seen = told(parse(layout)[1], mode)
-            expected = real[rank][layout]
-            exact = all(seen[what] == expected[what] for what in ("flops", "traffic"))
-            near = pytest.approx(expected["peak"], rel=FARTHER.get(layout, 0.03))
-            if not exact or seen["peak"] != near:
-                wrong.append((layout, rank, seen, expected))
+        with fake_world(rank, ranks) as mode:
+            found[layout] = told(layout, mode)
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fake_ranks_do_what_real_ranks_do(ranks: int) -> None:
+    """FLOPs and exchanges are the same, and peaks within 3 %, for the whole equivalence matrix."""
+    layouts = [layout for layout in MATRIX if parse(layout)[0] == ranks]
+    fake = run_ranks(fake_ranks, 2, layouts, ranks, timeout=800)
+    wrong = []
+    for _ in range(3):  # on a busy machine gloo's threads give memory back late
+        real = run_ranks(real_ranks, ranks, layouts, timeout=800)
+        wrong = [
+            (layout, seen[layout], expected[layout])
+            for layout in layouts
+            for seen, expected in ((fake[0], real[0]), (fake[1], real[-1]))
+            if not alike(seen[layout], expected[layout])
+        ]
+        layouts = sorted({layout for layout, _, _ in wrong})
+        if not layouts:
+            break
     assert not wrong
+
+
+def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    exact = ours | {"peak": 0} == theirs | {"peak": 0}
+    return exact and abs(ours["peak"] / theirs["peak"] - 1) <= 0.03
 
 
 # --------------------------------------------------------------------------- many from a few
@@ -158,9 +183,11 @@ LARGER = [
     (12, 6, "dp_shard2 pp2"),
     (20, 8, "pp2 schedule=Interleaved1F1B precision.compute=bfloat16"),
     (7, 1, "cp2 context=allgather"),
+    (5, 5, "dp_shard2 optim.kind=muon"),
 ]
 MORE = [
     (4, 7, "dp_shard2"),
+    (9, 5, "dp_shard2 tp2 optim.kind=muon"),
     (9, 6, "tp2 cp2"),
     (11, 6, "dp_shard2 remat.kind=full remat.every=2"),
     (9, 6, "dp_shard2 precision.compute=bfloat16 remat.kind=budget"),
@@ -171,6 +198,8 @@ MORE = [
     (20, 8, "dp_shard2 pp2 schedule=Interleaved1F1B"),
     (20, 8, "dp_shard2 pp2 schedule=ZBVZeroBubble precision.compute=bfloat16"),
     (20, 8, "pp2 schedule=DualPipeV"),
+    # More stages than torch's runtime keeps gathered by itself.
+    (32, 8, "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=4"),
 ]
 
 
@@ -185,7 +214,7 @@ def planned(layout: str, blocks: int, microbatches: int) -> tuple[Job, Plan]:
 
 def traced_whole(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     with monkeypatch.context() as patch:
-        patch.setattr(tracing, "fewer", lambda plan, few, period: plan)
+        patch.setattr(tracing, "fewer", lambda plan, few, period, all_blocks: plan)
         return traces(job, plan)
 
 
@@ -211,7 +240,7 @@ def test_an_extrapolated_step_is_the_whole_step(
         late = 0.01 if plan.pp > 1 else 0.0
         assert live_peak(ours) == pytest.approx(live_peak(whole), rel=late)
         a, b = memory_of(ours, caching=False), memory_of(whole, caching=False)
-        assert a.peak == pytest.approx(b.peak, rel=0.01)
+        assert a.reserved == pytest.approx(b.reserved, rel=0.01)
         for name, size in b.live.items():
             assert a.live[name] == pytest.approx(size, rel=0.003, abs=8192), name
 

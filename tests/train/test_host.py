@@ -106,13 +106,16 @@ def test_no_device_sync_in_an_unlogged_step(store_path: Path, tmp_path: Path) ->
 # ------------------------------------------------------------------ memory
 
 
+BLOCK = 6 << 10  # pages of 4 KiB: 24 MiB
+
+
 def faults(keep: bool) -> int:
     """Page faults of a pattern of allocations that repeats, after the first two times."""
     if keep:
         keep_freed_memory()
     before = 0
     for time in range(5):
-        blocks = [torch.ones(6 << 20) for _ in range(3)]  # 24 MiB each
+        blocks = [torch.ones(BLOCK * 1024) for _ in range(3)]
         del blocks
         if time == 1:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -120,8 +123,10 @@ def faults(keep: bool) -> int:
 
 
 def test_freed_memory_is_kept() -> None:
-    assert run_ranks(faults, 1, True)[0] < 10_000
-    assert run_ranks(faults, 1, False)[0] > 20_000
+    # How much glibc gives back when nothing tells it depends on what lies at its heap's end:
+    # seen were nine blocks of nine, and one.
+    assert run_ranks(faults, 1, True)[0] < BLOCK // 2
+    assert run_ranks(faults, 1, False)[0] >= BLOCK
 
 
 # ------------------------------------------------------------------ waiting for data

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tests.harness import RankError, run_ranks
-from tests.parallel.test_layouts import parse
+from tests.layouts import parse
 from tests.small import (
     Overrides,
     loader_of,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import RankError, run_ranks
-from tests.parallel.test_layouts import parse
+from tests.layouts import parse
 from tests.resilience.test_chaos import noted, train_until_killed
 from tests.small import Overrides, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest

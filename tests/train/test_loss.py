@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness import run_ranks
-from tests.parallel.test_layouts import MODEL, TOLERANCE, parse
+from tests.layouts import parse
+from tests.parallel.test_layouts import MODEL, TOLERANCE
 from tests.small import Overrides, gradients, merged
 from weft.data.loader import IGNORE
 from weft.train import loss

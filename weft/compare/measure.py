@@ -115,7 +115,7 @@ def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measure
         samples = (step - 1) * job.train.global_batch
         batches = [_with_fewer_targets(batch) for batch in loader.batch(samples)]
         rows = [len(batch.tokens_BT) for batch in batches]
-        with naming(step), prints.of(rows) as forward:
+        with naming(f"step {step}"), prints.of(rows) as forward:
             loss = built.engine.forward_backward(batches)
         dist.all_reduce(loss)
         gradients = tensors.compare(f"gradients {step}", _gradients(params))

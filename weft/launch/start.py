@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from math import nan
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -34,21 +35,29 @@ from weft.observe.sinks import duration, quiet_console, read_records
 from weft.plan.placement import AXES
 from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan
+from weft.predict.check import Expected, expect, note
 from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.loop import train
-from weft.train.setup import Rank, check_store, connect, home_of
+from weft.train.setup import Rank, check_store, connect, detect_machine, home_of
 
 
-def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console) -> int:
-    """Prepare the text, start this host's ranks, and report; returns the exit status."""
+def start(
+    job: Job, base: Job, plan: Plan, recipe: str, console: Console, force: bool = False
+) -> int:
+    """Prepare the text, start this host's ranks, and report; returns the exit status.
+
+    Args:
+        force: although the run will not fit in memory.
+    """
     folder = Path(plan.run_dir)
     for number in STOP_SIGNALS:  # until there are ranks that can save
         signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
+    expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
     store = prepare_text(job, plan, console)
     with owning(folder, shared=plan.node_counts[-1] > 1):
-        describe(plan, recipe, console)
+        describe(plan, recipe, console, expected, doubt)
         changes = changes_since(folder, job)
-        open_run(folder, job, base, recipe, store)
+        open_run(folder, job, base, recipe, store, expected)
         home = home_of(job.checkpoint.dir, folder)
         done = checkpoints(home)[-1:]
         step = checkpoint_step(done[0]) if done else 0
@@ -127,8 +136,12 @@ def unwritable(folder: Path, error: OSError) -> WeftError:
     return WeftError(f"{error.filename or folder}: cannot be written: {error.strerror}")
 
 
-def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
-    """Be one rank under a launcher that is already there, and end the process."""
+def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool = False) -> NoReturn:
+    """Be one rank under a launcher that is already there, and end the process.
+
+    Args:
+        force: although the run will not fit in memory.
+    """
     folder = Path(plan.run_dir)
     rank = int(os.environ["RANK"])
     listen()
@@ -136,12 +149,14 @@ def join(job: Job, base: Job, plan: Plan, recipe: str) -> NoReturn:
     console = quiet_console(terminal, quiet=rank != 0)
     try:
         with ExitStack() as stack:
+            if rank == 0:  # before there is a process group, for tracing makes another one
+                expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
             ranks = stack.enter_context(connect(plan))
             store = prepared_on_this_host(job, plan, console, ranks)
             if rank == 0:
                 stack.enter_context(owning(folder))
-                describe(plan, recipe, console)
-                open_run(folder, job, base, recipe, store)
+                describe(plan, recipe, console, expected, doubt)
+                open_run(folder, job, base, recipe, store, expected)
             dist.barrier()
             watch(job, folder, ranks)
             whole = train(job, plan, store, ranks, console)
@@ -227,8 +242,11 @@ def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
         yield show
 
 
-def open_run(folder: Path, job: Job, base: Job, recipe: str, store: Store) -> None:
-    """Write into the run's folder what makes it stand alone: the job and the tokenizer."""
+def open_run(
+    folder: Path, job: Job, base: Job, recipe: str, store: Store, expected: Expected | None
+) -> None:
+    """Write into the run's folder what makes it stand alone, the job and the tokenizer, and what
+    was expected of it."""
     path = folder / "job.toml"
     try:
         # A run that is started from its own job.toml keeps the differences noted there.
@@ -237,6 +255,7 @@ def open_run(folder: Path, job: Job, base: Job, recipe: str, store: Store) -> No
             replace_text(path, to_toml(job, recipe, base))
         tokenizer = (store.path / "tokenizer.json").read_text("utf-8")
         replace_text(folder / "tokenizer.json", tokenizer)
+        note(expected, folder)
     except OSError as error:
         raise unwritable(folder, error) from error
 
@@ -262,7 +281,9 @@ def replace_text(path: Path, text: str) -> None:
 # --------------------------------------------------------------------------- what is said
 
 
-def describe(plan: Plan, recipe: str, console: Console) -> None:
+def describe(
+    plan: Plan, recipe: str, console: Console, expected: Expected | None = None, doubt: str = ""
+) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
     layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
@@ -280,7 +301,9 @@ def describe(plan: Plan, recipe: str, console: Console) -> None:
         console.print(f"MFU is relative to {peak}", soft_wrap=True)
     if plan.pipeline is not None:
         console.print("\n".join(stage_lines(plan)), soft_wrap=True)
-    for warning in plan.warnings:
+    if expected is not None:
+        console.print(f"expected: {expected}", soft_wrap=True)
+    for warning in filter(None, (*plan.warnings, doubt)):
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
@@ -309,6 +332,14 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     if (kinds := last.get("seconds", {})).get("restarting"):  # it took more than one start
         longest = ", ".join(f"{kind} {duration(s)}" for kind, s in kinds.items() if s >= 1)
         spent = f"goodput {goodput(kinds):.1%} of all its starts: {longest}\n"
+    beside = ""
+    if "expected_memory_gib" in last:
+        usual = median(record["step_seconds"] for record in records[1:] or records)
+        beside = f"memory {last['memory_peak_gib']:.1f} GiB"
+        beside += f" (expected {last['expected_memory_gib']:.1f}), {usual:.3g} s a step"
+        if "expected_step_seconds" in last:
+            beside += f" (expected {last['expected_step_seconds']:.3g})"
+        beside += "\n"
     where = os.path.relpath(folder)
     where = str(folder) if where.startswith("..") else where
     name = recipe if not recipe.endswith(".toml") else "demo"
@@ -319,7 +350,7 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
         f"{held_out_line}"
         f"  unigram  {store.manifest.unigram_entropy_nats:.3f}   "
         "what guessing by the tokens' frequencies alone would give\n"
-        f"{spent}"
+        f"{spent}{beside}"
         f"the run lies in {where}\n"
         f"next:  weft generate {shlex.quote(where)} --prompt 'class '\n"
         f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"

@@ -60,7 +60,9 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
         "kind": type(error).__name__,
         "foreseen": foreseen,
         # What torch, drivers and disks raise; anything else is a mistake in code, and will recur.
-        "transient": isinstance(error, RuntimeError | OSError) and not foreseen,
+        "transient": getattr(
+            error, "transient", isinstance(error, RuntimeError | OSError) and not foreseen
+        ),
         "where": where,
         "message": f"{error}" + (f" ({where})" if where else ""),
         "traceback": text,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
-
-import torch
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float:
@@ -48,7 +44,7 @@ class StepRecord:
     tokens_per_second_per_device: float
     tflops_per_device: float
     mfu: float | None
-    memory_peak_gib: float  # rank 0: device memory on cuda, resident memory of the process on cpu
+    memory_peak_gib: float  # so far, of the fullest rank: see `weft.observe.memory`
     time: float  # seconds since the epoch
     seconds: dict[str, float]  # of the run, over all its starts: see `weft.observe.ledger`
     eval_loss: float | None = None  # nats per token of the held-out text, where it was evaluated
@@ -56,6 +52,8 @@ class StepRecord:
     anomalies: list[dict[str, Any]] | None = None
     slow_rank: int | None = None  # which slows all others down, where there is one ...
     slow_ratio: float | None = None  # ... and how many times as long it needs
+    expected_memory_gib: float | None = None  # what the planner said of memory_peak_gib ...
+    expected_step_seconds: float | None = None  # ... and of step_seconds
 
     @classmethod
     def of(
@@ -133,11 +131,3 @@ class Clock:
         device did not hide, and computing on the CPU."""
         data = max(0.0, self._data - self._device)
         return data / self._steps, (time.thread_time() - self._thread) / self._steps
-
-
-def memory_peak_gib(device: torch.device) -> float:
-    """Most memory so far: allocated on a GPU; resident in this process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux

@@ -11,6 +11,7 @@ Shapes: B rows of a microbatch, T tokens of a row on this rank, D model width, V
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from weft.parallel.private import greet_others_only, reduce_each_microbatch, schedule_from_file
+from weft.parallel.private import (
+    greet_others_only,
+    keeping_gathered,
+    reduce_each_microbatch,
+    schedule_from_file,
+)
 from weft.plan.resolve import Plan
 from weft.plan.timetable import is_file
 
@@ -77,8 +83,10 @@ def build_schedule(
         if plan.gradient_sync == "microbatch":
             reduce_each_microbatch(each)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
-    if is_file(pipeline.schedule):
-        return schedule_from_file(pipeline.schedule, stages, plan.accumulation, **options)
-    kind = get_schedule_class(pipeline.schedule)
-    single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")
-    return kind(stages[0] if single else stages, plan.accumulation, **options)
+    keeps = plan.reshard_after_forward is False
+    with keeping_gathered(len(stages)) if keeps else nullcontext():
+        if is_file(pipeline.schedule):
+            return schedule_from_file(pipeline.schedule, stages, plan.accumulation, **options)
+        kind = get_schedule_class(pipeline.schedule)
+        single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")
+        return kind(stages[0] if single else stages, plan.accumulation, **options)

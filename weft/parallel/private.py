@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -303,6 +304,23 @@ def schedule_from_file(path: str, stages: list[Any], microbatches: int, **option
 
 
 @contextmanager
+def keeping_gathered(stages: int) -> Iterator[None]:
+    """Schedules made inside keep the weights of so many stages gathered at once.
+
+    Else it is three, and of more those whose turn is far are freed, and gathered again for it.
+    """
+    from torch.distributed.pipelining import schedules
+
+    private: Any = schedules
+    original = private._add_unshard_reshard
+    private._add_unshard_reshard = partial(original, max_active_stages=stages)
+    try:
+        yield
+    finally:
+        private._add_unshard_reshard = original
+
+
+@contextmanager
 def forward_only(schedule: Any) -> Iterator[None]:
     """Inside, the schedule's order is its forward passes alone.
 
@@ -518,8 +536,14 @@ def ranks_of_group(name: str) -> list[int]:
 
 
 @contextmanager
-def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is ``rank`` of a world whose others answer at once, with nothing."""
+def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[None]:
+    """Inside, this process is ``rank`` of a world whose others answer at once, with nothing.
+
+    Args:
+        keep_sent: whether what is sent lives as long as what `isend` returns, as it does in gloo
+            and NCCL.
+    """
+    from torch.distributed import distributed_c10d
     from torch.distributed.pipelining import PipelineStage, schedules
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -532,17 +556,33 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     silent: Any = _shapes_are_known
     if not hasattr(owner, name):
         owner, name, silent = PipelineStage, "_get_init_p2p_neighbors_ops", _nobody_to_greet
-    original, gather = getattr(owner, name), dist.all_gather_object
+    original, gather, isend = getattr(owner, name), dist.all_gather_object, dist.isend
     setattr(owner, name, silent)
     distributed: Any = dist
+    inner: Any = distributed_c10d
     distributed.all_gather_object = _others_have_the_same
+    if keep_sent:
+        distributed.isend = inner.isend = lambda tensor, *args, **kwargs: _Sending(
+            tensor, isend(tensor, *args, **kwargs)
+        )
     try:
         yield
     finally:
         setattr(owner, name, original)
         distributed.all_gather_object = gather
+        distributed.isend = inner.isend = isend
         dist.destroy_process_group()
         forget_meshes()
+
+
+class _Sending(NamedTuple):
+    """A message under way, and what is sent."""
+
+    tensor: Tensor
+    work: Any
+
+    def wait(self, *args: Any) -> Any:
+        return self.work.wait(*args)
 
 
 def _others_have_the_same(objects: list[Any], own: Any, group: Any = None) -> None:

@@ -51,6 +51,9 @@ RESERVED = 1.20
 # gradient in bfloat16.
 LOSS = {"eager": 12, "norms": 12, "compiled": 12, "fused": 8, "chunked": 4}
 
+# Launches that wait for a device before its host has to wait, too.
+QUEUE = 1024
+
 # Bytes by element for casting one operand of a float8 product: amax, scaled copy, transposed copy;
 # fused with what comes before it, compiled, and one kernel for each of some ten operations.  Four
 # bits take a rotation and a second scale: twice as much.
@@ -142,6 +145,9 @@ class Layout:
     scattered_hops: bool = False  # of whole hidden states each tensor-parallel rank sends a part
     recv_buffers: bool = True  # for every microbatch, as torch.distributed.pipelining keeps them
     output_bytes: int = 0  # of a logit that the last stage keeps until the step's end
+    # What a collective has read is free for reuse only when the device has come to it.
+    late_frees: bool = False
+    gathered_bytes: int = 2  # of an element that tensor parallelism gathers
 
     @property
     def dp(self) -> int:
@@ -254,11 +260,13 @@ def _layer(sizes: Sizes, lay: Layout) -> tuple[Work, Work, Work]:
     kernels = KERNELS[lay.fusion]
     sends: tuple[Collective, ...] = ()
     if lay.tp > 1:
-        whole = 2 * lay.tokens * sizes.hidden
-        kinds = ("all_gather", "reduce_scatter") if lay.sequence_parallel else ("all_reduce",)
+        whole = lay.tokens * sizes.hidden
+        kinds = {"all_gather": lay.gathered_bytes, "reduce_scatter": 2}
+        if not lay.sequence_parallel:
+            kinds = {"all_reduce": 2}
         sends = tuple(
-            Collective(kind, whole, "tp", lay.tp, 1, lay.tp_overlap, 2)  # type: ignore[arg-type]
-            for kind in kinds
+            Collective(kind, width * whole, "tp", lay.tp, 1, lay.tp_overlap, 2)  # type: ignore[arg-type]
+            for kind, width in kinds.items()
         )
     cast, cast_back = _casts(products, lay.fusion)
     forward = attention + Work(tuple(products), (), swept + cast, kernels, sends)
@@ -488,6 +496,11 @@ def memory_of(sizes: Sizes, lay: Layout, only: int | None = None) -> dict[str, f
         elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
             held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
         held["activations"] = kept
+        if lay.late_frees and lay.tp > 1:
+            # The host runs ahead of the device, through a stage's forward or as far as the queue
+            # lets it: of each layer two whole outputs wait, that were reduced and scattered.
+            ahead = min(max(counts[s] for s in mine), QUEUE / KERNELS[lay.fusion])
+            held["late"] = ahead * 2 * 2 * lay.tokens * sizes.hidden
         if lay.pp > 1 and lay.recv_buffers:
             # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
             # input, the last no gradient.

@@ -39,9 +39,8 @@ TILE = (128, 256)
 TILE_RAMP = 384
 # Keys at which an attention kernel reaches half its rate.
 ATTENTION_RAMP = 512
-# Seconds that a kernel costs the device beyond its work, and the host to launch it.
+# Seconds that a kernel costs the device beyond its work.
 KERNEL_GAP = 2e-6
-LAUNCH = 12e-6
 # Part of a hidden collective's time by which it slows what hides it.
 CONTENTION = 0.15
 # Part of tensor-parallel communication that asynchronous (decomposed) products hide.
@@ -245,14 +244,16 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
         elif op.overlap == "ring":
             spent[op.axis] += max(CONTENTION * seconds, seconds - attention)
         else:
-            spent[op.axis] += seconds * (1 - ASYNC_HIDES if op.overlap == "async" else 1)
+            # What is hidden slows what hides it.
+            part = 1 - ASYNC_HIDES + CONTENTION * ASYNC_HIDES if op.overlap == "async" else 1
+            spent[op.axis] += seconds * part
     hidden = prefetched.total()
     busy = spent.total() + CONTENTION * hidden
     for axis, seconds in prefetched.items():
         # Exposed is what is longer than the layer, and what it slows the layer by.
         share = seconds / hidden if hidden else 0
         spent[axis] += share * max(CONTENTION * hidden, hidden - (busy - CONTENTION * hidden))
-    host = work.kernels * LAUNCH / hardware.software
+    host = work.kernels * device.launch / hardware.software
     if host > spent.total():
         spent["host"] += host - spent.total()
     return spent

@@ -2,6 +2,7 @@
 
 The facts are data, with their sources: ``clusters.toml`` beside this file, and the user's own
 ``~/.config/weft/clusters.toml``, which adds devices, links and networks or changes single numbers.
+Beside that lies ``calibrated.toml``: what weft itself has measured.
 
 *Peaks* are dense FLOP/s, without sparsity; MFU is reckoned against bfloat16's.  A device that is
 not in the table, and every CPU, has no known peak: MFU is then not reported, rather than guessed.
@@ -19,21 +20,36 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from weft.job import Problem
+from pydantic import ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from weft.job import MISSING, InvalidJob, Problem, suggest
+
+T = TypeVar("T")
 
 GIB = 2**30
-USER_CLUSTERS = Path("~/.config/weft/clusters.toml")
+OURS = Path(__file__).with_name("clusters.toml")
 
 
-@dataclass(frozen=True)
+def user_files() -> tuple[Path, Path]:
+    """What the user writes, and what weft has measured; whether they are there or not."""
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "weft"
+    return folder / "clusters.toml", folder / "calibrated.toml"
+
+
+STRICT = ConfigDict(extra="forbid")
+
+
+@checked(frozen=True, config=STRICT)
 class Link:
     """Between the devices of a node: bytes/s that a device sends in collectives, and seconds a hop.
 
@@ -41,19 +57,20 @@ class Link:
     devices reach each other's memory over it.
     """
 
-    bandwidth: float
-    latency: float
+    bandwidth: PositiveFloat
+    latency: PositiveFloat
     domain: int = 0
     peer_access: bool = False
 
 
-@dataclass(frozen=True)
+@checked(frozen=True, config=STRICT)
 class Network:
     """Between nodes: bytes/s of one device's adapter, and the part that collectives reach."""
 
-    bandwidth: float
-    latency: float
-    achieved: tuple[tuple[int, float], ...]  # rising numbers of nodes, each with its fraction
+    bandwidth: PositiveFloat
+    latency: PositiveFloat
+    # Rising numbers of nodes, each with its fraction.
+    achieved: tuple[tuple[int, PositiveFloat], ...] = Field(min_length=1)
 
     def busbw(self, nodes: int) -> float:
         """Bytes/s of a device in a collective over so many nodes."""
@@ -67,30 +84,31 @@ class Network:
         return self.bandwidth * part
 
 
-@dataclass(frozen=True)
+@checked(frozen=True, config=STRICT)
 class Device:
     """One of ``clusters.toml``; see there.  ``bf16``, ``float8``, ``float4``: peaks, 0 if none.
 
-    ``software``: of the predicted speed, the part that was measured; ``calibrated``: where, and
-    when; empty if nowhere.
+    ``launch``: seconds that a kernel costs the host.  ``software``: of the predicted speed, the
+    part that was measured; ``calibrated``: where, and when; empty if nowhere.
     """
 
     name: str
-    bandwidth: float
+    bandwidth: PositiveFloat
     link: Link
     network: Network
-    achieved: Mapping[str, float]
+    achieved: Mapping[str, PositiveFloat]
     bf16: float = 0.0
     float8: float = 0.0
     float4: float = 0.0
     memory_gib: float = 0.0
     watts: float = 0.0
-    sustained: float = 0.9
+    sustained: PositiveFloat = 0.9
     cores: int = 1
     flash: tuple[float, float] = (0.0, 0.0)  # causal attention, forward and backward
     attention: tuple[float, float] = (0.0, 0.0)
     capability: tuple[int, int] = (0, 0)
-    software: float = 1.0
+    launch: PositiveFloat = 12e-6  # profiles of eager PyTorch
+    software: PositiveFloat = 1.0
     calibrated: str = ""
 
     def flops(self, precision: str) -> float:
@@ -100,48 +118,106 @@ class Device:
         return known or peak * self.achieved["bf16"] / (self.bf16 or 1) or self.flops("bf16")
 
 
+# What was measured of one device says nothing of those that are like it.
+OWN = ("like", "software", "calibrated", "launch")
+
+
 def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
-    """Devices and networks of files; each may change and add to what came before it."""
+    """Devices and networks of files; each may change and add to what came before it.
+
+    Raises:
+        InvalidJob: with everything that is wrong in them.
+    """
     tables: dict[str, dict[str, Any]] = {"devices": {}, "links": {}, "networks": {}}
+    wrote: dict[tuple[str, str], Path] = {}  # the last file that has an entry
+    problems: list[Problem] = []
     for file in files:
-        for table, entries in tomllib.loads(file.read_text()).items():
+        try:
+            read = tomllib.loads(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidJob([Problem(str(file), MISSING, f"cannot be read: {error}")]) from error
+        for table, entries in read.items():
+            whole = table in tables and isinstance(entries, dict)
+            if not whole or not all(isinstance(entry, dict) for entry in entries.values()):
+                rule, remedy = "is no table of entries", "use [devices.NAME], links or networks"
+                problems.append(Problem(f"{file}: {table}", MISSING, rule, remedy))
+                continue
             for name, entry in entries.items():
                 tables[table][name] = {**tables[table].get(name, {}), **entry}
-    links = {name: Link(**entry) for name, entry in tables["links"].items()}
+                wrote[table, name] = file
+
+    def complain(
+        table: str, name: str, field: object, value: object, rule: str, remedy: str
+    ) -> None:
+        key = f"{wrote[table, name]}: {table}.{name}.{field}"
+        problems.append(Problem(key, value, rule, remedy))
+
+    def made(kind: type[T], table: str, name: str, entry: dict[str, Any]) -> T | None:
+        try:
+            return TypeAdapter(kind).validate_python(entry)
+        except ValidationError as error:
+            own = tables[table][name]
+            for one in error.errors():
+                field, missing = one["loc"][0], one["type"] == "missing"
+                if field in own or (missing and "like" not in own):  # else its model's mistake
+                    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
+                    remedy = "" if field in known else suggest(str(field), known)
+                    value = MISSING if missing else own[field]
+                    complain(table, name, field, value, one["msg"].lower(), remedy)
+            return None
+
+    links = {name: made(Link, "links", name, entry) for name, entry in tables["links"].items()}
     networks = {}
     for name, entry in tables["networks"].items():
-        curve = sorted((int(nodes), part) for nodes, part in entry.pop("achieved").items())
-        networks[name] = Network(**entry, achieved=tuple(curve))
+        if isinstance(curve := entry.get("achieved"), dict):
+            points = sorted(curve.items(), key=lambda point: (len(point[0]), point[0]))
+            entry = {**entry, "achieved": points}
+        networks[name] = made(Network, "networks", name, entry)
 
-    def entry_of(name: str) -> dict[str, Any]:
-        entry = tables["devices"][name]
-        base = entry_of(entry["like"]) if "like" in entry else {}
-        return {**base, **{key: value for key, value in entry.items() if key != "like"}}
+    def complete(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+        """With what an entry takes from the one that it is like."""
+        entry: dict[str, Any] = tables["devices"][name]
+        if "like" not in entry:
+            return dict(entry)
+        like = str(entry["like"])
+        if like not in tables["devices"] or like in (*above, name):
+            remedy = suggest(like, [other for other in tables["devices"] if other != name])
+            complain("devices", name, "like", like, "is no other device", remedy)
+            return {"link": "", **entry}  # that is enough of it
+        taken = complete(like, (*above, name))
+        return {k: v for k, v in taken.items() if k not in OWN} | entry
 
     devices = {}
     for name in tables["devices"]:
-        entry = entry_of(name)
-        # What most devices are, where the table says nothing: the fraction A10G and its like reach.
-        entry.setdefault("achieved", {"bf16": 0.75 * entry.get("bf16", 0.0)})
-        entry["link"] = links[entry["link"]]
-        entry["network"] = networks[entry.get("network", "infiniband-200")]
-        for key in ("flash", "attention", "capability"):
-            if key in entry:
-                entry[key] = tuple(entry[key])
-        rate = 0.6 * entry["achieved"]["bf16"]  # as A100's FlashAttention 2
-        entry.setdefault("flash", (rate, 0.85 * rate))
-        entry.setdefault("attention", entry["flash"])
-        devices[name] = Device(name, **entry)
-    return devices, networks
+        entry = {"network": "infiniband-200"} | complete(name)
+        entry.pop("like", None)
+        for field, among in (("link", links), ("network", networks)):
+            value = entry.get(field, MISSING)
+            if str(value) in among:
+                entry[field] = among[str(value)]
+            elif value != "":
+                complain("devices", name, field, value, "is not known", suggest(str(value), among))
+        peak = entry.get("bf16", 0.0)
+        if isinstance(peak, float | int) and peak > 0:
+            # What most reach where the table says nothing: the fraction of A10G and its like.
+            entry.setdefault("achieved", {"bf16": 0.75 * peak})
+        rates = entry.get("achieved")
+        if isinstance(rates, dict) and isinstance(rates.get("bf16"), float | int):
+            rate = 0.6 * rates["bf16"]  # as A100's FlashAttention 2
+            entry.setdefault("flash", (rate, 0.85 * rate))
+            entry.setdefault("attention", entry["flash"])
+        linked = isinstance(entry.get("link"), Link) and isinstance(entry["network"], Network)
+        if linked and (device := made(Device, "devices", name, {**entry, "name": name})):
+            devices[name] = device
+    if problems:
+        raise InvalidJob(problems)
+    return devices, {name: network for name, network in networks.items() if network}
 
 
 @lru_cache(maxsize=1)
 def known_clusters() -> tuple[dict[str, Device], dict[str, Network]]:
-    """What ships with weft, changed by the user's file."""
-    user = USER_CLUSTERS.expanduser()
-    return read_clusters(
-        Path(__file__).with_name("clusters.toml"), *([user] if user.is_file() else [])
-    )
+    """What ships with weft, changed by the user's files."""
+    return read_clusters(OURS, *(file for file in user_files() if file.is_file()))
 
 
 def device_named(name: str) -> Device:
@@ -157,18 +233,14 @@ MOST_DEVICES = 2**20
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of the device that the driver calls ``device_name``, or None.
-
-    The longest name that stands there as whole words wins.  Drivers tell no memory.
-    """
-    peaks = {re.sub(r" \d+GB$", "", d.name): d.bf16 for d in known_clusters()[0].values()}
-    known = [n for n in peaks if peaks[n] and re.search(rf"\b{n}\b", device_name)]
-    return peaks[max(known, key=len)] if known else None
+    """Dense bfloat16 FLOP/s of the device that the driver calls ``device_name``, or None."""
+    device = device_called(device_name)
+    return device.bf16 or None if device else None
 
 
-def device_called(driver_name: str, memory_bytes: int | None) -> Device | None:
-    """The device that a driver calls so, by the longest name in it; of equals the one of that
-    memory.  None if it is not known."""
+def device_called(driver_name: str, memory_bytes: int | None = None) -> Device | None:
+    """The device that a driver calls so, by the longest name in it, as whole words; of equals the
+    one of that memory.  None if it is not known."""
     known = known_clusters()[0]
     if driver_name in known:
         return known[driver_name]

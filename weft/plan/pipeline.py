@@ -149,12 +149,17 @@ def _stages_per_rank(
         if schedule
         else any(a.kind == "I" for order in (table or {}).values() for a in order)
     )
-    if splits and job.compile.enable:
-        rule = "computes gradients of inputs and weights apart, which torch.compile cannot"
-        whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
-        remedy = f"use compile.enable false, or {', '.join(whole[:-1])} or {whole[-1]}"
-        depends = ("compile.enable",)
-        problems.append(Problem("parallel.schedule", job.parallel.schedule, rule, remedy, depends))
+    whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
+    for cannot, key_of, value in (
+        (job.compile.enable, "compile.enable", "false"),
+        (job.remat.kind in ("selective", "budget"), "remat.kind", "none"),
+    ):
+        if splits and cannot:
+            what = "torch.compile" if value == "false" else f"{key_of} {job.remat.kind}"
+            rule = f"computes gradients of inputs and weights apart, which {what} cannot"
+            remedy = f"use {key_of} {value}, or {', '.join(whole[:-1])} or {whole[-1]}"
+            name = job.parallel.schedule
+            problems.append(Problem("parallel.schedule", name, rule, remedy, (key_of,)))
     if schedule is None:
         if asked != "auto":
             problems.append(Problem(key, asked, "is told by the schedule's file", "use auto"))
@@ -224,3 +229,14 @@ def _check_stages(job: Job, blocks: int, num_stages: int) -> list[Problem]:
     rule = f"makes {num_stages} stages of a model of {blocks} layers"
     remedy = f"use at most {max(1, (blocks + 2) * job.parallel.pp // num_stages)}"
     return [Problem("parallel.pp", job.parallel.pp, rule, remedy, depends)]
+
+
+def remat_warnings(job: Job, pp: int) -> list[str]:
+    """What makes recomputation dearer than it need be."""
+    schedule = SCHEDULES.get(job.parallel.schedule)
+    if pp == 1 or job.remat.kind != "full" or not (schedule and schedule.splits_backward):
+        return []
+    return [
+        f"remat.kind = full with {schedule.name}: a block is computed again for the gradients of "
+        "its input and once more for those of each of its weights; another schedule is faster"
+    ]

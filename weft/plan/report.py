@@ -1,8 +1,8 @@
 """What ``weft plan`` shows: a Plan for people, made without a GPU and without starting anything.
 
 Nothing is derived here a second time: degrees, batches and stages are the Plan's, which the
-trainer will consume.  The one figure added to it is a first estimate of a rank's memory, by
-`weft.plan.memory`; `weft.predict` traces it.
+trainer will consume.  Memory and time are for `weft.predict` to tell; here is only a first estimate
+of memory, by `weft.plan.memory`, for whether that is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from weft.plan.memory import rank_bytes, state_bytes_per_param
 from weft.plan.placement import rank_map
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.plan.stages import (
-    GIB,
     Stage,
     Style,
     align,
@@ -252,9 +251,8 @@ def _table_of_ranks(plan: Plan) -> list[str]:
     rows = []
     for rank, (name, mine) in enumerate(zip(names_of_ranks(_held(plan)), _held(plan), strict=True)):
         share = 100 * math.fsum(stage.share for stage in mine)
-        memory = math.fsum(stage.memory_bytes for stage in mine) / GIB
-        rows.append([str(rank), name, f"{share:.1f}", f"{memory:.2f}"])
-    return align(["rank", "units", "time %", "memory GiB"], rows, left={1})
+        rows.append([str(rank), name, f"{share:.1f}"])
+    return align(["rank", "units", "time %"], rows, left={1})
 
 
 def _held(plan: Plan) -> list[list[Stage]]:

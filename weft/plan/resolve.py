@@ -30,7 +30,12 @@ from weft.plan.layout import (
     fixed,
 )
 from weft.plan.memory import USABLE, rank_bytes, smallest_shard, state_bytes_per_param
-from weft.plan.pipeline import PipelinePlan, num_microbatches, resolve_pipeline
+from weft.plan.pipeline import (
+    PipelinePlan,
+    num_microbatches,
+    remat_warnings,
+    resolve_pipeline,
+)
 from weft.plan.placement import (
     AXES,
     PLACEMENTS,
@@ -258,6 +263,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         warnings=(
             *placement_warnings(asdict(degrees), local_world, PLACEMENTS[parallel.placement]),
             *float8_warnings(job, machine.device, degrees.pp, emulated),
+            *remat_warnings(job, degrees.pp),
         ),
     )
 

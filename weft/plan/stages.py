@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 Objective = Literal["speed", "memory"]
 Style = Literal["loop", "v"]
 
-GIB = 2**30
-
 
 # --------------------------------------------------------------------------- the cut
 
@@ -374,10 +372,10 @@ def stage_table(stages: Sequence[Stage], pp: int | None = None, style: Style = "
     held = [stages_of_rank(rank, pp, per_rank, style) for rank in range(pp)]
     rank_of = {s: rank for rank, mine in enumerate(held) for s in mine}
     rows = [
-        [str(s), str(rank_of[s]), stage.name, str(stage.blocks), *_figures([stage])]
+        [str(s), str(rank_of[s]), stage.name, str(stage.blocks), _time([stage])]
         for s, stage in enumerate(stages)
     ]
-    lines = align(["stage", "rank", "units", "blocks", "time %", "memory GiB"], rows, left={2})
+    lines = align(["stage", "rank", "units", "blocks", "time %"], rows, left={2})
     lines += [_slowest("stage", [stage.share for stage in stages])]
     if per_rank > 1:
         sums = [[stages[s] for s in mine] for mine in held]
@@ -386,11 +384,11 @@ def stage_table(stages: Sequence[Stage], pp: int | None = None, style: Style = "
                 str(rank),
                 ", ".join(map(str, held[rank])),
                 str(sum(stage.blocks for stage in mine)),
-                *_figures(mine),
+                _time(mine),
             ]
             for rank, mine in enumerate(sums)
         ]
-        lines += ["", *align(["rank", "stages", "blocks", "time %", "memory GiB"], rows, {1})]
+        lines += ["", *align(["rank", "stages", "blocks", "time %"], rows, {1})]
         lines += [_slowest("rank", [math.fsum(stage.share for stage in mine) for mine in sums])]
     return "\n".join(lines)
 
@@ -401,10 +399,8 @@ def _stages_per_rank(stages: Sequence[Stage], pp: int) -> int:
     return len(stages) // pp
 
 
-def _figures(stages: Sequence[Stage]) -> list[str]:
-    share = math.fsum(stage.share for stage in stages)
-    memory = math.fsum(stage.memory_bytes for stage in stages)
-    return [f"{100 * share:.1f}", f"{memory / GIB:.2f}"]
+def _time(stages: Sequence[Stage]) -> str:
+    return f"{100 * math.fsum(stage.share for stage in stages):.1f}"
 
 
 def _slowest(what: str, shares: Sequence[float]) -> str:

@@ -44,7 +44,7 @@ class Schedule:
     ``stages_per_rank``: the only possible number, or None for any from 2.
     ``style``: where stages sit: in a loop over the ranks, or in a V, there and back.
     ``splits_backward``: gradients of inputs and of weights are computed apart, which
-    torch.compile cannot do.
+    torch.compile and selective recomputation cannot do, and full recomputation does anew for each.
     """
 
     name: str

@@ -1,13 +1,16 @@
 """ADVICE: what to change in a plan, and what that would do.
 
-Single changes of the recipe are reckoned by the analytic twin; what it says of the change is
-applied to what was traced.
+Changes of the recipe, of one key or of some that belong together, are reckoned by the analytic
+twin; what it says of the change is applied to what was traced.  So their effects are estimates,
+mostly within a tenth.  Where a plan does not fit, that is too little to start a run on: there the
+first one is traced, and those that turn out not to fit either are left out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.job import InvalidJob, Job
@@ -15,89 +18,173 @@ from weft.job import replace as replace_sections
 from weft.plan.analytic import memory_of, step_of
 from weft.plan.cost import step_seconds
 from weft.plan.devices import Device
+from weft.plan.float8 import has_float8
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.predict.forecast import Forecast, hardware_of
+from weft.predict.forecast import Forecast, forecast, hardware_of
 from weft.predict.twin import layout_of, sizes_of
 
 # A change that gains less is not worth a line.
 WORTH = 0.02
 MOST = 3
 
+# Keys with their values, in the order in which people should read them.
+Change = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Advice:
-    """``faster``: of the speed, 0.2 is a fifth more.  ``bytes``: that a device then needs."""
+    """``faster``: of the speed, 0.2 is a fifth more.  ``bytes``: that a device then needs.
+    ``traced``: whether these are a trace's, or estimated."""
 
-    key: str
-    value: Any
+    change: Change
     faster: float
     bytes: float
+    traced: bool = False
 
     def __str__(self) -> str:
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
-        return f"--{self.key} {value}"
+        return " ".join(
+            f"--{key} {str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in self.change.items()
+        )
 
 
 def advise(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecast) -> list[Advice]:
     """The best changes that fit: the fastest, or where the plan does not fit what costs least.
 
-    Empty where the twin does not know the model.
+    The first one of a plan that does not fit was traced, and fits.  Empty where nothing helps, or
+    the twin does not know the model.
     """
     before = _reckoned(job, plan, device)
     if before is None:
         return []
-    found = []
-    for key, value in changes(job, plan):
-        section, name = key.split(".")
-        try:
-            changed = replace_sections(job, **{section: {name: value}})
-            after = _reckoned(changed, resolve(changed, machine), device)
-        except (InvalidJob, ValueError):
-            continue  # not possible here
-        if after is None:
-            continue
-        needed = (seen.needed - seen.outside) * after[1] / before[1] + seen.outside
-        if seen.capacity is not None and needed > seen.capacity:
-            continue
-        faster = before[0] / after[0] - 1
-        if not seen.fits or faster >= WORTH:
-            found.append(Advice(key, value, faster, needed))
-    found.sort(key=lambda advice: -advice.faster)
-    return found[:MOST]
+
+    def tried(changes: Iterator[Change]) -> list[Advice]:
+        found = []
+        for change in changes:
+            changed = changed_by(job, change)
+            try:
+                after = (
+                    None
+                    if changed is None
+                    else _reckoned(changed, resolve(changed, machine), device)
+                )
+            except (InvalidJob, ValueError):
+                continue  # not possible here
+            if after is None:
+                continue
+            needed = (seen.needed - seen.outside) * after[1] / before[1] + seen.outside
+            found.append(Advice(change, before[0] / after[0] - 1, needed))
+        # Of changes that are as fast the one of fewest keys, then the one that is tried first.
+        return sorted(found, key=lambda a: (-round(a.faster, 3), len(a.change)))
+
+    singles = tried(changes(job, plan, machine))
+    if seen.fits is not False:
+        fitting = [a for a in singles if seen.capacity is None or a.bytes <= seen.capacity]
+        return _distinct([a for a in fitting if a.faster >= WORTH])[:MOST]
+    found = _that_fit(job, machine, device, seen, singles)
+    if found:
+        return found
+    saving = [a.change for a in singles if a.bytes < seen.needed]
+    pairs = (a | b for a, b in itertools.combinations(saving, 2) if not a.keys() & b.keys())
+    return _that_fit(job, machine, device, seen, tried(pairs))
 
 
-def changes(job: Job, plan: Plan) -> Iterator[tuple[str, Any]]:
-    """Single keys that are worth a try."""
+def changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change]:
+    """What is worth a try, alone."""
     for kind in ("none", "selective", "full"):
-        if kind != job.remat.kind:
-            yield "remat.kind", kind
+        # What selective recomputation keeps under tensor parallelism, the twin does not know.
+        if (kind, 1) != (job.remat.kind, job.remat.every) and (kind != "selective" or plan.tp == 1):
+            yield {"remat.kind": kind} | ({"remat.every": 1} if job.remat.every > 1 else {})
     rows = plan.microbatch
-    for more in (2 * rows, 4 * rows, rows // 2, 1):
-        if more and more != rows and plan.local_batch % more == 0:
-            yield "train.microbatch", more
-    if not job.compile.enable:
-        yield "compile.enable", True
-    if plan.float8 == "none":
-        yield "precision.float8", "tensorwise"
+    for more in sorted({4 * rows, 2 * rows, rows // 2, rows // 4, 1} - {0, rows}):
+        if plan.local_batch % more == 0:
+            yield {"train.microbatch": more}
+    # Float8 pays where casting is fused, and asynchronous products are the compiler's.
+    compiled: Change = {} if job.compile.enable else {"compile.enable": True}
+    if compiled:
+        yield compiled
+    able = plan.compute_dtype == "bfloat16" and has_float8("tensorwise", machine.capability)
+    if plan.float8 == "none" and able:
+        yield compiled | {"precision.float8": "tensorwise"}
     if plan.tp > 1 and not job.parallel.async_tp:
-        yield "parallel.async_tp", True
+        yield compiled | {"parallel.async_tp": True}
     if plan.pipeline is not None:
-        yield "parallel.schedule", "Interleaved1F1B"
-        yield "parallel.schedule", "1F1B"
-        yield "parallel.gradient_sync", "microbatch"
-    elif plan.dp_shard > 1 and plan.reshard_after_forward is not False:
-        yield "parallel.reshard_after_forward", "never"
-    for tp in (1, 2, 4, 8):
-        if tp != plan.tp and tp <= plan.local_world_size:
-            yield "parallel.tp", tp
-    if job.optim.states == "float32":
-        yield "optim.states", "bfloat16"
+        for schedule in ("Interleaved1F1B", "1F1B"):
+            if schedule != plan.pipeline.schedule:
+                each = job.pipeline.stages_per_rank
+                stages = {} if each == "auto" else {"pipeline.stages_per_rank": "auto"}
+                yield {"parallel.schedule": schedule} | stages
+    elif plan.dp_shard > 1 and job.parallel.cp == 1:
+        kept = plan.reshard_after_forward is False
+        yield {"parallel.reshard_after_forward": "always" if kept else "never"}
+    if job.optim.kind == "adamw":
+        lean = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
+        for states in lean.get(job.optim.states, ()):
+            yield {"optim.states": states}
+    yield from meshes(job, plan)
+
+
+def meshes(job: Job, plan: Plan) -> Iterator[Change]:
+    """Other degrees of one axis; the ranks that are left share the parameters."""
+    rest: Change = {} if job.parallel.dp_shard == "auto" else {"parallel.dp_shard": "auto"}
+    if plan.dp_replicate > 1:
+        yield {"parallel.dp_replicate": 1} | rest
+    sides = {"tp": plan.tp, "pp": plan.pp, "cp": plan.cp}
+    for axis, degree in sides.items():
+        most = {"tp": plan.local_world_size, "pp": 64, "cp": job.train.seq_len // 8192}[axis]
+        for other in sorted({1, degree // 2, 2 * degree, 4 * degree} - {0, degree}):
+            if other <= max(1, most):
+                one = {"parallel.reshard_after_forward": "auto"} if axis == "pp" else {}
+                yield (
+                    {f"parallel.{axis}": other}
+                    | rest
+                    | (one if job.parallel.reshard_after_forward != "auto" else {})
+                )
+
+
+def changed_by(job: Job, change: Change) -> Job | None:
+    """The job with a change; None where a value is out of bounds."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in change.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    try:
+        return replace_sections(job, **sections)
+    except ValueError:
+        return None
+
+
+def _that_fit(
+    job: Job, machine: Machine, device: Device, seen: Forecast, found: list[Advice]
+) -> list[Advice]:
+    """Those that fit, the fastest first; what the first one does is traced."""
+    assert seen.capacity is not None
+    fitting = _distinct([advice for advice in found if advice.bytes <= seen.capacity])
+    for place, advice in enumerate(fitting[: 2 * MOST]):
+        changed = changed_by(job, advice.change)
+        assert changed is not None
+        after = forecast(changed, resolve(changed, machine), machine, device)
+        if after.fits:
+            first = replace(advice, bytes=after.needed, traced=True)
+            if seen.step_seconds is not None and after.step_seconds is not None:
+                first = replace(first, faster=seen.step_seconds / after.step_seconds - 1)
+            return [first, *fitting[place + 1 :]][:MOST]
+    return []
+
+
+def _distinct(found: list[Advice]) -> list[Advice]:
+    """Without those that do more than another one and gain nothing by it."""
+    kept: list[Advice] = []
+    for advice in found:
+        if not any(better.change.items() <= advice.change.items() for better in kept):
+            kept.append(advice)
+    return kept
 
 
 def _reckoned(job: Job, plan: Plan, device: Device) -> tuple[float, float] | None:
-    """Seconds and bytes of the twin."""
+    """Seconds and bytes of the twin; the latter eager, as a trace tells them."""
     sizes, layout = sizes_of(plan), layout_of(job, plan, device)
     if sizes is None or layout is None:
         return None
     seconds = step_seconds(step_of(sizes, layout), hardware_of(plan, device)).total()
-    return seconds, sum(memory_of(sizes, layout).values())
+    return seconds, sum(memory_of(sizes, replace(layout, fusion="eager")).values())

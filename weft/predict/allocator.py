@@ -2,7 +2,7 @@
 
 Live bytes are not what a device runs out of.  torch asks the driver for *segments*, cuts blocks
 from them, and keeps what is freed for later; what lies free in pieces that are too small is lost.
-TorchTitan's published peaks are 13 to 20 % above the live bytes of the same step.
+The live bytes of a step are 13 to 20 % below what TorchTitan publishes of it.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.13):
 
@@ -14,17 +14,13 @@ The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.13):
 * A block that is freed grows together with free neighbours of its segment.
 * When the device is full, segments without a live block go back to the driver first.
 
-With *expandable segments* (``PYTORCH_ALLOC_CONF=expandable_segments:True``) each pool is one
-segment that grows at its end, by pages of 2 or 20 MiB.  Only free space is then ever lost, between
-blocks.
-
-Left out: streams (blocks of another stream are not reused; FSDP's gathers run on one of their own).
+Left out: streams (blocks of another stream are not reused; FSDP's gathers run on one of their own),
+and expandable segments, which weft's trainer does not ask for.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MIB = 2**20
@@ -40,7 +36,6 @@ PAGE = 2 * MIB
 class _Block:
     start: int
     size: int
-    segment: int
     free: bool = False
     before: _Block | None = field(default=None, repr=False)
     after: _Block | None = field(default=None, repr=False)
@@ -49,11 +44,10 @@ class _Block:
 class _Pool:
     """Blocks of one pool; free ones by (size, start)."""
 
-    def __init__(self, small: bool, expandable: bool) -> None:
-        self.small, self.expandable = small, expandable
+    def __init__(self, small: bool) -> None:
+        self.small = small
         self.reserved = 0
         self.end = 0  # of the addresses in use
-        self.last: _Block | None = None  # of the expandable segment
         self.free: list[tuple[int, int]] = []
         self.at: dict[int, _Block] = {}  # free blocks by start
         self.segments: dict[int, int] = {}  # sizes by start
@@ -66,12 +60,10 @@ class _Pool:
         else:
             block = self._grow(size)
         left = block.size - size
-        if left >= ROUND if self.small or self.expandable else left > SMALL:
-            rest = _Block(block.start + size, left, block.segment, True, block, block.after)
+        if left >= ROUND if self.small else left > SMALL:
+            rest = _Block(block.start + size, left, True, block, block.after)
             if block.after:
                 block.after.before = rest
-            if self.last is block:
-                self.last = rest
             block.after, block.size = rest, size
             self._release(rest)
         block.free = False
@@ -86,8 +78,6 @@ class _Pool:
                 first.after = second.after
                 if second.after:
                     second.after.before = first
-                if self.last is second:
-                    self.last = first
                 block = first
         self._release(block)
 
@@ -101,8 +91,6 @@ class _Pool:
                 self.reserved -= size
 
     def _grow(self, size: int) -> _Block:
-        if self.expandable:
-            return self._extend(size)
         whole = size
         if self.small:
             whole = SMALL_SEGMENT
@@ -110,29 +98,10 @@ class _Pool:
             whole = LARGE_SEGMENT
         else:
             whole = -(-size // PAGE) * PAGE
-        block = _Block(self.end, whole, self.end)
+        block = _Block(self.end, whole)
         self.segments[self.end] = whole
         self.end += whole
         self.reserved += whole
-        return block
-
-    def _extend(self, size: int) -> _Block:
-        """The segment grows by what is missing at its end."""
-        page = SMALL_SEGMENT if self.small else LARGE_SEGMENT
-        last = self.last
-        there = last.size if last is not None and last.free else 0
-        more = -(-(size - there) // page) * page
-        self.reserved += more
-        if there and last is not None:
-            self._unlist(last)
-            last.size += more
-            self.end += more
-            return last
-        block = _Block(self.end, more, 0, False, last, None)
-        if last is not None:
-            last.after = block
-        self.end += more
-        self.last = block
         return block
 
     def _release(self, block: _Block) -> None:
@@ -148,10 +117,10 @@ class _Pool:
 class Allocator:
     """Takes and gives blocks; ``reserved`` is what the device sees, ``peak`` the most of it."""
 
-    def __init__(self, capacity: int | None = None, expandable: bool = False) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
         """``capacity``: bytes, from which on unused segments are given back; None: never."""
         self.capacity = capacity
-        self.small, self.large = (_Pool(small, expandable) for small in (True, False))
+        self.small, self.large = (_Pool(small) for small in (True, False))
         self.blocks: dict[int, tuple[_Pool, _Block]] = {}
         self.peak = 0
 
@@ -173,23 +142,3 @@ class Allocator:
     def release(self, storage: int) -> None:
         pool, block = self.blocks.pop(storage)
         pool.give(block)
-
-
-def reserved_peak(
-    changes: Iterable[tuple[int, int]], capacity: int | None = None, expandable: bool = False
-) -> int:
-    """The most bytes that are reserved over a log.
-
-    Args:
-        changes: (storage, bytes that it gains); what it loses is negative.
-    """
-    allocator = Allocator(capacity, expandable)
-    sizes: dict[int, int] = {}
-    for storage, change in changes:
-        size = sizes.get(storage, 0) + change
-        if sizes.pop(storage, 0):
-            allocator.release(storage)
-        if size > 0:
-            sizes[storage] = size
-            allocator.allocate(storage, size)
-    return allocator.peak

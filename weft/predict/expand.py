@@ -82,6 +82,8 @@ class Expansion:
         self._shared_by_microbatches: set[int] = set()
         self._ends: set[int] = set()  # ids of events that are not repeated
         self._compare()
+        self._kept_to_the_end = self._find_kept()
+        self._runs: dict[Segment, list[tuple[Block | None, bool, list[Event]]]] = {}
         self._calls: dict[Segment, dict[tuple[Block | None, bool], list[tuple[int, Call]]]] = {}
         for place, event in enumerate(recording.events):
             if event.call is not None:
@@ -111,17 +113,18 @@ class Expansion:
             for real in self._all(self._names[storage])
         }
 
-    def events(self, order: Sequence[Segment]) -> Iterator[Event]:
+    def events(self, order: Sequence[Segment], calls: bool = True) -> Iterator[Event]:
         """All that happens, with the ids of the whole's storages.
 
         Args:
             order: the actions of the whole step: stage, kind, count.
+            calls: with the calls, or only what is allocated and freed.
         """
-        yield from self._segment((0, "start", 0), 0)
+        yield from self._segment((0, "start", 0), 0, calls)
         for stage, kind, count in order:
-            yield from self._segment(self.source((stage, kind, count)), count)
+            yield from self._segment(self.source((stage, kind, count)), count, calls)
         for kind in ("clip", "optimizer", "end"):
-            yield from self._segment((0, kind, 0), 0)
+            yield from self._segment((0, kind, 0), 0, calls)
 
     def segments(self) -> Iterator[Segment]:
         """Those that were recorded."""
@@ -226,6 +229,27 @@ class Expansion:
                 if left[_does(event)] < 0:
                     self._ends.add(id(event))
 
+    def _find_kept(self) -> set[int]:
+        """Storages of microbatches that are all let go in the last one's actions, as messages are
+        that a schedule waits for when it is through."""
+        recorded = self._recorded.microbatches
+        if recorded == self.whole.microbatches:
+            return set()
+        freed: dict[int, int] = {}  # the turn in which a storage was freed last
+        for event in self._recording.events:
+            if event.call is None and event.bytes < 0 and event.where.kind in ACTIONS:
+                freed[event.storage] = event.where.turn
+        of_name = {name: storage for storage, name in self._names.items()}
+        found = set()
+        for storage, name in self._names.items():
+            stage, kind, count = name.segment
+            if kind in ACTIONS and count == _last_middle(recorded):
+                twin = of_name.get(name._replace(segment=(stage, kind, count - 1)))
+                both = {freed.get(storage), freed.get(twin) if twin is not None else None}
+                if twin is not None and both == {recorded - 1}:
+                    found |= {storage, twin}
+        return found
+
     def _align(
         self, first: list[Event], second: list[Event], shared: set[int], segment: Segment
     ) -> None:
@@ -273,25 +297,27 @@ class Expansion:
 
     # ------------------------------------------------------------------- repeating
 
-    def _segment(self, segment: Segment, count: int) -> Iterator[Event]:
+    def _segment(self, segment: Segment, count: int, calls: bool = True) -> Iterator[Event]:
         stage, kind, _ = segment
-        for key, run in groupby(
-            self._segments.get(segment, []), lambda e: (e.where.block, id(e) in self._ends)
-        ):
-            block, is_end = key
-            events = list(run)
+        if segment not in self._runs:
+            events = self._segments.get(segment, [])
+            grouped = groupby(events, lambda e: (e.where.block, id(e) in self._ends))
+            self._runs[segment] = [(*key, list(run)) for key, run in grouped]
+        for block, is_end, run in self._runs[segment]:
+            reals: list[Block | None]
             if block is not None and is_end:
-                reals: list[Block | None] = [self._from_end(block, kind)]
+                reals = [self._from_end(block, kind)]
             else:
                 reals = self._blocks(block, kind)
             for real in reals:
-                for event in events:
-                    where = Where(stage, kind, count, real, event.where.running)
-                    if event.call is not None:
+                wheres = [Where(stage, kind, count, real, running) for running in (False, True)]
+                for event in run:
+                    where = wheres[event.where.running]
+                    if event.call is None:
+                        for storage in self._touched(event, real, count):
+                            yield Event(where, storage, event.bytes)
+                    elif calls:
                         yield Event(where, call=event.call)
-                        continue
-                    for storage in self._touched(event, real, count):
-                        yield Event(where, storage, event.bytes)
 
     def _touched(self, event: Event, block: Block | None, count: int) -> list[int]:
         """The storages of an event that happens in ``block`` and the microbatch ``count``.
@@ -309,7 +335,8 @@ class Expansion:
         counts = [its_count]
         if kind in (*ACTIONS, BUFFER):
             away = its_count - here.turn
-            if here.kind not in ACTIONS:
+            at_end = here.turn == self._recorded.microbatches - 1
+            if here.kind not in ACTIONS or (at_end and event.storage in self._kept_to_the_end):
                 counts = self._counts(its_count)
             elif event.storage in self._shared_by_microbatches or abs(away) > 2:
                 counts = self._counts(its_count)[-1:]

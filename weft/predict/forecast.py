@@ -22,20 +22,20 @@ from weft.plan.cost import (
     pipeline_spans,
     step_seconds,
 )
-from weft.plan.devices import Device
+from weft.plan.devices import CPU, GIB, Device, device_called, device_named
 from weft.plan.resolve import Machine, Plan
 from weft.plan.timetable import Timetable
-from weft.predict.memory import Memory, fullest
+from weft.predict.memory import Memory, fullest, live_peak
 from weft.predict.trace import Trace, exchanged_bytes, timetable_of, traces
 from weft.predict.work import Pricer, Setting
 
-GIB = 2**30
-# On a GPU outside of torch's allocator: the CUDA context (0.5 GiB) and NCCL's buffers.
-OUTSIDE = int(1.25 * GIB)
+# On a GPU outside of torch's allocator: the CUDA context (0.5 GiB) and NCCL's buffers.  On a CPU
+# the interpreter with torch.
+OUTSIDE = {"cuda": int(1.25 * GIB), "cpu": int(0.4 * GIB)}
 # Of a step's predicted time, the error that nine of ten published runs stay within; see
 # docs/planner.md.
 ERROR, CALIBRATED_ERROR, LOW_CONFIDENCE_ERROR = 0.25, 0.17, 0.5
-# A network without a measured curve is known so far; see docs/planner.md.
+# Over more nodes another cluster's network tells nothing of this one; see docs/planner.md.
 KNOWN_NODES = 32
 
 
@@ -53,14 +53,16 @@ class Forecast:
     """What is predicted of a plan.
 
     ``capacity``: bytes of one device, None where unknown; ``memory`` is the fullest rank's, which
-    is ``rank``.  ``seconds``: of the slowest rank by what they are spent on; None without a known
-    device.  ``error``: of the time, up and down, as a fraction.  ``timeline``: when the actions of
-    a pipeline run; None without one, or without ``seconds``.
+    is ``rank``; ``live``: the most that lives on each rank of the pipeline.  ``seconds``: of the
+    slowest rank by what they are spent on; None without a known device.  ``error``: of the time, up
+    and down, as a fraction.  ``timeline``: when the actions of a pipeline run; None without one, or
+    without ``seconds``.
     """
 
     plan: Plan
     memory: Memory
     rank: int
+    live: tuple[int, ...]
     capacity: int | None
     outside: int
     seconds: Seconds | None
@@ -72,7 +74,7 @@ class Forecast:
     @property
     def needed(self) -> int:
         """Bytes that the device must have."""
-        return self.memory.peak + self.outside
+        return self.memory.reserved + self.outside
 
     @property
     def fits(self) -> bool | None:
@@ -105,11 +107,27 @@ class Forecast:
         """GiB on the fullest rank, when most is live; what the allocator holds beyond, and what
         lies outside of it."""
         found = {name: size / GIB for name, size in self.memory.live.items()}
-        if self.memory.reserved is not None:
-            found["allocator"] = (self.memory.reserved - sum(self.memory.live.values())) / GIB
-        if self.outside:
-            found["outside"] = self.outside / GIB
-        return found
+        found["allocator"] = (self.memory.reserved - sum(self.memory.live.values())) / GIB
+        return found | {"outside": self.outside / GIB}
+
+    @property
+    def limits(self) -> list[str]:
+        """What keeps it from fitting, what its time goes into, and what is doubtful."""
+        found = []
+        if self.fits is False:
+            most = max(self.by_category().items(), key=lambda part: part[1])
+            assert self.capacity is not None
+            needed, there = self.needed / GIB, self.capacity / GIB
+            found.append(
+                f"memory: {needed:.1f} GiB of {there:.1f}, {most[1]:.1f} of it for {most[0]}"
+            )
+        if self.seconds is not None:
+            total = self.seconds.total()
+            parts = sorted(self.seconds.items(), key=lambda part: -part[1])
+            found += [
+                f"{part / total:.0%} {name_of(n)}" for n, part in parts if part > 0.05 * total
+            ]
+        return [*found, *self.doubts]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -118,6 +136,7 @@ class Forecast:
             "memory_gib": self.by_category(),
             "capacity_gib": None if self.capacity is None else self.capacity / GIB,
             "fullest_rank": self.rank,
+            "live_gib_of_pipeline_ranks": [size / GIB for size in self.live],
             "step_seconds": self.step_seconds,
             "seconds": None if self.seconds is None else dict(self.seconds),
             "error": self.error,
@@ -132,8 +151,22 @@ class Forecast:
                 }
                 for axis, exchange in self.exchanges.items()
             },
-            "limits": list(self.doubts),
+            "limits": self.limits,
         }
+
+
+def device_of(plan: Plan, machine: Machine) -> Device | None:
+    """What is known of the machine's devices; of a CPU nothing that was not measured."""
+    if plan.device == "cuda":
+        return device_called(machine.device_name, machine.memory_bytes)
+    device = device_named(CPU)
+    return device if device.calibrated else None
+
+
+def name_of(spent: str) -> str:
+    """What seconds are spent on, for people."""
+    others = {"compute": "computing", "host": "waiting for the host", "bubble": "pipeline bubble"}
+    return others.get(spent, f"exposed {spent}")
 
 
 def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> Forecast:
@@ -146,7 +179,10 @@ def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> F
     of_ranks = traces(job, plan)
     on_gpu = plan.device == "cuda"
     capacity = capacity_of(plan, machine)
-    place, memory = fullest(of_ranks, on_gpu, capacity, job.parallel.cpu_offload)
+    outside = OUTSIDE[plan.device]
+    room = None if capacity is None else capacity - outside
+    live = tuple(live_peak(trace) for trace in of_ranks)
+    place, memory = fullest(of_ranks, live, on_gpu, room, job.parallel.cpu_offload)
     seconds = timeline = None
     if device is not None:
         hardware = hardware_of(plan, device)
@@ -159,8 +195,9 @@ def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> F
         plan,
         memory,
         of_ranks[place].rank,
+        live,
         capacity,
-        OUTSIDE if on_gpu else 0,
+        outside,
         seconds,
         exchanges_of(of_ranks[place], seconds),
         max(error, LOW_CONFIDENCE_ERROR) if doubts else error,
@@ -183,7 +220,9 @@ def hardware_of(plan: Plan, device: Device) -> Hardware:
 def doubts_of(plan: Plan, device: Device | None) -> tuple[str, ...]:
     """Why a prediction of time is of low confidence."""
     doubts = []
-    if plan.cp > 1:
+    if device is not None and plan.device == "cpu":
+        doubts.append("how well times on CPUs are predicted was not measured")
+    if device is not None and plan.cp > 1:
         doubts.append("context parallelism is predicted up to 46 % too fast")
     nodes = plan.world_size // max(1, plan.local_world_size)
     if device is not None and nodes > KNOWN_NODES:
@@ -205,7 +244,8 @@ def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
     }
     documents = job.data.packing == "documents"
     fast = device.capability >= (9, 0) and not documents
-    return Setting(job.compile.enable, "attention" if fast else "flash", overlaps)
+    fused_optimizer = job.optim.states != "float32"
+    return Setting(job.compile.enable, fused_optimizer, "attention" if fast else "flash", overlaps)
 
 
 def step_of(job: Job, plan: Plan, of_ranks: Sequence[Trace], device: Device) -> Step:

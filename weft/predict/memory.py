@@ -34,6 +34,8 @@ CATEGORIES = (
 
 GATHERED = ("split_with_sizes_copy", "all_gather_copy_in")  # FSDP's
 ON_HOST = ("parameters", "gradients", "optimizer")  # with parallel.cpu_offload
+# On a CPU, of what lives, what malloc keeps for it: six runs had 1.09 to 1.52 (docs/planner.md).
+MALLOC = 1.2
 # Microbatches, one after the other, after which nothing new happens.
 ENOUGH = 5
 
@@ -43,19 +45,13 @@ class Memory:
     """Bytes of one rank.
 
     ``live``: by category when most is live, ``at``: then.  ``reserved``: the most that the
-    caching allocator holds; None where there is none.  ``timeline``: of a step, at the beginning
-    and at the end of each pass and where they peak between.
+    allocator holds.  ``timeline``: of a step, where each pass has most, and how much.
     """
 
     live: dict[str, int]
     at: Where
-    reserved: int | None
+    reserved: int
     timeline: tuple[tuple[Where, int], ...] = ()
-
-    @property
-    def peak(self) -> int:
-        """What the device must have."""
-        return self.reserved if self.reserved is not None else sum(self.live.values())
 
 
 def categories(recording: Recording) -> dict[int, str]:
@@ -64,8 +60,11 @@ def categories(recording: Recording) -> dict[int, str]:
     died: dict[int, Where] = {}
     gathered: set[int] = set()
     exchanged: set[int] = set()
+    made_from: dict[int, int] = {}  # of what is a copy in another dtype
     for event in recording.events:
         if event.call is not None:
+            if event.call.name == "_to_copy":
+                made_from.setdefault(event.call.writes[0][0], event.call.reads[0][0])
             if event.call.group:
                 used = (*event.call.reads, *event.call.writes)
                 exchanged |= {storage for storage, _ in used}
@@ -97,8 +96,14 @@ def categories(recording: Recording) -> dict[int, str]:
             found[storage] = "optimizer"
         elif where.kind == "F" and leaves:
             found[storage] = "activations"
-        elif where.kind in ("B", "I", "W") and leaves and storage not in exchanged:
-            found[storage] = "gradients" if where.kind != "I" else "activations"
+        elif where.kind == "I" and end is not None and end.kind == "W":
+            # What the other half needs; but gradients of the microbatch before are copied to add up
+            # in float32 when the next one's backward begins.
+            source = born.get(made_from.get(storage, -1))
+            adds_up = source is not None and source.kind == "W"
+            found[storage] = "gradients" if adds_up else "activations"
+        elif where.kind in ("B", "W") and leaves and storage not in exchanged:
+            found[storage] = "gradients"
         elif storage in exchanged or (where.kind == "start" and end is None):
             found[storage] = "communication"
         else:
@@ -112,10 +117,9 @@ def later_step(trace: Trace) -> tuple[dict[int, int], list[tuple[Where, int, int
     before = dict(trace.expansion.kept)
     sizes = dict(before)
     log: list[tuple[Where, int, int]] = []
-    for where, storage, size, call in trace.events():
-        if call is None:
-            log.append((where, storage, size))
-            sizes[storage] = sizes.get(storage, 0) + size
+    for where, storage, size, _ in trace.events(calls=False):
+        log.append((where, storage, size))
+        sizes[storage] = sizes.get(storage, 0) + size
     # What is left has been there since the first step, and is not made again.
     left = {s: size for s, size in sizes.items() if size > 0 and s not in before}
     later = []
@@ -138,12 +142,14 @@ def memory_of(
     Args:
         caching: whether the device's memory has torch's caching allocator.
         capacity: of the device, in bytes: unused segments are given back when it is full.
-        on_host: parameters, gradients and the optimizer are not on the device.
+        on_host: parameters, gradients and the optimizer are not on a device with memory of its own.
     """
     before, log = later_step(trace)
     used_for = trace.expansion.category_of(categories(trace.recording))
-    elsewhere = ("host", *(ON_HOST if on_host else ()))
+    # Where the device is a CPU the host's memory is its own.
+    elsewhere = ("host", *(ON_HOST if on_host else ())) if caching else ()
     away = {s for s, what in used_for.items() if what in elsewhere}
+    used_for = {s: "activations" if what == "host" else what for s, what in used_for.items()}
     before = {s: size for s, size in before.items() if s not in away}
     sums = dict.fromkeys(CATEGORIES, 0)
     for storage, size in before.items():
@@ -175,16 +181,24 @@ def memory_of(
             timeline[-1] = (where, live)
         if live > most:
             most, at, worst = live, where, dict(sums)
-    reserved = None if allocator is None else allocator.peak
+    reserved = int(MALLOC * most) if allocator is None else allocator.peak
     return Memory(worst, at, reserved, tuple(timeline))
 
 
 def fullest(
-    of_ranks: Sequence[Trace], caching: bool, capacity: int | None, on_host: bool
+    of_ranks: Sequence[Trace],
+    live: Sequence[int],
+    caching: bool,
+    capacity: int | None,
+    on_host: bool,
 ) -> tuple[int, Memory]:
-    """The place of the rank that needs most, and what it needs."""
-    most = [live_peak(trace) for trace in of_ranks]
-    place = max(range(len(most)), key=lambda rank: most[rank])
+    """The place of the rank that needs most, and what it needs.
+
+    Args:
+        live: `live_peak` of each.
+        caching, capacity, on_host: see `memory_of`.
+    """
+    place = max(range(len(live)), key=lambda rank: live[rank])
     trace = of_ranks[place]
     if len(trace.expansion.whole.blocks) == 1 and trace.order[1:2] == ((0, "B", 0),):
         trace = trace.with_microbatches(ENOUGH)
@@ -192,9 +206,13 @@ def fullest(
 
 
 def live_peak(trace: Trace) -> int:
-    """The most bytes that are live in the first step, from what each recorded action adds."""
+    """The most bytes that are live in the passes of a later step, from what each of the recorded
+    ones adds."""
     sums: dict[Segment, tuple[int, int]] = {}
-    live = peak = sum(trace.expansion.kept.values())
+    live = sum(trace.expansion.kept.values())
+    for kind in ("start", "optimizer"):  # buffers and states that stay
+        live += sum(event.bytes for event in trace.expansion.segment((0, kind, 0)))
+    peak = live
     for segment in trace.order:
         source = trace.expansion.source(segment)
         if source not in sums:

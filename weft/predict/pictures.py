@@ -14,6 +14,7 @@ from html import escape
 
 from weft.job import Job
 from weft.plan.cost import Seconds, Span
+from weft.plan.devices import GIB
 from weft.plan.placement import (
     AXES,
     advances,
@@ -26,7 +27,7 @@ from weft.plan.resolve import Plan
 from weft.plan.stages import names_of_ranks
 from weft.plan.timetable import Action
 from weft.predict.expand import Segment
-from weft.predict.forecast import GIB, Forecast
+from weft.predict.forecast import Forecast
 from weft.predict.record import Where
 from weft.predict.trace import order_of, timetable_of
 

@@ -12,6 +12,7 @@ microbatches is put together from one of a few (`weft.predict.expand`).
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -61,7 +62,6 @@ class Call(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # of the tensors that it takes
     reads: tuple[tuple[int, int], ...]  # (storage, bytes)
     writes: tuple[tuple[int, int], ...]
-    itemsize: int  # of its first tensor
     group: str = ""  # that it communicates in
     causal: bool = False
 
@@ -102,7 +102,6 @@ STILL = (
     "new_empty",
     "detach",
     "_local_scalar_dense",
-    "prim",
     "wait_tensor",
     "_wrap_tensor_autograd",
     "lift_fresh",
@@ -143,16 +142,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         query, key = args[1:3] if backward else args[:2]
         *batch, rows, width = query.shape
         products = 5 if backward else 2  # backward computes the scores again
-        return float(2 * products * _product(batch) * rows * key.shape[-2] * width)
+        return float(2 * products * math.prod(batch) * rows * key.shape[-2] * width)
     formula = flop_registry.get(packet)
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
-
-
-def _product(sizes: Iterable[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 def is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -261,6 +253,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events[born] = event._replace(where=event.where._replace(block=block))
             self._blocks[storage] = block
 
+    def _adopt_beside(self, args: tuple[Any, ...]) -> None:
+        """What an operator on lists takes beside a block's weight is the block's: AdamW counts the
+        steps of each weight in a scalar that is made from nothing."""
+        lists = [some for some in args if isinstance(some, list | tuple) and some]
+        for beside in lists[1:]:
+            if len(beside) == len(lists[0]) and isinstance(beside[0], Tensor):
+                for owner, other in zip(lists[0], beside, strict=True):
+                    block, number = self._blocks[self.keep(owner)], self.keep(other)
+                    if block is not None and self._blocks[number] is None:
+                        self._adopt(number, block)
+
     def _ours(self, tensors: Iterable[Tensor]) -> bool:
         """Whether these are the step's, and nobody's who only asks what would be."""
         if self._away:
@@ -293,7 +296,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind != FakeTensor):
             return NotImplemented  # it calls operators on what it wraps
+        if self.mode is not None and func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as it is on real tensors, while a fake one would be a copy
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # a question after its device
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self._ours(taken):
             return func(*args, **kwargs)
@@ -316,6 +323,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         each = [block] * len(made)
         if block is None and len(taken) >= len(made):
             each = blocks[: len(made)]
+        if self.where.block is None:
+            self._adopt_beside(args)
         pairs = zip(made, each, strict=True)
         writes = [(self._made(tensor, b), _bytes(tensor)) for tensor, b in pairs]
         self._call(block, func, args, kwargs, out, taken, reads, writes)
@@ -339,7 +348,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if exchange:
             kind = COLLECTIVES[name]
             # Of what c10d's operators take first is the output where there are two.
-            call = Call(kind, 0.0, (), tuple(reads), tuple(writes), 1, group_of(args))
+            call = Call(kind, 0.0, (), tuple(reads), tuple(writes), group_of(args))
         else:
             mutates = func._schema.is_mutable
             old = {storage for storage, _ in reads}
@@ -348,8 +357,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shapes = tuple(tuple(tensor.shape) for tensor in taken)
             flops = _flops(func, args, kwargs, out)
             causal = flops > 0 and is_causal(func, args, kwargs)
-            size = taken[0].element_size() if taken else 1
-            call = Call(name, flops, shapes, tuple(reads), tuple(writes), size, "", causal)
+            call = Call(name, flops, shapes, tuple(reads), tuple(writes), "", causal)
         self._add(block, call=call)
 
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.job import Job
+from weft.plan.devices import GIB
 from weft.plan.report import describe_plan
 from weft.plan.resolve import Machine, Plan
 from weft.plan.stages import align
 from weft.predict.advice import Advice
-from weft.predict.forecast import GIB, Forecast
+from weft.predict.forecast import Forecast, name_of
 from weft.predict.record import Where
 from weft.predict.search import Found, named, reasons
 
-NAMES = {
-    "compute": "compute",
-    "host": "waiting for the host",
-    "bubble": "pipeline bubble",
-}
 # Below this part of the capacity left over, "fits" is a close call.
 CLOSE = 0.05
 
@@ -31,6 +27,9 @@ def screen(
     rows = [row for row in rows if row not in warnings]
     lines = [title, *verdict(seen), *rows, ""]
     lines += beside(memory_table(seen), time_table(seen))
+    if len(seen.live) > 1:
+        each = "  ".join(f"{size / GIB:.1f}" for size in seen.live)
+        lines += ["", f"GiB that live on each rank of the pipeline: {each}"]
     if seen.exchanges:
         lines += ["", *exchange_table(seen)]
     lines += ["", *advised(seen, advice)]
@@ -85,7 +84,7 @@ def time_table(seen: Forecast) -> list[str]:
     total = seen.seconds.total()
     spent = sorted(seen.seconds.items(), key=lambda item: -item[1])
     rows = [
-        [NAMES.get(name, f"exposed {name}"), f"{1000 * part:,.1f}", f"{part / total:.1%}"]
+        [name_of(name), f"{1000 * part:,.1f}", f"{part / total:.1%}"]
         for name, part in spent
         if part >= 0.0005 * total
     ]
@@ -117,7 +116,7 @@ def beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
 def advised(seen: Forecast, advice: Sequence[Advice]) -> list[str]:
     if not advice:
         if seen.fits is False:
-            return ["no single change makes it fit: --search looks among all layouts"]
+            return ["no one or two changes make it fit: --search looks among all layouts"]
         return []
     head = "what would make it fit" if seen.fits is False else "what would make it faster"
     rows = [[str(each), f"{each.faster:+.0%}", _size(each.bytes)] for each in advice]
@@ -128,18 +127,20 @@ def search_screen(found: Found) -> str:
     """The best layouts, and why the others lost."""
     rows = [
         [
-            str(place),
-            f"{seen.step_seconds:,.3f}",
-            "" if seen.mfu is None else f"{seen.mfu:.1%}",
-            f"{seen.needed / GIB:.1f}",
-            named(candidate.layout),
+            str(place) + "*" * (each is found.winner),
+            f"{each.seen.step_seconds:,.3f}",
+            "" if each.seen.mfu is None else f"{each.seen.mfu:.1%}",
+            f"{each.seen.needed / GIB:.1f}",
+            named(each.candidate.layout),
         ]
-        for place, (candidate, _, seen) in enumerate(found.best, 1)
-        if seen.step_seconds is not None
+        for place, each in enumerate(found.best, 1)
     ]
     lines = [f"{found.considered:,} layouts considered, the best {len(rows)} traced", ""]
     if rows:
-        lines += align(["", "s a step", "MFU", "GiB", "layout"], rows, left={4})
+        lines += align(["", "s a step", "MFU", "GiB", "layout"], rows, left={0, 4})
+        if any(each.candidate.precision != found.precision for each in found.best):
+            own = f"precision.float8 = {found.precision}"
+            lines.append(f"* the best that computes in the recipe's own precision, {own}")
     else:
         lines.append("none fits")
     return "\n".join([*lines, "", *reasons(found.losers)])

@@ -1,35 +1,55 @@
 """SEARCH: the fastest layout that fits, among all that there are.
 
-Layouts, microbatches, schedules, recomputation and precision are enumerated; a quick analytic twin
-(`weft.predict.twin`) reckons memory and time of each; the best are planned by `resolve`, which
-knows every rule, and traced, which knows the code.  What is told is the traced figure.
+Meshes, microbatches, schedules, recomputation and precision are enumerated.  An analytic twin
+(`weft.predict.twin`) reckons memory and time of each in a millisecond, which leaves those that may
+fit, in the order of their time.  From there the best are planned by `resolve`, which knows every
+rule, and traced, which knows the code: what is told of memory and time is what was traced.  If a
+trace needs more than the twin said, others of its kind are taken to need as much more, and are not
+traced where that is too much.  So there are at most `MOST_TRACED` traces.
 
-Each one that loses keeps why: it is not allowed, it needs too much memory, or it is slower.
+*Precision* is the recipe's own, and beside it float8 where the device multiplies so (or bfloat16
+where the recipe has float8).  That changes what is computed, not only how fast: such layouts are in
+the ranking, with their precision in the name, but they take no place from those that compute what
+the recipe asks for, and it is the best of the latter that is written as a recipe.
+
+Each one that loses keeps why: a rule, memory, or time.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any, Literal
 
-from weft.job import InvalidJob, Job, Problem
+import weft
+from weft.job import InvalidJob, Job, Problem, to_toml
 from weft.job import replace as replace_sections
 from weft.plan.analytic import Layout, Sizes, memory_of, step_of
 from weft.plan.cost import step_seconds
-from weft.plan.devices import device_called
+from weft.plan.devices import GIB, device_called
+from weft.plan.float8 import has_float8
 from weft.plan.layout import divisors
+from weft.plan.placement import AXES
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.plan.timetable import SCHEDULES
 from weft.predict.forecast import OUTSIDE, Forecast, forecast, hardware_of
 from weft.predict.twin import layout_of, sizes_of
 
-# So many of the best are traced.
-TRACED = 6
+# So many that fit are traced in the recipe's precision and in the other one, and so many at most.
+TRACED, TRACED_OTHERWISE, MOST_TRACED = 6, 2, 14
 # Of the capacity, what the twin's memory may be beyond it for a layout to be traced all the same.
 MARGIN = 1.1
-MICROBATCHES = (1, 2, 4, 8)
+# Processes that trace; each takes half a GiB.
+WORKERS = 2
+MICROBATCHES = (1, 2, 4, 8, 16)
 REMAT: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SCHEDULES_TRIED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 STAGES_PER_RANK = (2, 4)
@@ -43,8 +63,19 @@ class Candidate:
 
     changes: Changes
     layout: Layout
-    seconds: float
-    bytes: float
+    seconds: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def precision(self) -> str:
+        return str(self.changes["precision"]["float8"])
+
+    @property
+    def kind(self) -> object:
+        """Those that need more or less than the twin says need it alike."""
+        layout = self.layout
+        stages = layout.schedule, layout.pp > 1, layout.stages_per_rank
+        return *stages, layout.tp > 1, layout.cp > 1, layout.remat
 
 
 @dataclass(frozen=True)
@@ -52,22 +83,46 @@ class Loser:
     """``reason`` is of few kinds, to be counted; ``detail`` is this one's."""
 
     candidate: Candidate
-    reason: str
+    reason: Literal["memory", "rule", "trace", "slower", "untried"]
     detail: str
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best first."""
+class Refused:
+    """What cannot be traced: see `Loser`."""
 
-    best: tuple[tuple[Candidate, Job, Forecast], ...]
+    reason: Literal["rule", "trace"]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Traced:
+    candidate: Candidate
+    job: Job
+    seen: Forecast
+
+
+@dataclass(frozen=True)
+class Found:
+    """``best``: those that were traced and fit, the fastest first, in any precision; ``winner``:
+    the first of them in the recipe's own."""
+
+    best: tuple[Traced, ...]
     losers: tuple[Loser, ...]
     considered: int
+    precision: str
+
+    @property
+    def winner(self) -> Traced | None:
+        own = (each for each in self.best if each.candidate.precision == self.precision)
+        return next(own, None)
 
     def to_dict(self) -> dict[str, Any]:
         best = [
-            {"layout": named(candidate.layout), "changes": candidate.changes} | seen.to_dict()
-            for candidate, _, seen in self.best
+            {"layout": named(each.candidate.layout), "changes": each.candidate.changes}
+            | {"precision": each.candidate.precision, "winner": each is self.winner}
+            | each.seen.to_dict()
+            for each in self.best
         ]
         lost = [
             {"layout": named(loser.candidate.layout), "why": loser.reason, "detail": loser.detail}
@@ -101,53 +156,157 @@ def search(
         rule, remedy = "comes from a file, which fits one layout only", "use the name of a schedule"
         raise InvalidJob([Problem("parallel.schedule", job.parallel.schedule, rule, remedy)])
     hardware = hardware_of(plan, device)
-    capacity = machine.memory_bytes
-    room = None if capacity is None else MARGIN * (capacity - OUTSIDE)
-    fitting: list[Candidate] = []
+    room = None if machine.memory_bytes is None else machine.memory_bytes - OUTSIDE["cuda"]
+    possible: list[Candidate] = []
     losers: list[Loser] = []
-    for number, (changes, layout) in enumerate(layouts(job, sizes, base, plan)):
-        if number % 500 == 0:
-            tell(f"{number:,} layouts reckoned")
-        needed = sum(memory_of(sizes, layout).values())
-        candidate = Candidate(changes, layout, 0.0, needed)
-        if room is not None and needed > room:
-            losers.append(Loser(candidate, "memory", f"needs {needed / 2**30:.1f} GiB"))
-            continue
-        try:
-            seconds = step_seconds(step_of(sizes, layout), hardware).total()
-        except ValueError as error:
-            losers.append(Loser(candidate, "schedule", str(error)))
-            continue
-        fitting.append(replace(candidate, seconds=seconds))
-    fitting.sort(key=lambda candidate: candidate.seconds)
-    considered = len(fitting) + len(losers)
-    best: list[tuple[Candidate, Job, Forecast]] = []
-    remaining = iter(fitting)
-    for candidate in remaining:
-        if len(best) == TRACED:
-            fastest = best[0][0].seconds
-            for slower in (candidate, *remaining):
-                gap = f"{slower.seconds / fastest - 1:.0%} slower, by arithmetic"
-                losers.append(Loser(slower, "slower", gap))
-            break
-        changed = replace_sections(job, **candidate.changes)
-        try:
-            its_plan = resolve(changed, machine)
-        except InvalidJob as error:
-            losers.append(Loser(candidate, "rule", str(error.problems[0])))
-            continue
-        tell(f"tracing {len(best) + 1} of {TRACED}: {named(candidate.layout)}")
-        seen = forecast(changed, its_plan, machine, device)
-        if seen.fits is False:
-            detail = f"needs {seen.needed / 2**30:.1f} GiB, as traced"
-            losers.append(Loser(candidate, "memory", detail))
-            continue
-        best.append((candidate, changed, seen))
-    best.sort(key=lambda found: found[2].step_seconds or 0.0)
-    return Found(tuple(best), tuple(losers), considered)
+    with ExitStack() as stack:
+        trace = tracer(stack)
+        for number, candidate in enumerate(candidates(job, sizes, base, plan, machine)):
+            if number % 500 == 0:
+                tell(f"{number:,} layouts reckoned")
+            layout = candidate.layout
+            if why := impossible(job, layout):
+                losers.append(Loser(candidate, "rule", why))
+                continue
+            try:
+                needed = sum(memory_of(sizes, layout).values())
+                seconds = step_seconds(step_of(sizes, layout), hardware).total()
+            except ValueError as error:
+                losers.append(Loser(candidate, "rule", str(error)))
+                continue
+            possible.append(replace(candidate, seconds=seconds, bytes=needed))
+        own = job.precision.float8
+        best: list[Traced] = []
+        for precision in sorted({c.precision for c in possible}, key=lambda name: name != own):
+            some = [c for c in possible if c.precision == precision]
+            wanted = TRACED
+            if precision != own and best:  # only for what it gains
+                fastest = min(each.candidate.seconds for each in best)
+                losers += [slower_than(fastest, c) for c in some if c.seconds >= fastest]
+                some = [c for c in some if c.seconds < fastest]
+                wanted = TRACED_OTHERWISE
+            found, lost = trace_best(job, machine, some, room, wanted, trace, tell)
+            best += found
+            losers += lost
+    best.sort(key=lambda each: each.seen.step_seconds or 0.0)
+    return Found(tuple(best), tuple(losers), len(best) + len(losers), own)
 
 
-def layouts(job: Job, sizes: Sizes, base: Layout, plan: Plan) -> Iterator[tuple[Changes, Layout]]:
+def trace_best(
+    job: Job,
+    machine: Machine,
+    some: Sequence[Candidate],
+    room: float | None,
+    wanted: int,
+    trace: Callable[[Sequence[tuple[Job, Machine]]], Iterable[Forecast | Refused]],
+    tell: Callable[[str], None],
+) -> tuple[list[Traced], list[Loser]]:
+    """Of candidates of one precision, the fastest ``wanted`` that fit, and why the others do not.
+
+    Args:
+        room: bytes of a device that there are; None: any number.
+    """
+    best: list[Traced] = []
+    losers: list[Loser] = []
+    more: dict[object, float] = {}  # of what the twin says, by kind, what was traced
+    tried, limit = 0, MOST_TRACED * wanted // TRACED
+    left = sorted(some, key=lambda candidate: candidate.seconds)
+    if room is not None:
+        fitting = [c for c in left if c.bytes <= MARGIN * room]
+        # Where the twin says that nothing fits, the smallest is traced to be sure.
+        fitting = fitting or sorted(left, key=lambda candidate: candidate.bytes)[:1]
+        kept = {id(c) for c in fitting}
+        losers += [Loser(c, "memory", _gib(c.bytes)) for c in left if id(c) not in kept]
+        left = fitting
+    while left and len(best) < wanted and tried < limit:
+        batch: list[Candidate] = []
+        while left and len(batch) < min(WORKERS, wanted - len(best), limit - tried):
+            candidate = left.pop(0)
+            needed = candidate.bytes * more.get(candidate.kind, 0.0)
+            if room is not None and needed > room:
+                detail = f"{_gib(needed)}, as traced neighbours show"
+                losers.append(Loser(candidate, "memory", detail))
+            else:
+                batch.append(candidate)
+        jobs = [replace_sections(job, **candidate.changes) for candidate in batch]
+        if batch:
+            more_than_one = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
+            tell(f"{len(best)} of {wanted} found; tracing {named(batch[0].layout)}{more_than_one}")
+        tried += len(batch)
+        seen = trace([(changed, machine) for changed in jobs])
+        for candidate, changed, result in zip(batch, jobs, seen, strict=True):
+            if isinstance(result, Refused):
+                losers.append(Loser(candidate, result.reason, result.detail))
+            elif result.fits is False:
+                traced = result.needed - result.outside
+                more[candidate.kind] = max(more.get(candidate.kind, 1.0), traced / candidate.bytes)
+                losers.append(Loser(candidate, "memory", f"{_gib(traced)}, as traced"))
+            else:
+                best.append(Traced(candidate, changed, result))
+    for slower in left:
+        if best:
+            losers.append(slower_than(min(each.candidate.seconds for each in best), slower))
+        else:
+            losers.append(Loser(slower, "untried", f"{tried} traced before it do not fit"))
+    return best, losers
+
+
+def slower_than(fastest: float, candidate: Candidate) -> Loser:
+    gap = candidate.seconds / fastest - 1
+    return Loser(candidate, "slower", f"{gap:.0%} slower, by arithmetic")
+
+
+def _gib(size: float) -> str:
+    return f"needs {size / GIB:.1f} GiB"
+
+
+# --------------------------------------------------------------------------- tracing
+
+
+def tracer(
+    stack: ExitStack,
+) -> Callable[[Sequence[tuple[Job, Machine]]], Iterable[Forecast | Refused]]:
+    """What traces several jobs at once, each in a process of its own: torch's fake world is one a
+    process.  They start now, and end with ``stack``."""
+    if (os.cpu_count() or 1) == 1:
+        return lambda tasks: [traced(task) for task in tasks]
+    pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"), _begin)
+    stack.callback(pool.shutdown, cancel_futures=True)
+    for _ in range(WORKERS):
+        pool.submit(int)
+    return lambda tasks: pool.map(traced, tasks)
+
+
+def _begin() -> None:
+    """In a new process: end with the one that started it, and without words when interrupted."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def traced(task: tuple[Job, Machine]) -> Forecast | Refused:
+    job, machine = task
+    device = device_called(machine.device_name, machine.memory_bytes)
+    try:
+        return forecast(job, resolve(job, machine), machine, device)
+    except InvalidJob as error:
+        return Refused("rule", str(error.problems[0]))
+    except Exception as error:  # one that torch cannot run is no reason to lose all the others
+        return Refused("trace", f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+# --------------------------------------------------------------------------- what there is
+
+
+def candidates(
+    job: Job, sizes: Sizes, base: Layout, plan: Plan, machine: Machine
+) -> Iterator[Candidate]:
     """Everything that could be; what breaks a rule of numbers alone is left out."""
     world, node = plan.world_size, plan.local_world_size
     for tp in divisors(node):
@@ -158,17 +317,14 @@ def layouts(job: Job, sizes: Sizes, base: Layout, plan: Plan) -> Iterator[tuple[
                 dp = world // (tp * pp * cp)
                 if world % (tp * pp * cp) or job.train.global_batch % dp:
                     continue
-                for dp_shard in {dp, max(1, min(dp, node // (tp * cp)))}:
+                for dp_shard in sorted({dp, max(1, min(dp, node // (tp * cp)))}):
                     if dp % dp_shard:
                         continue
-                    sides = {
-                        "tp": tp,
-                        "pp": pp,
-                        "cp": cp,
-                        "dp_shard": dp_shard,
-                        "dp_replicate": dp // dp_shard,
-                    }
-                    yield from of_mesh(job, sizes, base, sides)
+                    mesh = replace(
+                        base, tp=tp, pp=pp, cp=cp, dp_shard=dp_shard, dp_replicate=dp // dp_shard
+                    )
+                    for precision in precisions(job, plan, machine):
+                        yield from of_mesh(job, sizes, mesh, precision)
 
 
 def context_degrees(job: Job, most: int) -> Iterable[int]:
@@ -179,45 +335,52 @@ def context_degrees(job: Job, most: int) -> Iterable[int]:
     return cuts
 
 
-def of_mesh(
-    job: Job, sizes: Sizes, base: Layout, sides: dict[str, int]
-) -> Iterator[tuple[Changes, Layout]]:
-    """Microbatches, schedules, recomputation and precision of one mesh."""
-    pp, dp = sides["pp"], sides["dp_shard"] * sides["dp_replicate"]
-    local = job.train.global_batch // dp
-    shards = sides["dp_shard"] * sides["cp"]
+def precisions(job: Job, plan: Plan, machine: Machine) -> list[str]:
+    """The recipe's ``precision.float8``, and what else there is."""
+    own = job.precision.float8
+    if own != "none":
+        return [own, "none"]
+    able = plan.compute_dtype == "bfloat16" and has_float8("tensorwise", machine.capability)
+    return ["none", "tensorwise"] if able else ["none"]
+
+
+def of_mesh(job: Job, sizes: Sizes, mesh: Layout, float8: str) -> Iterator[Candidate]:
+    """Microbatches, schedules and recomputation of one mesh in one precision."""
+    local = job.train.global_batch // mesh.dp
+    shards = mesh.dp_shard * mesh.cp
     for rows in MICROBATCHES:
         if local % rows:
             continue
-        for schedule, per_rank in schedules(pp, sizes.layers, local // rows):
-            if schedule == "ZBVZeroBubble" and job.compile.enable:
-                continue  # its backward in halves cannot be compiled
+        for schedule, per_rank in schedules(mesh.pp, sizes.layers, local // rows):
             for remat in REMAT:
                 layout = replace(
-                    base,
-                    tp=sides["tp"],
-                    cp=sides["cp"],
-                    pp=pp,
-                    dp_shard=sides["dp_shard"],
-                    dp_replicate=sides["dp_replicate"],
+                    mesh,
                     microbatch=rows,
                     schedule=schedule,
                     stages_per_rank=per_rank,
+                    precision="bf16" if float8 == "none" else "float8",
                     remat=remat,
                     remat_part=1.0,
-                    zero=0 if shards == 1 else 2 if pp > 1 else 3,
+                    zero=0 if shards == 1 else 2 if mesh.pp > 1 else 3,
                     kept_bytes=0.0,
-                    tp_overlap=base.tp_overlap if sides["tp"] > 1 else "exposed",
+                    tp_overlap=mesh.tp_overlap if mesh.tp > 1 else "exposed",
                 )
+                parallel: dict[str, Any] = {axis: getattr(mesh, axis) for axis in AXES}
+                parallel |= {"reshard_after_forward": "auto"}
+                parallel |= {"async_tp": job.parallel.async_tp and mesh.tp > 1}
+                if mesh.pp > 1:
+                    parallel |= {"schedule": schedule}
                 changes: Changes = {
-                    "parallel": sides | {"reshard_after_forward": "auto"},
-                    "pipeline": {"stages_per_rank": per_rank if per_rank > 1 else "auto"},
+                    "parallel": parallel,
+                    "pipeline": {
+                        "stages_per_rank": per_rank if per_rank > 1 else "auto",
+                        "layers": (),
+                    },
                     "train": {"microbatch": rows},
                     "remat": {"kind": remat, "every": 1},
+                    "precision": {"float8": float8},
                 }
-                if pp > 1:
-                    changes["parallel"] |= {"schedule": schedule}
-                yield changes, layout
+                yield Candidate(changes, layout)
 
 
 def schedules(pp: int, layers: int, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -233,15 +396,32 @@ def schedules(pp: int, layers: int, microbatches: int) -> Iterator[tuple[str, in
                 yield name, per_rank
 
 
+def impossible(job: Job, layout: Layout) -> str:
+    """Why a schedule whose backward passes come in halves is out of the question."""
+    if layout.pp == 1 or not SCHEDULES[layout.schedule].splits_backward:
+        return ""
+    if job.compile.enable:
+        return f"{layout.schedule} cannot be compiled"
+    if layout.remat != "none":
+        return f"{layout.schedule} computes anew for inputs and for each weight"
+    if layout.precision != "bf16":
+        return f"{layout.schedule} multiplies twice in float8"
+    return ""
+
+
+# --------------------------------------------------------------------------- what is told
+
+
 def named(layout: Layout) -> str:
     """A layout in a line."""
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    mesh = " x ".join(f"{a} {getattr(layout, a)}" for a in axes if getattr(layout, a) > 1)
+    mesh = " x ".join(f"{a} {getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
     parts = [mesh or "one rank", f"microbatch {layout.microbatch}"]
     if layout.pp > 1:
         each = f" x {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
         parts.append(f"{layout.schedule}{each}")
     parts.append(f"remat {layout.remat}")
+    if layout.precision != "bf16":
+        parts.append(layout.precision)
     return ", ".join(parts)
 
 
@@ -250,8 +430,9 @@ def reasons(losers: Iterable[Loser]) -> list[str]:
     texts = {
         "memory": "need more memory than there is",
         "rule": "are not possible",
-        "schedule": "have no order for so few microbatches",
+        "trace": "could not be traced",
         "slower": "are slower",
+        "untried": "were not traced, for faster ones do not fit",
     }
     counts: Counter[str] = Counter()
     nearest: dict[str, Loser] = {}
@@ -266,3 +447,26 @@ def reasons(losers: Iterable[Loser]) -> list[str]:
         f"{nearest[reason].detail}"
         for reason, count in counts.most_common()
     ]
+
+
+def written(found: Found, job: Job, recipe: str, cluster: str) -> str:
+    """The winner as a recipe.
+
+    Args:
+        job: that was searched for; ``recipe``: its name; ``cluster``: as on the command line.
+    """
+    winner = found.winner
+    assert winner is not None
+    seen, plan = winner.seen, winner.seen.plan
+    assert seen.step_seconds is not None
+    chosen = replace_sections(winner.job, run={"cluster": cluster})
+    of = "" if seen.capacity is None else f" of {seen.capacity / GIB:.0f}"
+    head = [
+        f"weft {weft.__version__} found this on {date.today()}, the best of {found.considered:,} "
+        f"layouts on {plan.world_size:,} ranks:",
+        f"weft plan {recipe} --cluster {cluster} --search",
+        f"Predicted: {seen.step_seconds:.3f} s a step (within {seen.error:.0%}), "
+        f"{seen.needed / GIB:.1f}{of} GiB on the fullest rank.",
+        "",
+    ]
+    return "".join(f"# {line}".rstrip() + "\n" for line in head) + to_toml(chosen, recipe, job)

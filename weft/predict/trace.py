@@ -53,13 +53,16 @@ RECORDED = (4, 6)
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[FakeTensorMode]:
+def fake_world(rank: int, world_size: int, keep_sent: bool = True) -> Iterator[FakeTensorMode]:
     """Be ``rank`` of ``world_size``; inside, `build_fake` makes a model.
+
+    Args:
+        keep_sent: messages hold what they send until the schedule lets go of them.
 
     Yields:
         The mode under which tensors are fake, not yet entered.
     """
-    with fake_process_group(rank, world_size):
+    with fake_process_group(rank, world_size, keep_sent):
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -200,8 +203,9 @@ class Trace:
     order: tuple[Segment, ...]
     groups: dict[str, Group]
 
-    def events(self) -> Iterator[Event]:
-        return self.expansion.events(self.order)
+    def events(self, calls: bool = True) -> Iterator[Event]:
+        """See `Expansion.events`."""
+        return self.expansion.events(self.order, calls)
 
     def with_microbatches(self, most: int) -> Trace:
         """With at most so many, one after the other."""
@@ -221,15 +225,27 @@ def traces(job: Job, plan: Plan) -> list[Trace]:
     """Of each rank of the pipeline (one where there is none) what the first of its ranks does.
 
     A step of few blocks and microbatches is run, and repeated to the whole; ranks that differ only
-    in how many blocks their stages have share one.  Where those are not alike more are run.
+    in how many blocks their stages have share one.  Where those are not alike more are run.  All
+    blocks are, if the optimizer is not known to go through parameters one by one: Muon exchanges
+    the matrices of all blocks at once, and deals them out.
     """
     period = job.remat.every if job.remat.kind != "none" else 1
+    if frees_stages(plan):
+        return _traces(job, plan, plan, 1)
     for few in RECORDED:
         try:
-            return _traces(job, plan, fewer(plan, few, period), period)
+            small = fewer(plan, few, period, all_blocks=job.optim.kind != "adamw")
+            return _traces(job, plan, small, period)
         except NotAlike:
             continue
     return _traces(job, plan, plan, 1)
+
+
+def frees_stages(plan: Plan) -> bool:
+    """Whether torch's runtime frees and gathers whole stages by what comes next in the order."""
+    if plan.pipeline is None or plan.reshard_after_forward is False:
+        return False
+    return len(plan.pipeline.stages) > 3 * plan.pp and plan.dp_shard * plan.cp > 1
 
 
 def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
@@ -237,12 +253,11 @@ def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
     found = []
     for pp in range(plan.pp):
         rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
-        whole = sizes_of(plan, pp, period)
         key = units_of(small, pp)
         if key not in known:
             known[key] = record_rank(job, plan, small, pp, rank, period)
         recording, recorded, its_groups = known[key]
-        expansion = Expansion(recording, recorded, whole)
+        expansion = Expansion(recording, recorded, sizes_of(plan, pp, period))
         found.append(Trace(rank, recording, expansion, tuple(order_of(plan, pp)), its_groups))
     return found
 
@@ -252,7 +267,11 @@ def record_rank(
 ) -> tuple[Recording, Sizes, dict[str, Group]]:
     """The step of ``small``, what it has of blocks and microbatches, and the process groups."""
     job = traceable(job, plan)
-    with fake_world(rank, plan.world_size) as mode, tempfile.TemporaryDirectory() as folder:
+    # 1F1B waits for a message before it sends the next, but the order that is recorded in its place
+    # would hold all to the end.
+    keep = plan.pipeline is None or plan.pipeline.schedule != "1F1B"
+    world = fake_world(rank, plan.world_size, keep)
+    with world as mode, tempfile.TemporaryDirectory() as folder:
         if plan.pipeline is not None and (small.accumulation < plan.accumulation or mixed(plan)):
             halves = any(a.kind == "W" for order in timetable_of(plan).values() for a in order)
             small = with_any_order(small, halves, Path(folder))
@@ -295,16 +314,19 @@ def blocks_of(plan: Plan, pp: int) -> list[int]:
     return [plan.pipeline.stages[stage].blocks for stage in plan.pipeline.stages_of(pp)]
 
 
-def fewer(plan: Plan, few: int, period: int) -> Plan:
+def fewer(plan: Plan, few: int, period: int, all_blocks: bool) -> Plan:
     """The plan with at most ``few`` groups of blocks in a stage, and microbatches.
 
     Groups of blocks that are left over go with the last one.
+
+    Args:
+        all_blocks: only microbatches become fewer.
     """
     if not hasattr(plan.model, "num_layers"):
         return plan  # a family of the user's, which counts its blocks in some other way
 
     def least(blocks: int) -> int:
-        return min(blocks, few * period + blocks % period)
+        return blocks if all_blocks else min(blocks, few * period + blocks % period)
 
     microbatches = min(plan.accumulation, few)
     rows = plan.local_batch - (plan.accumulation - microbatches) * plan.microbatch
@@ -406,27 +428,6 @@ def groups_of(recording: Recording, mesh: Mesh) -> dict[str, Group]:
     return found
 
 
-def traffic(recording: Recording, mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """``{"all_gather tp": (20, 81920)}``: collectives and their bytes, by kind and axis."""
-    groups = groups_of(recording, mesh)
-    found: dict[str, tuple[int, int]] = {}
-    for event in recording.events:
-        if event.call is not None and event.call.group:
-            key = f"{event.call.name} {groups[event.call.group].axis}"
-            number, size = found.get(key, (0, 0))
-            found[key] = number + 1, size + exchanged_bytes(event.call)
-    return found
-
-
 def exchanged_bytes(call: Call) -> int:
     """Of a collective: the gathered, or the not yet reduced, tensor's."""
     return max((size for _, size in (*call.reads, *call.writes)), default=0)
-
-
-def peak_bytes(recording: Recording) -> int:
-    """The most bytes of live storages at once."""
-    live = peak = sum(recording.kept.values())
-    for event in recording.events:
-        live += event.bytes
-        peak = max(peak, live)
-    return peak

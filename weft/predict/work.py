@@ -3,18 +3,19 @@
 Matrix products, attention and collectives are taken as they were called.  Everything else moves
 bytes.  Eager, each operator reads what it takes and writes what it makes.  Compiled, operators
 between two products, attentions or collectives are one kernel: it reads what comes from outside of
-it and writes what is read outside of it, or stays.
+it and writes what is read outside of it, or stays.  Blocks are compiled, and nothing else is.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 
 from weft.plan.cost import Attention, Collective, Kernel, Matmul, Overlap, StageWork, Work, Works
 from weft.predict.expand import Segment
-from weft.predict.record import Call
+from weft.predict.record import Call, Event
 from weft.predict.trace import Trace, exchanged_bytes
 
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}  # the first factor
@@ -30,13 +31,20 @@ KINDS = {
 FUSED_KERNELS = 1
 # FSDP's copies into and out of its buffers happen outside of what is compiled.
 OUTSIDE = ("chunk_cat", "split_with_sizes_copy", "all_gather_copy_in")
+# Of the first step only.
+MAKES_STATES = ("zeros", "zeros_like")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a trace on the CPU does not tell; ``overlaps``: how each axis's collectives hide."""
+    """What a trace on the CPU does not tell; ``overlaps``: how each axis's collectives hide.
+
+    ``fused_optimizer``: the optimizer's many operators on a weight are one kernel, as torchao
+    compiles them.
+    """
 
     compiled: bool
+    fused_optimizer: bool
     kernel: Kernel
     overlaps: dict[str, Overlap]
 
@@ -57,31 +65,28 @@ class Pricer:
         """Of every event of the recording, the bytes that it moves and the kernels it launches."""
         events = self.trace.recording.events
         moved, kernels = [0.0] * len(events), [0] * len(events)
-        if not self.setting.compiled:
-            for place, event in enumerate(events):
-                if (call := event.call) is not None:
-                    kernels[place] = 1
-                    if not _is_barrier(call):
-                        moved[place] = sum(size for _, size in (*call.reads, *call.writes))
-            return moved, kernels
         region, regions = 0, [0] * len(events)
         before: object = None
         readers: dict[int, set[int]] = {}
         for place, event in enumerate(events):
             if (call := event.call) is None:
                 continue
-            if _is_barrier(call) or call.name in OUTSIDE or event.where != before:
-                region += 1
+            alone = self._is_eager(event) or _is_barrier(call)
+            region += alone or event.where != before
             regions[place], before = region, event.where
             for storage, _ in call.reads:
                 readers.setdefault(storage, set()).add(region)
-            if _is_barrier(call) or call.name in OUTSIDE:
-                region += 1
+            region += alone
         gone = {e.storage for e in events if e.call is None and e.bytes < 0}
         seen: set[tuple[int, int]] = set()
         launched: set[int] = set()
         for place, event in enumerate(events):
             if (call := event.call) is None:
+                continue
+            if self._is_eager(event):
+                kernels[place] = 1
+                if not _is_barrier(call):
+                    moved[place] = sum(size for _, size in (*call.reads, *call.writes))
                 continue
             here = regions[place]
             if here not in launched:
@@ -100,6 +105,12 @@ class Pricer:
                 if storage not in gone or readers.get(storage, set()) - {here}:
                     moved[place] += size
         return moved, kernels
+
+    def _is_eager(self, event: Event) -> bool:
+        """Whether an operator is none of a compiled block's: head, loss and optimizer, too."""
+        return not (self.setting.compiled and event.where.running) or (
+            event.call is not None and event.call.name in OUTSIDE
+        )
 
     # ------------------------------------------------------------------- segments
 
@@ -157,19 +168,34 @@ class Pricer:
     def once(self) -> Work:
         """Clipping and the optimizer, of all blocks."""
         total = Work()
-        repeats = self.trace.expansion.repeats
         for kind in ("clip", "optimizer"):
-            for calls, times in self.trace.expansion.works((0, kind, 0)):
-                work = self._work(calls)
-                swept = 0.0
-                for _, call in calls:
-                    if not _is_barrier(call):
-                        for storage, size in (*call.reads, *call.writes):
-                            swept += size * (repeats(storage) / times)
-                part = Work(work.matmuls, work.attention, swept, work.kernels, work.collectives)
-                for _ in range(times):
-                    total += part
+            for all_calls, times in self.trace.expansion.works((0, kind, 0)):
+                calls = [each for each in all_calls if each[1].name not in MAKES_STATES]
+                if kind == "optimizer" and self.setting.fused_optimizer:
+                    part = self._one_kernel_a_weight(calls)
+                else:
+                    part = replace(self._work(calls), swept_bytes=self._of_lists(calls) / times)
+                total = sum(repeat(part, times), total)
         return total
+
+    def _of_lists(self, calls: Iterable[tuple[int, Call]]) -> float:
+        """Bytes that operators move in one call for all blocks' weights."""
+        repeats = self.trace.expansion.repeats
+        return sum(
+            size * repeats(storage)
+            for _, call in calls
+            if not _is_barrier(call)
+            for storage, size in (*call.reads, *call.writes)
+        )
+
+    def _one_kernel_a_weight(self, calls: Iterable[tuple[int, Call]]) -> Work:
+        """What stays is read once and written once."""
+        recording = self.trace.recording
+        gone = {event.storage for event in recording.events if event.bytes < 0}
+        reads = {s: size for _, call in calls for s, size in call.reads if s not in gone}
+        writes = {s: size for _, call in calls for s, size in call.writes if s not in gone}
+        weights = len(writes.keys() & recording.owner.keys())
+        return Work(swept_bytes=sum(reads.values()) + sum(writes.values()), kernels=weights)
 
 
 def _steady(counts: list[int], first: bool) -> int:

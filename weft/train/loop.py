@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import Tensor
 
 from weft.checkpoint.interval import Saves
 from weft.checkpoint.replicas import compare_replicas
@@ -29,7 +30,14 @@ from weft.data.loader import Ahead, Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
 from weft.observe.ledger import Ledger
-from weft.observe.record import Clock, StepRecord, memory_peak_gib
+from weft.observe.memory import (
+    OutOfMemory,
+    expected_of,
+    fullest_gib,
+    is_out_of_memory,
+    out_of_memory,
+)
+from weft.observe.record import Clock, StepRecord
 from weft.observe.sinks import Sink, open_sinks, read_records
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
@@ -78,7 +86,9 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     ledger = Ledger(recorded())
     if job.compile.enable:
         tell_compiling(say)
-    parts, mesh, engine, optimizer, decay = build(job, plan, rank)
+    no_model = partial(out_of_memory, job, plan, rank.device, {})
+    with naming("building the model", no_model):
+        parts, mesh, engine, optimizer, decay = build(job, plan, rank)
     home = home_of(job.checkpoint.dir, folder)
     at = resume(home, job.checkpoint.local, parts, optimizer, say)
     loader = Loader(
@@ -96,6 +106,18 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     stages = mesh.group("pp") if plan.pp > 1 else None
     copies = job.resilience.replica_check
     groups = join(job, plan, store, rank, say)
+
+    def no_memory(error: Exception) -> OutOfMemory:
+        """What took it."""
+        states = (value for of in optimizer.state.values() for value in of.values())
+        held: dict[str, list[Tensor]] = {
+            "parameters": [*params],
+            "gradients": [param.grad for param in params if param.grad is not None],
+            "optimizer": [state for state in states if isinstance(state, Tensor)],
+        }
+        told = out_of_memory(job, plan, rank.device, held, error)
+        told.transient = at.step > first
+        return told
 
     def drop_gradients() -> None:
         for param in params:
@@ -126,7 +148,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
             write_plan(folder, plan)
         sinks = open_at(at.step)
         ledger.spent("restoring")
-        clock, saves = Clock(), Saves(section, at.step, say)
+        first = at.step
+        clock, saves, expected = Clock(), Saves(section, at.step, say), expected_of(folder)
         wishes = Wishes(job.resilience.time_limit)
         stragglers = Stragglers(rank.rank, rank.device, (mesh.at["pp"], mesh.at["cp"]))
         watch = Watch(job.resilience, at.watch)
@@ -137,7 +160,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 saver.take(at.step)
             step = at.step + 1
             wishes.ask(save=saver.wants_again(), busy=saver.busy())
-            with naming(step):
+            with naming(f"step {step}", no_memory):
                 with clock.waiting_for_data():
                     reach("step", step=step)
                     rows = ahead.batch(at.samples, groups.place, groups.count)
@@ -210,12 +233,14 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     devices=plan.world_size * groups.count,
                     flops_per_token=plan.flops_per_token,
                     peak_flops=plan.peak_flops,
-                    memory_peak_gib=memory_peak_gib(rank.device),
+                    memory_peak_gib=fullest_gib(rank.device),
                     seconds=dict(ledger.seconds),
                     eval_loss=eval_loss,
                     anomalies=anomalies or None,
                     slow_rank=slow_rank,
                     slow_ratio=slow_ratio,
+                    expected_memory_gib=expected.get("memory_gib"),
+                    expected_step_seconds=expected.get("step_seconds"),
                 )
                 anomalies = []
                 for sink in sinks:
@@ -265,13 +290,17 @@ def rare_garbage() -> Iterator[None]:
 
 
 @contextmanager
-def naming(step: int) -> Iterator[None]:
-    """Errors inside tell the step."""
+def naming(where: str, no_memory: Callable[[Exception], Exception] | None = None) -> Iterator[None]:
+    """Errors inside tell where they happened; ``no_memory`` says what to raise without memory."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"in step {step}")
+        error.add_note(f"in {where}")
         if why := graph_break(error):
             rule = "a block cannot be compiled as one graph"
             raise TrainingError(f"compile.enable = true: {rule}: {why}; use false") from error
+        if no_memory is not None and is_out_of_memory(error):
+            told = no_memory(error)
+            told.add_note(f"in {where}")
+            raise told from error
         raise

@@ -1,0 +1,232 @@
+"""Measure this machine for the planner: products, attention, memory, launches, and its links.
+
+    python benchmarks/device.py                                  one device
+    torchrun --nproc-per-node 8 benchmarks/device.py --write     with the links of a node
+
+Printed is an entry as `weft/plan/clusters.toml` has them, beside the numbers that stand there.
+``--write`` appends it to the user's own clusters.toml, from where every plan takes it; an entry
+that is there already is left alone.  On a CPU products are measured in float32, with as many
+threads as a rank of `weft train` gets.
+
+    achieved    FLOP/s of the best of some large products, the median of its repetitions
+    flash       causal attention, 8,192 keys (1,024 on a CPU), heads of 128, forward and backward
+    bandwidth   bytes/s of a copy, read and written, over 0.85: what a data sheet would say
+    launch      seconds of the host for a small kernel, with the device kept busy
+    link        bus bandwidth and latency of all-gathers over the ranks that were started
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tomli_w
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from weft.plan.cost import STREAMED
+from weft.plan.devices import CPU, GIB, Device, device_called, device_named, user_files
+
+SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 8192, 28672))
+SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, least: float = 0.3) -> float:
+    """Of one call, over as many as take ``least`` seconds, and at least five."""
+
+    def one() -> float:
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    one(), one()
+    took: list[float] = []
+    while sum(took) < least or len(took) < 5:
+        took.append(one())
+    return statistics.median(took)
+
+
+def products(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Precisions with the FLOP/s of their best product."""
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    best: dict[str, float] = {}
+    for m, k, n in SHAPES if on_gpu else SMALL_SHAPES:
+        a = torch.randn(m, k, device=device).to(dtype)
+        b = torch.randn(n, k, device=device).to(dtype).t()
+        runs: dict[str, Callable[[], object]] = {"bf16": lambda a=a, b=b: a @ b}
+        if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
+            one = torch.ones((), device=device)
+            a8, b8 = a.to(torch.float8_e4m3fn), b.t().to(torch.float8_e4m3fn).t()
+            runs["float8"] = lambda a=a8, b=b8, s=one: torch._scaled_mm(
+                a, b, scale_a=s, scale_b=s, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        for name, run in runs.items():
+            best[name] = max(best.get(name, 0.0), 2 * m * k * n / median_seconds(run, device))
+    yield from best.items()
+
+
+def attention(device: torch.device) -> tuple[float, float]:
+    """FLOP/s of causal attention, forward and backward."""
+    on_gpu = device.type == "cuda"
+    length, heads, dtype = (8192, 32, torch.bfloat16) if on_gpu else (1024, 4, torch.float32)
+    q, k, v = (
+        torch.randn(1, heads, length, 128, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    flops = 2 * 2 * heads * length * length * 128 / 2  # causal: half of two products
+
+    def forward() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    out = forward()
+    grad = torch.randn_like(out)
+    backward = median_seconds(
+        lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device
+    )
+    return flops / median_seconds(forward, device), 2.5 * flops / backward
+
+
+def bandwidth(device: torch.device) -> float:
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median_seconds(lambda: target.copy_(source), device) / STREAMED
+
+
+def launch(device: torch.device) -> float:
+    """Host seconds of a small kernel that autograd records, while the device has other work."""
+    x = torch.ones(64, device=device, requires_grad=True)
+    count = 500
+    took = []
+    for _ in range(9):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda._sleep(int(2e8))  # so that nothing waits for results
+        began = time.perf_counter()
+        y = x
+        for _ in range(count):
+            y = y * 1.0001
+        took.append((time.perf_counter() - began) / count)
+    return statistics.median(took)
+
+
+def links(device: torch.device) -> dict[str, float]:
+    """Of all-gathers: bytes/s of a rank, and seconds a hop."""
+    ranks = dist.get_world_size()
+
+    def gather(size: int) -> float:
+        mine = torch.ones(size // ranks, dtype=torch.uint8, device=device)
+        whole = torch.empty(size // ranks * ranks, dtype=torch.uint8, device=device)
+        dist.barrier()
+        return median_seconds(lambda: dist.all_gather_into_tensor(whole, mine), device, 0.0)
+
+    large = 2**30 if device.type == "cuda" else 2**26
+    small, big = gather(1024 * ranks), gather(large)
+    return {
+        "bandwidth": float(f"{large * (ranks - 1) / ranks / max(big - small, 1e-9):.4g}"),
+        "latency": float(f"{max(small / (ranks - 1), 1e-7):.3g}"),
+    }
+
+
+def measure(device: torch.device) -> dict[str, Any]:
+    """The device's entry."""
+    forward, backward = attention(device)
+    entry: dict[str, Any] = {
+        "achieved": {name: float(f"{rate:.4g}") for name, rate in products(device)},
+        "bandwidth": float(f"{bandwidth(device):.4g}"),
+        "flash": [float(f"{forward:.4g}"), float(f"{backward:.4g}")],
+        "launch": float(f"{launch(device):.3g}"),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        entry |= {
+            "memory_gib": round(properties.total_memory / GIB, 1),
+            "cores": properties.multi_processor_count,
+            "capability": list(torch.cuda.get_device_capability(device)),
+        }
+    return entry
+
+
+def beside(entry: dict[str, Any], known: Device) -> Iterator[str]:
+    """What was measured and what the table has."""
+    for key, value in entry.items():
+        if key in ("like", "link"):
+            continue
+        there = getattr(known, key)
+        if key == "achieved":
+            for name, rate in value.items():
+                yield f"  achieved {name:<10} {rate:>10.4g}   {known.flops(name):>10.4g}"
+        elif isinstance(value, list):
+            pairs = zip(value, there, strict=True)
+            yield f"  {key:<19} " + ", ".join(f"{a:.4g} ({b:.4g})" for a, b in pairs)
+        else:
+            yield f"  {key:<19} {value:>10.4g}   {there:>10.4g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="append to the user's clusters.toml")
+    parser.add_argument("--name", help="of the device (default: as it is known, or its driver's)")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(
+            max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        )
+    if several:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    driver = torch.cuda.get_device_name(device) if on_gpu else CPU
+    known = device_called(driver) if on_gpu else device_named(CPU)
+    name = options.name or (known.name if known else driver.removeprefix("NVIDIA "))
+    entry = measure(device)
+    tables: dict[str, Any] = {"devices": {name: entry}}
+    if known is not None and name != known.name:
+        entry["like"] = known.name
+    if several:
+        entry["link"] = f"measured of {name}"
+        tables["links"] = {entry["link"]: links(device)}
+        dist.barrier()
+        dist.destroy_process_group()
+    elif known is None:
+        entry["link"] = "pcie4"  # until torchrun has measured it
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    if options.json:
+        print(json.dumps(tables, indent=2))
+    else:
+        print(f"{driver}, torch {torch.__version__}: measured, and in the planner's table")
+        for line in beside(entry, known) if known else ():
+            print(line)
+        print(f"\n{tomli_w.dumps(tables)}")
+    if options.write:
+        path = user_files()[0]
+        old = path.read_text("utf-8") if path.is_file() else ""
+        if f'[devices."{name}"]' in old or f"[devices.{name}]" in old:
+            raise SystemExit(f"{path} has an entry of {name} already: change it by hand")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = f"\n# benchmarks/device.py, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}\n"
+        path.write_text(old + made + tomli_w.dumps(tables), "utf-8")
+        if not options.json:
+            print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

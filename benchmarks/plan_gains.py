@@ -1,0 +1,138 @@
+"""What the planner says of three gains that others published.
+
+    python benchmarks/plan_gains.py [--json]
+
+Each gain is a shipped recipe with and without something, on the devices of the publication: H100
+of 500 W with HBM2e memory, eight to a node.  Both are predicted twice: from a trace of weft's own
+step, as `weft plan` does, and by arithmetic (`weft.predict.twin`), as its search does.  Published
+are tokens per second and device of TorchTitan, which is another program: only the ratio compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import dataclass
+
+import torch
+
+from weft.plan.analytic import step_of
+from weft.plan.cost import step_seconds
+from weft.plan.devices import device_called
+from weft.plan.report import plan_recipe
+from weft.predict.forecast import forecast, hardware_of
+from weft.predict.twin import layout_of, sizes_of
+from weft.train.setup import detect_machine
+
+PAPER = "TorchTitan, arXiv:2410.06511"
+REPOSITORY = "TorchTitan, benchmarks/llama3_h100_202412_torchtitan.md"
+Overrides = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """``plain`` and ``better`` differ in what is said to gain, and both have ``common``."""
+
+    name: str
+    recipe: str
+    cluster: str
+    common: Overrides
+    plain: Overrides
+    better: Overrides
+    published: dict[str, float]
+
+
+FLOAT8: Overrides = {"compile.enable": "true", "precision.float8": "tensorwise"}
+GAINS = [
+    Gain(
+        "compile and float8, 8B on 128",
+        "llama3-8b",
+        "16x8xH100 500W",
+        {"train.microbatch": "2", "train.global_batch": "256", "remat.kind": "selective"},
+        {},
+        FLOAT8,
+        {PAPER: 0.65, REPOSITORY: 0.50},  # 5,645 to 9,319; 5,605 to 8,380
+    ),
+    Gain(
+        "asynchronous tensor parallel, 70B on 256",
+        "llama3-70b",
+        "32x8xH100 500W",
+        {
+            **FLOAT8,
+            "train.microbatch": "16",
+            "train.global_batch": "512",
+            "remat.kind": "full",
+        },
+        {"parallel.async_tp": "false"},
+        {"parallel.async_tp": "true"},
+        {PAPER: 0.126, REPOSITORY: 0.057},  # 897 to 1,010; 829 to 876
+    ),
+    Gain(
+        "interleaved against plain 1F1B, 405B on 512",
+        "llama3-405b",
+        "64x8xH100 500W",
+        {
+            **FLOAT8,
+            "train.microbatch": "4",
+            "train.global_batch": "256",
+            "remat.kind": "full",
+            "parallel.async_tp": "true",
+        },
+        {"parallel.schedule": "1F1B", "pipeline.stages_per_rank": "1"},
+        {"parallel.schedule": "Interleaved1F1B", "pipeline.stages_per_rank": "2"},
+        {PAPER: 0.30, REPOSITORY: 0.28},  # as the paper's text says; 100 to 128
+    ),
+]
+
+
+def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
+    """Tokens per second and device, traced and by arithmetic."""
+    overrides = list((gain.common | changes).items())
+    job, plan, machine = plan_recipe(gain.recipe, overrides, [], gain.cluster, detect_machine)
+    device = device_called(machine.device_name, machine.memory_bytes)
+    assert device is not None
+    traced = forecast(job, plan, machine, device).tokens_per_second_per_device
+    sizes, layout = sizes_of(plan), layout_of(job, plan, device)
+    assert traced is not None
+    assert sizes is not None
+    assert layout is not None
+    seconds = step_seconds(step_of(sizes, layout), hardware_of(plan, device)).total()
+    return {"traced": traced, "arithmetic": plan.tokens_per_step / seconds / plan.world_size}
+
+
+def predict(gain: Gain) -> dict[str, dict[str, float]]:
+    """By the way of predicting: both speeds, and the gain as a fraction."""
+    plain, better = speeds(gain, gain.plain), speeds(gain, gain.better)
+    return {
+        way: {"plain": plain[way], "better": better[way], "gain": better[way] / plain[way] - 1}
+        for way in plain
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="one object, for machines")
+    options = parser.parse_args()
+    began = time.monotonic()
+    found = {gain.name: predict(gain) for gain in GAINS}
+    if options.json:
+        published = {gain.name: {"published": gain.published} for gain in GAINS}
+        print(json.dumps({name: seen | published[name] for name, seen in found.items()}))
+        return
+    for gain in GAINS:
+        print(f"{gain.name} ({gain.recipe} on {gain.cluster})")
+        for way, seen in found[gain.name].items():
+            print(
+                f"  {way:10} {seen['gain']:+6.1%}"
+                f"   {seen['plain']:7.0f} to {seen['better']:.0f} tokens/s and device"
+            )
+        for source, fraction in gain.published.items():
+            print(f"  published  {fraction:+6.1%}   {source}")
+    seconds = time.monotonic() - began
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Predicted against measured on this machine: memory and time, before and after calibration.
+
+    python benchmarks/plan_runs.py [--steps 12] [--json]
+
+Each configuration is trained by `weft train` on all devices that are here (on CPUs on two ranks,
+and smaller), in a folder of its own, and then predicted from that folder.  The first one calibrates
+the device; the errors of the others, before and after, are what is to be judged.  Nothing is
+written into the user's files.  A configuration that the planner says will not fit is run all the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LARGE = {
+    "model.dim": 2048,
+    "model.num_layers": 16,
+    "model.num_heads": 16,
+    "model.num_kv_heads": 8,
+    "model.ffn_dim": 8192,
+    "model.max_seq_len": 16384,
+    "precision.compute": "bfloat16",
+    "train.seq_len": 4096,
+    "train.microbatch": 2,
+}
+ON_GPU: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "microbatch 1": {"train.microbatch": 1},
+    "microbatch 4": {"train.microbatch": 4},
+    "selective remat": {"remat.kind": "selective", "train.microbatch": 4},
+    "full remat": {"remat.kind": "full", "train.microbatch": 8},
+    "rows of 16384": {"train.seq_len": 16384, "train.microbatch": 1, "remat.kind": "full"},
+    "compiled": {"compile.enable": True},
+    "compiled float8": {"compile.enable": True, "precision.float8": "tensorwise"},
+    "8-bit states": {"optim.states": "8bit"},
+    "32 narrow layers": {"model.dim": 1024, "model.ffn_dim": 4096, "model.num_layers": 32},
+    "8 wide layers": {"model.dim": 4096, "model.num_heads": 32, "model.num_layers": 8},
+}
+SMALL = {
+    "model.dim": 256,
+    "model.num_layers": 4,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.ffn_dim": 1024,
+    "model.max_seq_len": 1024,
+    "train.seq_len": 256,
+    "train.microbatch": 4,
+}
+ON_CPU: dict[str, dict[str, Any]] = {
+    "four layers": {},
+    "eight layers": {"model.num_layers": 8},
+    "microbatch 1": {"train.microbatch": 1},
+    "microbatch 8": {"train.microbatch": 8},
+    "full remat": {"remat.kind": "full"},
+    "selective remat": {"remat.kind": "selective"},
+    "rows of 1024": {"train.seq_len": 1024, "train.microbatch": 1},
+    "tensor parallel": {"parallel.tp": 2},
+    "pipeline": {"parallel.pp": 2, "model.tied_embeddings": False},
+    "wide": {"model.dim": 512, "model.ffn_dim": 2048, "model.num_heads": 8},
+}
+
+
+def measure(name: str, keys: dict[str, Any], folder: Path, steps: int) -> Path | str:
+    """The folder of the finished run, or why there is none."""
+    on_gpu = torch.cuda.is_available()
+    base = LARGE if on_gpu else SMALL
+    ranks = max(1, torch.cuda.device_count()) if on_gpu else 2
+    keys = {**base, **keys}
+    rows = 2 * keys["train.microbatch"] * ranks  # two microbatches of each rank
+    keys |= {"train.global_batch": rows, "train.steps": steps, "train.eval_interval": 0}
+    keys |= {"observe.log_interval": 1, "train.eval_sequences": rows, "run.workers": ranks}
+    keys |= {"checkpoint.interval": 0, "run.dir": folder / name.replace(" ", "-")}
+    words = [f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in keys.items()]
+    command = [sys.executable, "-m", "weft.cli", "train", "demo", "--force", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return " ".join(done.stderr.split()) or "it failed"
+    return Path(keys["run.dir"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["XDG_CONFIG_HOME"] = f"{scratch}/config"
+        rows, failed = run_all(Path(scratch), options.steps)
+    others = rows[1:]
+    summary = {
+        f"{kind}_median_error": statistics.median(abs(row[kind]) for row in others)
+        for kind in ("time_before", "time_after", "memory")
+    }
+    summary |= {
+        f"{kind}_worst_error": max(abs(row[kind]) for row in others)
+        for kind in ("time_before", "time_after", "memory")
+    }
+    if options.json:
+        print(json.dumps({"rows": rows, "failed": failed, **summary}, indent=2))
+        return
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{date.today()}, {device}, torch {torch.__version__}")
+    print(f"{'':<18} {'s a step':>9} {'before':>8} {'after':>8}   {'GiB':>7} {'error':>8}")
+    for row in rows:
+        print(
+            f"{row['name']:<18} {row['seconds']:>9.4g} {row['time_before']:>+8.1%} "
+            f"{row['time_after']:>+8.1%}   {row['gib']:>7.2f} {row['memory']:>+8.1%}"
+        )
+    for name, why in failed.items():
+        print(f"{name:<18} {why}")
+    print(f"all but the first, median: {summary['time_before_median_error']:.1%} before, ", end="")
+    print(f"{summary['time_after_median_error']:.1%} after, ", end="")
+    print(f"memory {summary['memory_median_error']:.1%}; ", end="")
+    print(f"worst: {summary['time_before_worst_error']:.1%}, ", end="")
+    print(f"{summary['time_after_worst_error']:.1%}, {summary['memory_worst_error']:.1%}")
+
+
+def run_all(scratch: Path, steps: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """A row for each configuration that ran, and why others did not."""
+    from weft.predict.calibrate import calibrate, read_run, save
+
+    runs, failed = {}, {}
+    for name, keys in (ON_GPU if torch.cuda.is_available() else ON_CPU).items():
+        print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
+        folder = measure(name, keys, scratch, steps)
+        if isinstance(folder, str):
+            failed[name] = folder
+        else:
+            runs[name] = read_run(folder)
+    print("\r\033[K", end="", file=sys.stderr, flush=True)
+    before = {name: calibrate(run) for name, run in runs.items()}
+    save(next(iter(before.values())))
+    after = {name: calibrate(run) for name, run in runs.items()}
+    rows = [
+        {
+            "name": name,
+            "seconds": run.seconds,
+            "time_before": before[name].before / run.seconds - 1,
+            "time_after": after[name].before / run.seconds - 1,
+            "gib": run.memory / 2**30,
+            "memory": before[name].memory / run.memory - 1,
+        }
+        for name, run in runs.items()
+    ]
+    return rows, failed
+
+
+if __name__ == "__main__":
+    main()

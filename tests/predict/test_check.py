@@ -1,0 +1,233 @@
+"""Before a run starts: does it fit?  And when memory runs out all the same: what is said."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import RankError, run_ranks
+from tests.small import SMALL, Overrides, records, train_rank
+from weft.job import InvalidJob, Job, read_job
+from weft.observe.memory import EXPECTED, OTHERS, gib, knobs
+from weft.plan.devices import Cluster, parse_cluster
+from weft.plan.report import machine_of
+from weft.plan.resolve import Machine, Plan, resolve
+from weft.predict.check import expect
+
+SHORT = [("train.seq_len", "2048"), ("model.num_layers", "2")]
+
+
+def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machine]:
+    job, _, problems = read_job(recipe, list(overrides))
+    where = parse_cluster(cluster)
+    assert not problems
+    assert isinstance(where, Cluster)
+    return job, resolve(job, machine_of(where)), machine_of(where)
+
+
+def refused(job: Job, plan: Plan, machine: Machine) -> str:
+    with pytest.raises(InvalidJob) as caught:
+        expect(job, plan, machine, force=False)
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def test_far_from_full_it_is_arithmetic() -> None:
+    job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch", "8"))
+    expected, doubt = expect(job, plan, machine, force=False)
+    assert expected is not None
+    assert doubt == ""
+    assert expected.by == "arithmetic"
+    assert 0 < expected.memory_gib < 0.5 * 141
+    assert expected.step_seconds is not None
+    assert expected.step_seconds > 0
+    assert expected.memory_gib == pytest.approx(sum(expected.categories_gib.values()))
+
+
+def test_nearly_full_it_is_traced_and_beyond_refused() -> None:
+    """The remedy is one: with it the run is not refused any more."""
+    rows = [("train.global_batch", "1536"), ("train.microbatch", "48")]
+    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
+    expected, _ = expect(job, plan, machine, force=False)
+    assert expected is not None
+    assert expected.by == "a trace"
+    rows[1] = ("train.microbatch", "96")
+    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
+    said = refused(job, plan, machine)
+    assert said.startswith("memory: does not fit: rank 0 needs ")
+    assert "for activations" in said or "for temporaries" in said or "for allocator" in said
+    key, value = said.split("use --")[1].split(" (")[0].split()
+    changed = planned("llama3-8b", "1x8xH100", *SHORT, *rows, (key, value))
+    expect(*changed, force=False)
+    forced, doubt = expect(job, plan, machine, force=True)
+    assert forced is not None
+    assert "may run out of memory" in doubt
+
+
+def test_a_remedy_is_for_the_ranks_that_there_will_be() -> None:
+    """Those that weft starts itself, on as many nodes as the recipe says."""
+    rows = [("train.global_batch", "128"), ("train.microbatch", "32")]
+    job, _, problems = read_job("demo", [*rows, ("run.workers", "2")])
+    assert not problems
+    machine = Machine("cpu", devices=8, memory_bytes=2 * 2**30)
+    plan = resolve(job, machine)
+    assert plan.world_size == 2
+    said = refused(job, plan, machine)
+    key, value = said.split("use --")[1].split(" (")[0].split()
+    job = read_job("demo", [*rows, ("run.workers", "2"), (key, value)])[0]
+    expected, _ = expect(job, resolve(job, machine), machine, force=False)
+    assert expected is not None
+    assert expected.memory_gib < 1
+
+
+def test_where_nothing_helps_no_remedy_is_named() -> None:
+    small = replace(planned("llama3-8b", "1x8xH100", *SHORT)[2], memory_bytes=2**30)
+    job, plan, _ = planned("llama3-8b", "1x8xH100", *SHORT)
+    assert refused(job, plan, small).endswith("; use --force to try it all the same")
+
+
+def test_a_run_on_a_range_of_nodes_must_fit_on_the_fewest() -> None:
+    overrides = [("optim.states", "float32"), ("train.global_batch", "64")]
+    job, plan, machine = planned("llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512"))
+    less = replace(machine, memory_bytes=18 * 2**30)
+    expect(job, plan, less, force=False)
+    assert "rank 0 needs" in refused(job, replace(plan, node_counts=(1, 2, 4)), less)
+
+
+MINE = """
+import torch
+from torch import nn
+from weft.job import Section, key
+from weft.models import Family
+from weft.models.llama import Init
+
+class Config(Section):
+    width: int = key(16, "width of a token's vector")
+    vocab_size: int = key(512, "token ids")
+    max_seq_len: int = key(64, "longest row")
+
+class Odd(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.width)
+        self.out = nn.Linear(config.width, config.vocab_size, bias=False)
+
+    def forward(self, tokens_BT, documents_BT=None, positions_BT=None):
+        if tokens_BT.sum().item() > 3:  # no fake tensor has a value
+            return self.out(self.table(tokens_BT))
+        raise ValueError
+
+FAMILY = Family(
+    config=Config, presets={"small": Config()}, build=Odd, check=lambda config: [],
+    blocks=lambda model: [], init_of=lambda name, config: Init("truncated_normal", 0.1),
+    decays=lambda name: False, num_params=lambda config: 2 * config.width * config.vocab_size,
+    flops_per_token=lambda config, seq_len: 6.0 * config.width * config.vocab_size,
+)
+"""
+
+
+def test_a_model_that_cannot_be_traced_is_trained_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_model.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = [("model.kind", "odd_model:FAMILY"), ("model.preset", "small")]
+    mine += [("data.vocab_size", "512"), ("train.seq_len", "32")]
+    job, _, problems = read_job("demo", mine)
+    assert not problems
+    machine = Machine("cpu", devices=1, world_size=1, memory_bytes=2**34)
+    expected, doubt = expect(job, resolve(job, machine), machine, force=False)
+    assert expected is None
+    assert doubt.startswith("whether this fits is not known: ")
+
+
+# --------------------------------------------------------------------------- as a user
+
+
+def test_train_refuses_what_cannot_fit(tmp_path: Path) -> None:
+    """Nothing is prepared, nothing is left."""
+    wide = ["--model.dim", "8192", "--model.ffn_dim", "28672", "--model.num_layers", "48"]
+    wide += ["--model.num_heads", "64", "--model.num_kv_heads", "8"]
+    command = [sys.executable, "-m", "weft.cli", "train", "demo", "--run.dir", "run", *wide]
+    done = subprocess.run(
+        [*command, "--run.device", "cpu", "--run.workers", "2", "--data.cache", "cache"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "1 problem, nothing was started:\n  memory: does not fit: rank " in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------- in the run
+
+
+def train_with_little_memory(overrides: Overrides, store: str, more: int) -> None:
+    """In no more address space than there is now, and ``more``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmSize"):
+            limit = int(line.split()[1]) * 1024 + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    train_rank(overrides, store)
+
+
+@pytest.mark.parametrize(
+    ("more", "keys", "told"),
+    [
+        (
+            400 * 2**20,
+            [("train.microbatch", "1024"), ("train.global_batch", "1024")],
+            ["in step 1", f"less for {OTHERS}: --train.microbatch 512 or --remat.kind full"],
+        ),
+        (
+            2**28,
+            [("model.dim", "2048"), ("model.ffn_dim", "16384")],
+            ["building the model", "less for parameters: shards over more ranks"],
+        ),
+    ],
+)
+def test_out_of_memory_is_explained(
+    tmp_path: Path, store_path: Path, more: int, keys: Overrides, told: list[str]
+) -> None:
+    (tmp_path / EXPECTED).write_text('{"memory_gib": 1.25}')
+    job: Overrides = [("run.dir", str(tmp_path)), *keys]
+    with pytest.raises(RankError) as caught:
+        run_ranks(train_with_little_memory, 1, job, str(store_path), more, timeout=120)
+    said = str(caught.value)
+    assert "OutOfMemory: out of memory: at most " in said
+    assert "expected were 1.25 GiB" in said
+    for part in told:
+        assert part in said
+
+
+def test_records_tell_what_was_expected(tmp_path: Path, store_path: Path) -> None:
+    (tmp_path / EXPECTED).write_text(json.dumps({"memory_gib": 1.25, "step_seconds": None}))
+    job: Overrides = [("run.dir", str(tmp_path)), ("train.steps", "2")]
+    run_ranks(train_rank, 2, job, str(store_path))
+    for record in records(tmp_path):
+        assert record["expected_memory_gib"] == 1.25
+        assert "expected_step_seconds" not in record
+
+
+def test_bytes_are_counted_once() -> None:
+    whole = torch.zeros(2**18)
+    assert gib([whole, whole[:100], whole.view(2, -1)], torch.device("cpu")) == 2**20 / 2**30
+
+
+def test_knobs_are_possible() -> None:
+    job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch", "1"), *SHORT)
+    assert not any("microbatch" in knob for knob in knobs(OTHERS, job, plan))
+    assert "--optim.states 8bit" in knobs("optimizer", job, plan)
+    small: Overrides = [*SMALL, ("optim.states", "8bit")]
+    job = read_job("demo", small)[0]
+    assert "--optim.states 8bit" not in knobs("optimizer", job, plan)

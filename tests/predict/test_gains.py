@@ -1,0 +1,28 @@
+"""Published gains as the planner predicts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.slow
+def test_published_gains_are_predicted() -> None:
+    """Within ten points of what was published, or between two that were."""
+    script = ROOT / "benchmarks" / "plan_gains.py"
+    out = subprocess.run(
+        [sys.executable, script, "--json"], check=True, capture_output=True, text=True, timeout=900
+    )
+    gains = json.loads(out.stdout)
+    assert len(gains) == 3
+    for name, seen in gains.items():
+        published = seen["published"].values()
+        for way in ("traced", "arithmetic"):
+            low, high = min(published) - 0.1, max(published) + 0.1
+            assert low < seen[way]["gain"] < high, (name, way)

@@ -1,0 +1,36 @@
+"""What is priced of a trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.job import read_job
+from weft.plan.devices import Cluster, device_named, parse_cluster
+from weft.plan.report import machine_of
+from weft.plan.resolve import resolve
+from weft.predict.forecast import setting_of
+from weft.predict.trace import traces
+from weft.predict.work import Pricer
+
+
+@pytest.mark.parametrize(
+    ("states", "least", "most"),
+    [
+        # Weight, gradient and moments are read, weight and moments written; clipping goes over
+        # gradients, too.
+        ("float32", 28, 48),
+        ("bfloat16", 20, 40),
+        ("8bit", 16, 36),
+    ],
+)
+def test_bytes_of_the_optimizer(states: str, least: float, most: float) -> None:
+    """Of each parameter, whatever number of operators an update is made of."""
+    keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.states", states)]
+    job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch", "2")])
+    where = parse_cluster("1x2xH100")
+    assert not problems
+    assert isinstance(where, Cluster)
+    plan = resolve(job, machine_of(where))
+    pricer = Pricer(traces(job, plan)[0], setting_of(job, plan, device_named("H100")))
+    swept = pricer.once().swept_bytes / (plan.num_params / 2)
+    assert least <= swept <= most
