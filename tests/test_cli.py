@@ -363,7 +363,7 @@ def test_train_tells_stages_and_warnings() -> None:
     overrides += [("model.tied_embeddings", "false")]
     plan = plan_recipe("demo", overrides, [], "4x4xCPU", Machine)[1]
     console: Console = quiet_console(io.StringIO())
-    describe(plan, "demo", console)
+    describe(plan, "demo", console, None, "")
     assert isinstance(console.file, io.StringIO)
     first, head, *stages, _, warning = console.file.getvalue().splitlines()
     assert "16 CPU ranks (pp 2, tp 8)" in first

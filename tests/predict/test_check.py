@@ -14,6 +14,7 @@ import torch
 
 from tests.harness import RankError, run_ranks
 from tests.small import SMALL, Overrides, records, train_rank
+from tests.test_extending import MINE
 from weft.job import InvalidJob, Job, read_job
 from weft.observe.memory import EXPECTED, OTHERS, gib, knobs
 from weft.plan.devices import Cluster, parse_cluster
@@ -101,42 +102,15 @@ def test_a_run_on_a_range_of_nodes_must_fit_on_the_fewest() -> None:
     assert "rank 0 needs" in refused(job, replace(plan, node_counts=(1, 2, 4)), less)
 
 
-MINE = """
-import torch
-from torch import nn
-from weft.job import Section, key
-from weft.models import Family
-from weft.models.llama import Init
-
-class Config(Section):
-    width: int = key(16, "width of a token's vector")
-    vocab_size: int = key(512, "token ids")
-    max_seq_len: int = key(64, "longest row")
-
-class Odd(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.table = nn.Embedding(config.vocab_size, config.width)
-        self.out = nn.Linear(config.width, config.vocab_size, bias=False)
-
-    def forward(self, tokens_BT, documents_BT=None, positions_BT=None):
-        if tokens_BT.sum().item() > 3:  # no fake tensor has a value
-            return self.out(self.table(tokens_BT))
-        raise ValueError
-
-FAMILY = Family(
-    config=Config, presets={"small": Config()}, build=Odd, check=lambda config: [],
-    blocks=lambda model: [], init_of=lambda name, config: Init("truncated_normal", 0.1),
-    decays=lambda name: False, num_params=lambda config: 2 * config.width * config.vocab_size,
-    flops_per_token=lambda config, seq_len: 6.0 * config.width * config.vocab_size,
-)
-"""
+# No fake tensor has a value.
+FORWARD = "        return self.out"
+ODD = MINE.replace(FORWARD, "        assert tokens_BT.sum().item() >= 0\n" + FORWARD)
 
 
 def test_a_model_that_cannot_be_traced_is_trained_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "odd_model.py").write_text(MINE)
+    (tmp_path / "odd_model.py").write_text(ODD)
     monkeypatch.syspath_prepend(tmp_path)
     mine = [("model.kind", "odd_model:FAMILY"), ("model.preset", "small")]
     mine += [("data.vocab_size", "512"), ("train.seq_len", "32")]

@@ -219,7 +219,12 @@ def traced_whole(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def flops_of(trace: Trace) -> float:
-    return sum(event.call.flops for event in trace.events() if event.call is not None)
+    return sum(
+        times * repeats * call.flops
+        for segment, times in trace.segment_counts().items()
+        for calls, repeats in trace.expansion.works(segment)
+        for _, call in calls
+    )
 
 
 @pytest.mark.parametrize(

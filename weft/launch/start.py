@@ -6,7 +6,6 @@ import fcntl
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +30,7 @@ from weft.launch.local import Failure, Stopped, launch
 from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
 from weft.observe.ledger import goodput
-from weft.observe.sinks import duration, quiet_console, read_records
+from weft.observe.sinks import duration, quiet_console, read_records, replace_text
 from weft.plan.placement import AXES
 from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan
@@ -41,9 +40,7 @@ from weft.train.loop import train
 from weft.train.setup import Rank, check_store, connect, detect_machine, home_of
 
 
-def start(
-    job: Job, base: Job, plan: Plan, recipe: str, console: Console, force: bool = False
-) -> int:
+def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
     """Prepare the text, start this host's ranks, and report; returns the exit status.
 
     Args:
@@ -136,7 +133,7 @@ def unwritable(folder: Path, error: OSError) -> WeftError:
     return WeftError(f"{error.filename or folder}: cannot be written: {error.strerror}")
 
 
-def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool = False) -> NoReturn:
+def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     """Be one rank under a launcher that is already there, and end the process.
 
     Args:
@@ -270,19 +267,11 @@ def changes_since(folder: Path, job: Job) -> str:
     )
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, never a part."""
-    # Other nodes may be writing the same.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
-
-
 # --------------------------------------------------------------------------- what is said
 
 
 def describe(
-    plan: Plan, recipe: str, console: Console, expected: Expected | None = None, doubt: str = ""
+    plan: Plan, recipe: str, console: Console, expected: Expected | None, doubt: str
 ) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TextIO
@@ -48,9 +49,7 @@ class Jsonl:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         kept = [line for line in _lines(path) if _step(line) <= resumed_step]
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(kept), "utf-8")
-        os.replace(temporary, path)
+        replace_text(path, "".join(kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
@@ -59,6 +58,14 @@ class Jsonl:
 
     def close(self) -> None:
         self._file.close()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new one, never a part."""
+    # Other nodes may be writing the same.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -150,12 +150,12 @@ def _stages_per_rank(
         else any(a.kind == "I" for order in (table or {}).values() for a in order)
     )
     whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
-    for cannot, key_of, value in (
-        (job.compile.enable, "compile.enable", "false"),
-        (job.remat.kind in ("selective", "budget"), "remat.kind", "none"),
+    remat = job.remat.kind
+    for cannot, what, key_of, value in (
+        (job.compile.enable, "torch.compile", "compile.enable", "false"),
+        (remat in ("selective", "budget"), f"remat.kind {remat}", "remat.kind", "none"),
     ):
         if splits and cannot:
-            what = "torch.compile" if value == "false" else f"{key_of} {job.remat.kind}"
             rule = f"computes gradients of inputs and weights apart, which {what} cannot"
             remedy = f"use {key_of} {value}, or {', '.join(whole[:-1])} or {whole[-1]}"
             name = job.parallel.schedule

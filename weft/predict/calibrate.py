@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import statistics
 import tomllib
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Literal
 import tomli_w
 
 from weft.job import InvalidJob, Job, Problem, read_job
-from weft.observe.sinks import read_records
+from weft.observe.sinks import read_records, replace_text
 from weft.plan.cost import Hardware, Step, step_seconds
 from weft.plan.devices import (
     CPU,
@@ -40,8 +39,7 @@ from weft.plan.devices import (
 )
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.plan.stages import align
-from weft.predict.forecast import OUTSIDE, hardware_of, step_of
-from weft.predict.memory import fullest, live_peak
+from weft.predict.forecast import hardware_of, priced, step_of
 from weft.predict.trace import traces
 
 What = Literal["software", "launch", "bandwidth"]
@@ -124,7 +122,7 @@ def read_run(folder: Path) -> Run:
     starts = [r["seconds"].get("restarting", 0.0) for r in records]
     last = [r for r, start in zip(records, starts, strict=True) if start == starts[-1]][WARMING:]
     if len(last) < LEAST:
-        rule = f"has {max(0, len(last))} records after the first {WARMING} of its last start"
+        rule = f"has {len(last)} records after the first {WARMING} of its last start"
         raise missing(rule, f"let it train until it has {LEAST}, or lower --observe.log_interval")
     environment = json.loads((folder / "environment.json").read_text("utf-8"))
     planned = json.loads((folder / "plan.json").read_text("utf-8"))
@@ -169,13 +167,11 @@ def calibrate(run: Run) -> Calibration:
         assert device is not None
     else:
         device = device_named(CPU)
+    seen = priced(job, plan, run.machine, device, of_ranks)
+    before = seen.step_seconds
+    assert before is not None
     step = step_of(job, plan, of_ranks, device)
-    outside, capacity = OUTSIDE[plan.device], run.machine.memory_bytes
-    room = None if capacity is None else capacity - outside
-    live = [live_peak(trace) for trace in of_ranks]
-    _, memory = fullest(of_ranks, live, plan.device == "cuda", room, job.parallel.cpu_offload)
     new = shipped(device.name)  # fitted anew, not on top of an older calibration
-    before = step_seconds(step, hardware_of(plan, device)).total()
     what = hangs_on(step, hardware_of(plan, new))
     sign = 1 if what == "launch" else -1  # more of it takes longer
 
@@ -183,15 +179,15 @@ def calibrate(run: Run) -> Calibration:
         changed = replace(new, **{what: getattr(new, what) * times})
         return step_seconds(step, hardware_of(plan, changed)).total()
 
-    times = solve(lambda log: seconds(log**sign), run.seconds, FARTHEST) ** sign
+    times = solve(lambda more: seconds(more**sign), run.seconds, FARTHEST) ** sign
     found = seconds(times)
     if abs(found / run.seconds - 1) > 0.01:
-        rule = f"took {run.seconds:.4g} s a step, but with any {what} at least {found:.4g} s"
-        remedy = "its links are faster than known: measure them with benchmarks/device.py"
+        end = "at least" if found > run.seconds else "at most"
+        rule = f"took {run.seconds:.4g} s a step, but with any {what} it is {end} {found:.4g} s"
+        remedy = "another part of the machine is not as known: measure it with benchmarks/device.py"
         raise InvalidJob([Problem("--calibrate", str(run.folder), rule, remedy)])
     value = getattr(new, what) * times
-    needed = memory.reserved + (outside if plan.device == "cpu" else 0)
-    return Calibration(device.name, what, value, run, before, found, needed)
+    return Calibration(device.name, what, value, run, before, found, seen.measured)
 
 
 def shipped(name: str) -> Device:
@@ -226,9 +222,7 @@ def save(found: Calibration) -> Path:
     entry = {found.what: float(f"{found.value:.4g}"), "calibrated": found.provenance}
     entries.setdefault("devices", {})[found.device] = entry
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(f"{HEAD}\n{tomli_w.dumps(entries)}", "utf-8")
-    os.replace(temporary, path)
+    replace_text(path, f"{HEAD}\n{tomli_w.dumps(entries)}")
     known_clusters.cache_clear()
     return path
 

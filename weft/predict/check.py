@@ -13,6 +13,7 @@ from pathlib import Path
 
 from weft.job import MISSING, InvalidJob, Job, Problem
 from weft.observe.memory import EXPECTED
+from weft.observe.sinks import replace_text
 from weft.plan.analytic import memory_of, step_of
 from weft.plan.cost import step_seconds
 from weft.plan.devices import CPU, GIB, device_named
@@ -30,8 +31,8 @@ OVER = 0.05
 
 @dataclass(frozen=True)
 class Expected:
-    """Of the fullest rank: GiB as a run measures them (on a GPU what torch has reserved, on a CPU
-    what is resident), and by category; seconds of a step, None if not predicted."""
+    """Of the fullest rank: GiB as a run measures them (`Forecast.measured`), and by category;
+    seconds of a step, None if not predicted."""
 
     by: str  # a trace, or arithmetic
     memory_gib: float
@@ -74,8 +75,7 @@ def expect(job: Job, plan: Plan, machine: Machine, force: bool) -> tuple[Expecte
     assert seen.capacity is not None
     if seen.needed > (1 + OVER) * seen.capacity and not force:
         raise InvalidJob([problem_of(job, plan, machine, seen)])
-    measured = seen.memory.reserved + (seen.outside if plan.device == "cpu" else 0)
-    expected = Expected("a trace", measured / GIB, seen.by_category(), seen.step_seconds)
+    expected = Expected("a trace", seen.measured / GIB, seen.by_category(), seen.step_seconds)
     if seen.needed <= seen.capacity:
         return expected, ""
     return expected, f"this may run out of memory: rank {seen.rank} needs {_need(seen)}"
@@ -98,9 +98,10 @@ def by_arithmetic(job: Job, plan: Plan, machine: Machine) -> Expected | None:
 def problem_of(job: Job, plan: Plan, machine: Machine, seen: Forecast) -> Problem:
     """Why a run is not started, and the cheapest change with which it would fit."""
     remedy = "use --force to try it all the same"
-    device = device_of(plan, machine) or device_named(CPU)
-    for best in advise(job, plan, machine, device, seen)[:1]:
-        slower = f", {-best.faster:.0%} slower" if best.faster < -0.005 else ""
+    device = device_of(plan, machine)
+    # Memory can be saved on a device whose speed nobody knows, too; then no speed is told.
+    for best in advise(job, plan, machine, device or device_named(CPU), seen)[:1]:
+        slower = f", {-best.faster:.0%} slower" if device and best.faster < -0.005 else ""
         remedy = f"use {best} ({best.bytes / GIB:.1f} GiB{slower}), or --force to try it"
     return Problem("memory", MISSING, f"does not fit: rank {seen.rank} needs {_need(seen)}", remedy)
 
@@ -115,4 +116,4 @@ def note(expected: Expected | None, folder: Path) -> None:
     if expected is None:
         path.unlink(missing_ok=True)
     else:
-        path.write_text(json.dumps(asdict(expected), indent=2) + "\n", "utf-8")
+        replace_text(path, json.dumps(asdict(expected), indent=2) + "\n")

@@ -65,7 +65,8 @@ class Sizes:
 class Expansion:
     """The whole step.
 
-    ``kept``: storages that are there before it, with their bytes; `events`: what happens.
+    ``kept``: storages that are there before it, with their bytes; `events`: what changes of that;
+    `works`: what is computed and exchanged.
     """
 
     def __init__(self, recording: Recording, recorded: Sizes, whole: Sizes) -> None:
@@ -97,7 +98,7 @@ class Expansion:
         }
 
     def segment(self, segment: Segment) -> Iterator[Event]:
-        """What happens in a recorded action."""
+        """What is allocated and freed in a recorded action."""
         return self._segment(segment, segment[2])
 
     def of(self, whole: Sizes) -> Expansion:
@@ -113,18 +114,17 @@ class Expansion:
             for real in self._all(self._names[storage])
         }
 
-    def events(self, order: Sequence[Segment], calls: bool = True) -> Iterator[Event]:
-        """All that happens, with the ids of the whole's storages.
+    def events(self, order: Sequence[Segment]) -> Iterator[Event]:
+        """All that is allocated and freed, with the ids of the whole's storages.
 
         Args:
             order: the actions of the whole step: stage, kind, count.
-            calls: with the calls, or only what is allocated and freed.
         """
-        yield from self._segment((0, "start", 0), 0, calls)
+        yield from self._segment((0, "start", 0), 0)
         for stage, kind, count in order:
-            yield from self._segment(self.source((stage, kind, count)), count, calls)
+            yield from self._segment(self.source((stage, kind, count)), count)
         for kind in ("clip", "optimizer", "end"):
-            yield from self._segment((0, kind, 0), 0, calls)
+            yield from self._segment((0, kind, 0), 0)
 
     def segments(self) -> Iterator[Segment]:
         """Those that were recorded."""
@@ -297,10 +297,10 @@ class Expansion:
 
     # ------------------------------------------------------------------- repeating
 
-    def _segment(self, segment: Segment, count: int, calls: bool = True) -> Iterator[Event]:
+    def _segment(self, segment: Segment, count: int) -> Iterator[Event]:
         stage, kind, _ = segment
         if segment not in self._runs:
-            events = self._segments.get(segment, [])
+            events = [event for event in self._segments.get(segment, []) if event.call is None]
             grouped = groupby(events, lambda e: (e.where.block, id(e) in self._ends))
             self._runs[segment] = [(*key, list(run)) for key, run in grouped]
         for block, is_end, run in self._runs[segment]:
@@ -313,11 +313,8 @@ class Expansion:
                 wheres = [Where(stage, kind, count, real, running) for running in (False, True)]
                 for event in run:
                     where = wheres[event.where.running]
-                    if event.call is None:
-                        for storage in self._touched(event, real, count):
-                            yield Event(where, storage, event.bytes)
-                    elif calls:
-                        yield Event(where, call=event.call)
+                    for storage in self._touched(event, real, count):
+                        yield Event(where, storage, event.bytes)
 
     def _touched(self, event: Event, block: Block | None, count: int) -> list[int]:
         """The storages of an event that happens in ``block`` and the microbatch ``count``.

@@ -77,6 +77,12 @@ class Forecast:
         return self.memory.reserved + self.outside
 
     @property
+    def measured(self) -> int:
+        """Bytes that a run's record has for it: on a GPU what torch has reserved, on a CPU what is
+        resident."""
+        return self.memory.reserved + (self.outside if self.plan.device == "cpu" else 0)
+
+    @property
     def fits(self) -> bool | None:
         return None if self.capacity is None else self.needed <= self.capacity
 
@@ -176,7 +182,13 @@ def forecast(job: Job, plan: Plan, machine: Machine, device: Device | None) -> F
         machine: that the plan is for.
         device: what is known of it; None: only memory is predicted.
     """
-    of_ranks = traces(job, plan)
+    return priced(job, plan, machine, device, traces(job, plan))
+
+
+def priced(
+    job: Job, plan: Plan, machine: Machine, device: Device | None, of_ranks: Sequence[Trace]
+) -> Forecast:
+    """What `forecast` says of a plan that is traced already."""
     on_gpu = plan.device == "cuda"
     capacity = capacity_of(plan, machine)
     outside = OUTSIDE[plan.device]

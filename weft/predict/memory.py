@@ -117,7 +117,7 @@ def later_step(trace: Trace) -> tuple[dict[int, int], list[tuple[Where, int, int
     before = dict(trace.expansion.kept)
     sizes = dict(before)
     log: list[tuple[Where, int, int]] = []
-    for where, storage, size, _ in trace.events(calls=False):
+    for where, storage, size, _ in trace.events():
         log.append((where, storage, size))
         sizes[storage] = sizes.get(storage, 0) + size
     # What is left has been there since the first step, and is not made again.

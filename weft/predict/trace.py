@@ -203,9 +203,9 @@ class Trace:
     order: tuple[Segment, ...]
     groups: dict[str, Group]
 
-    def events(self, calls: bool = True) -> Iterator[Event]:
+    def events(self) -> Iterator[Event]:
         """See `Expansion.events`."""
-        return self.expansion.events(self.order, calls)
+        return self.expansion.events(self.order)
 
     def with_microbatches(self, most: int) -> Trace:
         """With at most so many, one after the other."""
