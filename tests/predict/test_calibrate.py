@@ -138,7 +138,9 @@ def test_what_cannot_be_learnt_from(tmp_path: Path) -> None:
     unknown = finished(tmp_path / "unknown", job, plan, [1.0] * 9, devices=["Abacus"])
     assert "ran on 'Abacus', of which nothing is known" in problem(unknown)
     fast = finished(tmp_path / "fast", job, plan, [1e-9] * 9)
-    assert "with any software at least" in problem(fast)
+    assert "with any software it is at least" in problem(fast)
+    slow = finished(tmp_path / "slow", job, plan, [1e9] * 9)
+    assert "with any software it is at most" in problem(slow)
     assert not user_files()[1].exists()
 
 
