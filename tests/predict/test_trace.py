@@ -182,6 +182,7 @@ LARGER = [
     (9, 1, "dp_shard2 remat.kind=selective"),
     (12, 6, "dp_shard2 pp2"),
     (20, 8, "pp2 schedule=Interleaved1F1B precision.compute=bfloat16"),
+    (7, 8, "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=3"),
     (7, 1, "cp2 context=allgather"),
     (5, 5, "dp_shard2 optim.kind=muon"),
 ]
@@ -196,6 +197,9 @@ MORE = [
     (9, 2, "dp_shard2 remat.kind=full remat.offload=true"),
     (12, 7, "dp_shard2 pp2 gradient_sync=microbatch"),
     (20, 8, "dp_shard2 pp2 schedule=Interleaved1F1B"),
+    (13, 8, "tp2 pp4 schedule=Interleaved1F1B"),
+    (20, 8, "pp2 schedule=InterleavedZeroBubble"),
+    (9, 8, "dp_shard2 pp2 schedule=LoopedBFS remat.kind=full"),
     (20, 8, "dp_shard2 pp2 schedule=ZBVZeroBubble precision.compute=bfloat16"),
     (20, 8, "pp2 schedule=DualPipeV"),
     # More stages than torch's runtime keeps gathered by itself.
@@ -215,6 +219,7 @@ def planned(layout: str, blocks: int, microbatches: int) -> tuple[Job, Plan]:
 def traced_whole(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     with monkeypatch.context() as patch:
         patch.setattr(tracing, "fewer", lambda plan, few, period, all_blocks: plan)
+        patch.setattr(tracing, "fold", lambda job, plan: None)
         return traces(job, plan)
 
 
@@ -235,7 +240,7 @@ def test_an_extrapolated_step_is_the_whole_step(
     blocks: int, microbatches: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FLOPs, exchanges and live bytes are exact; but a pipeline's actions have another order in
-    the recording, and what a message holds until it is waited for may be let go one action on."""
+    the recording: messages and gathered weights may be let go, or made, one action on."""
     job, plan = planned(layout, blocks, microbatches)
     few = traces(job, plan)
     for ours, whole in zip(few, traced_whole(job, plan, monkeypatch), strict=True):
@@ -247,7 +252,8 @@ def test_an_extrapolated_step_is_the_whole_step(
         a, b = memory_of(ours, caching=False), memory_of(whole, caching=False)
         assert a.reserved == pytest.approx(b.reserved, rel=0.01)
         for name, size in b.live.items():
-            assert a.live[name] == pytest.approx(size, rel=0.003, abs=8192), name
+            some = max(8192, late * sum(b.live.values()))
+            assert a.live[name] == pytest.approx(size, rel=0.003, abs=some), name
 
 
 def test_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:

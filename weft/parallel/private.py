@@ -540,8 +540,8 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
     """Inside, this process is ``rank`` of a world whose others answer at once, with nothing.
 
     Args:
-        keep_sent: whether what is sent lives as long as what `isend` returns, as it does in gloo
-            and NCCL.
+        keep_sent: whether what is sent lives as long as what `isend` returns, as it does in gloo;
+            what NCCL keeps was not tried.
     """
     from torch.distributed import distributed_c10d
     from torch.distributed.pipelining import PipelineStage, schedules

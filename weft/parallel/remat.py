@@ -6,7 +6,7 @@ what is computed again is computed again in the same way:
 
     none        everything is kept
     full        its input only (Chen et al., arXiv:1604.06174): one more forward pass
-    selective   also what is dear to compute and small to keep: attention, what came from other
+    selective   also what is dear to compute and small to keep: attention, what was reduced over
                 ranks, and matrix products but for every n-th of them
     budget      also what saves most time for its bytes, up to a share of what ``none`` keeps
 
@@ -48,6 +48,10 @@ ATTENTION = (
     "flex_attention",
 )
 EXCHANGES = ("_c10d_functional::", "c10d_functional::", "weft::")
+
+# Of these, what is done again: what is gathered is as large as all ranks' parts together, and to
+# wait for what is there takes no time.
+GATHERS = ("all_gather_into_tensor", "wait_tensor")
 
 # Floating-point operations in the time that moves a byte: of an H100 in bfloat16, 989 TFLOP/s and
 # 3.35 TB/s (NVIDIA H100 SXM data sheet).  Only the order of operators hangs on it.
@@ -93,7 +97,7 @@ def apply_remat(blocks: Sequence[nn.Module], remat: RematSection, compiled: bool
 def _dear(products: int, name: str, call: int) -> bool:
     if name.startswith(PRODUCTS):
         return products == 0 or (call + 1) % products != 0
-    return name.startswith(ATTENTION) or name.startswith(EXCHANGES)
+    return name.startswith(ATTENTION) or (name.startswith(EXCHANGES) and not name.endswith(GATHERS))
 
 
 def _contexts(keep: Keep) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -15,12 +15,12 @@ is there from the beginning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from weft.predict.allocator import Allocator
 from weft.predict.expand import Segment
-from weft.predict.record import Recording, Where
+from weft.predict.record import Event, Recording, Where
 from weft.predict.trace import Trace
 
 CATEGORIES = (
@@ -36,8 +36,6 @@ GATHERED = ("split_with_sizes_copy", "all_gather_copy_in")  # FSDP's
 ON_HOST = ("parameters", "gradients", "optimizer")  # with parallel.cpu_offload
 # On a CPU, of what lives, what malloc keeps for it: six runs had 1.09 to 1.52 (docs/planner.md).
 MALLOC = 1.2
-# Microbatches, one after the other, after which nothing new happens.
-ENOUGH = 5
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def categories(recording: Recording) -> dict[int, str]:
             if event.call.group:
                 used = (*event.call.reads, *event.call.writes)
                 exchanged |= {storage for storage, _ in used}
-            elif event.call.name in GATHERED:
+            elif event.call.name in GATHERED or _copies_weight(event, recording.owner, made_from):
                 gathered |= {storage for storage, _ in event.call.writes}
         elif event.bytes > 0:
             if event.storage in born:
@@ -109,6 +107,15 @@ def categories(recording: Recording) -> dict[int, str]:
         else:
             found[storage] = "temporaries"
     return found
+
+
+def _copies_weight(event: Event, weights: Container[int], made_from: dict[int, int]) -> bool:
+    """Whether FSDP copies a weight that is not sharded, mostly cast, into what is computed with."""
+    call, where = event.call, event.where
+    if call is None or call.name not in ("_to_copy", "copy_") or where.kind == "optimizer":
+        return False
+    source = call.reads[-1][0]
+    return not where.running and made_from.get(source, source) in weights
 
 
 def later_step(trace: Trace) -> tuple[dict[int, int], list[tuple[Where, int, int]]]:
@@ -199,25 +206,22 @@ def fullest(
         caching, capacity, on_host: see `memory_of`.
     """
     place = max(range(len(live)), key=lambda rank: live[rank])
-    trace = of_ranks[place]
-    if len(trace.expansion.whole.blocks) == 1 and trace.order[1:2] == ((0, "B", 0),):
-        trace = trace.with_microbatches(ENOUGH)
-    return place, memory_of(trace, caching, capacity, on_host)
+    return place, memory_of(of_ranks[place].shortened(), caching, capacity, on_host)
 
 
 def live_peak(trace: Trace) -> int:
     """The most bytes that are live in the passes of a later step, from what each of the recorded
     ones adds."""
-    sums: dict[Segment, tuple[int, int]] = {}
+    sums: dict[tuple[int, Segment], tuple[int, int]] = {}
     live = sum(trace.expansion.kept.values())
     for kind in ("start", "optimizer"):  # buffers and states that stay
         live += sum(event.bytes for event in trace.expansion.segment((0, kind, 0)))
     peak = live
     for segment in trace.order:
-        source = trace.expansion.source(segment)
+        source = segment[0], trace.expansion.source(segment)
         if source not in sums:
             total = high = 0
-            for event in trace.expansion.segment(source):
+            for event in trace.expansion.segment(segment):
                 total += event.bytes
                 high = max(high, total)
             sums[source] = total, high

@@ -37,6 +37,7 @@ from weft.parallel.private import (
 )
 
 Block = tuple[int, int]
+AROUND = -1  # in the place of a block: what a stage has outside of blocks
 
 
 class Where(NamedTuple):
@@ -44,7 +45,8 @@ class Where(NamedTuple):
 
     ``stage``: its place among those of the rank.  ``turn``: how many actions of the kind it had
     before.  ``block``: of which stage, and its place among the stage's: the one that runs
-    (``running``), or outside of them the one whose storage is touched; None: no block's.
+    (``running``), or outside of them the one whose storage is touched (`AROUND` is one, too); None:
+    no block's.
     """
 
     stage: int
@@ -253,12 +255,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events[born] = event._replace(where=event.where._replace(block=block))
             self._blocks[storage] = block
 
-    def _adopt_beside(self, args: tuple[Any, ...]) -> None:
+    def _adopt_beside(self, lists: Sequence[Sequence[Tensor]]) -> None:
         """What an operator on lists takes beside a block's weight is the block's: AdamW counts the
         steps of each weight in a scalar that is made from nothing."""
-        lists = [some for some in args if isinstance(some, list | tuple) and some]
         for beside in lists[1:]:
-            if len(beside) == len(lists[0]) and isinstance(beside[0], Tensor):
+            if len(beside) == len(lists[0]):
                 for owner, other in zip(lists[0], beside, strict=True):
                     block, number = self._blocks[self.keep(owner)], self.keep(other)
                     if block is not None and self._blocks[number] is None:
@@ -314,17 +315,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         reads = [(self.keep(tensor), _bytes(tensor)) for tensor in taken]
         blocks = [self._blocks[storage] for storage, _ in reads]
-        one = {block for block in blocks if block is not None}
+        around = {block for block in blocks if block is not None}
+        one = {block for block in around if block[1] != AROUND} or around
         block = one.pop() if len(one) == 1 else None
         if one and self.where.kind == "W":
             # Gradients of weights: the gradient that comes in may be of the block after.
             block = min(one)
         # An operator on lists makes for each of the first list.
         each = [block] * len(made)
-        if block is None and len(taken) >= len(made):
+        lists = [some for some in args if isinstance(some, list | tuple) and _are_tensors(some)]
+        if block is None and lists and len(lists[0]) == len(made):
             each = blocks[: len(made)]
         if self.where.block is None:
-            self._adopt_beside(args)
+            self._adopt_beside(lists)
         pairs = zip(made, each, strict=True)
         writes = [(self._made(tensor, b), _bytes(tensor)) for tensor, b in pairs]
         self._call(block, func, args, kwargs, out, taken, reads, writes)
@@ -359,6 +362,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             causal = flops > 0 and is_causal(func, args, kwargs)
             call = Call(name, flops, shapes, tuple(reads), tuple(writes), "", causal)
         self._add(block, call=call)
+
+
+def _are_tensors(some: Sequence[Any]) -> bool:
+    return len(some) > 0 and all(isinstance(each, Tensor) for each in some)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -15,9 +15,10 @@ Fake tensors are on the CPU: a build of PyTorch without CUDA cannot fake cuda te
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,15 +42,28 @@ from weft.parallel.offload import Moved
 from weft.parallel.private import fake_process_group, quiet_import, ranks_of_group
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
+from weft.plan.stages import Stage
 from weft.plan.timetable import Timetable, is_file, read_csv, timetable
 from weft.predict.expand import Expansion, NotAlike, Segment, Sizes
-from weft.predict.record import Call, Event, Recorder, Recording, Where, place_of, placed
+from weft.predict.record import (
+    AROUND,
+    Block,
+    Call,
+    Event,
+    Recorder,
+    Recording,
+    Where,
+    place_of,
+    placed,
+)
 from weft.train import setup
 from weft.train.loop import rare_garbage
 from weft.train.setup import Built, Rank, build
 
 # Blocks of a stage, and microbatches, that tell of all others; more where these do not.
 RECORDED = (4, 6)
+# Microbatches for each rank of the pipeline after which no memory is needed that was not before.
+ENOUGH = 5
 
 
 @contextmanager
@@ -105,7 +119,7 @@ def record_step(
     params = [param for _, param in named_parameters(built.parts)]
     stages = built.mesh.group("pp") if plan.pp > 1 else None
     with mode or nullcontext():
-        owner = {}
+        owner: dict[int, Block | None] = {}
         for stage, part in enumerate(built.parts):
             blocks = family.blocks(part)
             places = {
@@ -114,7 +128,7 @@ def record_step(
                 for param in block.parameters()
             }
             for tensor in (*part.parameters(), *part.buffers()):
-                place = places.get(id(tensor))
+                place = places.get(id(tensor), (stage, AROUND))
                 owner[recorder.keep(local(tensor), place)] = place
         states = frozenset(
             recorder.keep(local(value))
@@ -194,40 +208,41 @@ class Group(NamedTuple):
 class Trace:
     """What one rank does in a step of a plan.
 
-    ``order``: its actions; ``groups``: the process groups in which it communicates, by name.
+    ``order``: its actions; ``short``: of them the first and last ones, which keep as much at once
+    as all; ``groups``: the process groups in which it communicates, by name.
     """
 
     rank: int
     recording: Recording
     expansion: Expansion
     order: tuple[Segment, ...]
+    short: tuple[Segment, ...]
     groups: dict[str, Group]
 
     def events(self) -> Iterator[Event]:
         """See `Expansion.events`."""
         return self.expansion.events(self.order)
 
-    def with_microbatches(self, most: int) -> Trace:
-        """With at most so many, one after the other."""
-        whole = self.expansion.whole
-        if whole.microbatches <= most:
-            return self
-        expansion = self.expansion.of(replace(whole, microbatches=most))
-        return replace(self, expansion=expansion, order=self.order[: 2 * most])
+    def shortened(self) -> Trace:
+        """The step without what repeats itself in the middle."""
+        return replace(self, order=self.short)
 
     def segment_counts(self) -> Counter[Segment]:
-        """How often each recorded segment happens in the whole step."""
+        """How often each segment happens in the whole step, as `Expansion.works` takes them."""
         once: list[Segment] = [(0, kind, 0) for kind in ("start", "clip", "optimizer", "end")]
-        return Counter([*once, *(self.expansion.source(segment) for segment in self.order)])
+        sources = map(self.expansion.source, self.order)
+        order = ((s[0], *source[1:]) for s, source in zip(self.order, sources, strict=True))
+        return Counter([*once, *order])
 
 
 def traces(job: Job, plan: Plan) -> list[Trace]:
     """Of each rank of the pipeline (one where there is none) what the first of its ranks does.
 
-    A step of few blocks and microbatches is run, and repeated to the whole; ranks that differ only
-    in how many blocks their stages have share one.  Where those are not alike more are run.  All
-    blocks are, if the optimizer is not known to go through parameters one by one: Muon exchanges
-    the matrices of all blocks at once, and deals them out.
+    A step of few blocks and microbatches is run, and repeated to the whole.  Ranks of several
+    stages are put together from stages of each kind (see `fold`); others share a recording if they
+    differ only in how many blocks their stages have.  Where blocks are not alike more are run.  All
+    are, if the optimizer is not known to go through parameters one by one: Muon exchanges the
+    matrices of all blocks at once, and deals them out.
     """
     period = job.remat.every if job.remat.kind != "none" else 1
     if frees_stages(plan):
@@ -245,34 +260,107 @@ def frees_stages(plan: Plan) -> bool:
     """Whether torch's runtime frees and gathers whole stages by what comes next in the order."""
     if plan.pipeline is None or plan.reshard_after_forward is False:
         return False
-    return len(plan.pipeline.stages) > 3 * plan.pp and plan.dp_shard * plan.cp > 1
+    return max(Counter(plan.pipeline.ranks).values()) > 3 and plan.dp_shard * plan.cp > 1
 
 
 def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
     known: dict[object, tuple[Recording, Sizes, dict[str, Group]]] = {}
     found = []
+    folded = fold(job, small)
+    short_plan = plan
+    if plan.pipeline is None or not is_file(plan.pipeline.schedule):
+        short_plan = replace(plan, accumulation=min(plan.accumulation, ENOUGH * plan.pp))
     for pp in range(plan.pp):
         rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
-        key = units_of(small, pp)
+        whole = sizes_of(plan, pp, period)
+        if folded is not None and plan.pipeline is not None:
+            key, shown, at = None, folded[0], 0
+            whole = replace(whole, like=tuple(folded[1][s] for s in plan.pipeline.stages_of(pp)))
+        else:
+            key, shown, at = units_of(small, pp), small, pp
         if key not in known:
-            known[key] = record_rank(job, plan, small, pp, rank, period)
+            known[key] = record_rank(job, plan, shown, at, period)
         recording, recorded, its_groups = known[key]
-        expansion = Expansion(recording, recorded, sizes_of(plan, pp, period))
-        found.append(Trace(rank, recording, expansion, tuple(order_of(plan, pp)), its_groups))
+        expansion = Expansion(recording, recorded, whole)
+        order = order_of(plan, pp)
+        short = without_middle(order, order_of(short_plan, pp), plan, short_plan)
+        found.append(Trace(rank, recording, expansion, tuple(order), tuple(short), its_groups))
     return found
 
 
+def without_middle(
+    order: list[Segment], short: list[Segment], plan: Plan, short_plan: Plan
+) -> list[Segment]:
+    """The order of fewer microbatches as that of a step's first and last ones; but the whole order
+    if the short one keeps fewer at once."""
+    if kept_at_once(short) != kept_at_once(order):
+        return order
+    few, left_out = short_plan.accumulation, plan.accumulation - short_plan.accumulation
+    return [(s, kind, count + left_out * (2 * count >= few)) for s, kind, count in short]
+
+
+def kept_at_once(order: Sequence[Segment]) -> dict[tuple[int, str], int]:
+    """The most microbatches of each stage that wait for a backward pass, or for half of one."""
+    now: Counter[tuple[int, str]] = Counter()
+    most: dict[tuple[int, str], int] = {}
+    for stage, kind, _ in order:
+        for half in {"F": "IW", "B": "IW"}.get(kind, kind):
+            now[stage, half] += 1 if kind == "F" else -1
+            most[stage, half] = max(most.get((stage, half), 0), now[stage, half])
+    return most
+
+
+def fold(job: Job, plan: Plan) -> tuple[Plan, list[int]] | None:
+    """A plan whose first rank has a stage of each kind, and of each stage of ``plan`` its kind.
+
+    Kinds are the first, the last, and those between by how many blocks they have; the other ranks
+    have what must be between them.  None where ranks have one stage each, where neighbours are on
+    the same rank, or where a stage's work depends on what others are there.
+    """
+    pipeline = plan.pipeline
+    if pipeline is None or len(pipeline.stages) == plan.pp or job.optim.kind != "adamw":
+        return None
+    if any(a == b for a, b in itertools.pairwise(pipeline.ranks)) or frees_stages(plan):
+        return None
+    kinds: dict[object, int] = {}
+    stages: list[Stage] = []
+    like, first, last = [], 0, plan.model.num_layers + 1
+    for stage in pipeline.stages:
+        ends = (0 in stage.units) + (last in stage.units)
+        kind = stage.blocks, 0 in stage.units, last in stage.units
+        like.append(kinds.setdefault(kind, len(kinds)))
+        if like[-1] * plan.pp < len(stages):
+            continue  # there is one
+        while len(stages) % plan.pp:
+            stages.append(replace(stage, first=first, end=first + 1, blocks=1))
+            first += 1
+        stages.append(replace(stage, first=first, end=first + stage.blocks + ends))
+        first = stages[-1].end
+    ranks = tuple(place % plan.pp for place in range(len(stages)))
+    few = (plan.accumulation,) * len(stages)
+    pipeline = replace(pipeline, stages=tuple(stages), ranks=ranks, in_flight=few)
+    model = plan.model.model_copy(update={"num_layers": first - 2})
+    folded = replace(plan, pipeline=pipeline, model=model)
+    return None if frees_stages(folded) else (folded, like)
+
+
 def record_rank(
-    job: Job, plan: Plan, small: Plan, pp: int, rank: int, period: int
+    job: Job, plan: Plan, small: Plan, pp: int, period: int
 ) -> tuple[Recording, Sizes, dict[str, Group]]:
     """The step of ``small``, what it has of blocks and microbatches, and the process groups."""
     job = traceable(job, plan)
+    rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
     # 1F1B waits for a message before it sends the next, but the order that is recorded in its place
     # would hold all to the end.
     keep = plan.pipeline is None or plan.pipeline.schedule != "1F1B"
     world = fake_world(rank, plan.world_size, keep)
     with world as mode, tempfile.TemporaryDirectory() as folder:
-        if plan.pipeline is not None and (small.accumulation < plan.accumulation or mixed(plan)):
+        fewer_microbatches = small.accumulation < plan.accumulation
+        if (
+            small.pipeline is not None
+            and plan.pipeline is not None
+            and (fewer_microbatches or small.pipeline.ranks != plan.pipeline.ranks or mixed(plan))
+        ):
             halves = any(a.kind == "W" for order in timetable_of(plan).values() for a in order)
             small = with_any_order(small, halves, Path(folder))
         built, small = build_fake(job, small, mode)
@@ -354,7 +442,7 @@ def with_any_order(plan: Plan, halves: bool, folder: Path) -> Plan:
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    if len(pipeline.stages) == plan.pp and not is_file(pipeline.schedule):
+    if len(set(pipeline.ranks)) == len(pipeline.stages) and not is_file(pipeline.schedule):
         return replace(plan, pipeline=replace(pipeline, schedule="GPipe"))
     rows = []
     for rank in range(plan.pp):

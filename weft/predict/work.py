@@ -149,10 +149,7 @@ class Pricer:
 
     def stage(self, stage: int) -> StageWork:
         """Of a middle microbatch; what the first and the last do beyond it is its step's."""
-        counts: dict[str, list[int]] = {}
-        for s, kind, count in self.trace.expansion.segments():
-            if s == stage:
-                counts.setdefault(kind, []).append(count)
+        counts = self.trace.expansion.counts(stage)
         forward = self.of((stage, "F", _steady(counts["F"], first=True)))
         backward: Works = ()
         after: Works = ()
