@@ -182,7 +182,6 @@ LARGER = [
     (9, 1, "dp_shard2 remat.kind=selective"),
     (12, 6, "dp_shard2 pp2"),
     (20, 8, "pp2 schedule=Interleaved1F1B precision.compute=bfloat16"),
-    (7, 8, "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=3"),
     (7, 1, "cp2 context=allgather"),
     (5, 5, "dp_shard2 optim.kind=muon"),
 ]
@@ -197,6 +196,7 @@ MORE = [
     (9, 2, "dp_shard2 remat.kind=full remat.offload=true"),
     (12, 7, "dp_shard2 pp2 gradient_sync=microbatch"),
     (20, 8, "dp_shard2 pp2 schedule=Interleaved1F1B"),
+    (7, 8, "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=3"),
     (13, 8, "tp2 pp4 schedule=Interleaved1F1B"),
     (20, 8, "pp2 schedule=InterleavedZeroBubble"),
     (9, 8, "dp_shard2 pp2 schedule=LoopedBFS remat.kind=full"),

@@ -221,7 +221,7 @@ class Expansion:
             self._segments[segment].append(event)
 
     def _moved(self, event: Event, there: Where) -> Event:
-        """It happens before what happens there, and in no block."""
+        """It happens before what happens there, while no block runs."""
         where = Where(there.stage, there.kind, there.turn, event.where.block)
         moved = event._replace(where=where)
         self._place[id(moved)] = self._place[id(event)]
