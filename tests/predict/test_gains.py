@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_published_gains_are_predicted() -> None:
     """Within ten points of what was published, or between two that were."""
     script = ROOT / "benchmarks" / "plan_gains.py"
