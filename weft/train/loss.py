@@ -14,7 +14,7 @@ Shapes in names: B rows, T tokens of a row, N = B T, D model width, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,50 +68,55 @@ def linear_cross_entropy_sum(
     Returns:
         A float32 scalar.
     """
-    loss = _Chunked.apply(  # type: ignore[no-untyped-call]
-        x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), loss_of, size
+    x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+    wanted = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    total, *gradients = _in_chunks(x_ND, weight_VD, targets_N, loss_of, size, wanted)
+    if not wanted:
+        return total
+    # Two, so that a schedule which computes gradients of inputs and of weights apart can part them:
+    # torch 2.11 cannot where they meet in a function of somebody else's.
+    of_x, of_weight = gradients
+    return _Known.apply(total, x_ND, of_x) + _Known.apply(  # type: ignore[no-any-return, no-untyped-call]
+        torch.zeros_like(total), weight_VD, of_weight
     )
-    return cast(Tensor, loss)
 
 
-class _Chunked(torch.autograd.Function):
-    """Gradients are computed with the loss, while the logits are there, and scaled later."""
+@torch.no_grad()
+def _in_chunks(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, loss_of: Any, size: int, wanted: bool
+) -> list[Tensor]:
+    """The loss, and if they are ``wanted`` its gradients, computed while the logits are there."""
+    total = torch.zeros((), device=x_ND.device)
+    parts = zip(torch.split(x_ND, size), torch.split(targets_N, size), strict=True)
+    if not wanted:
+        for x, targets in parts:
+            total += loss_of(F.linear(x, weight_VD)[None], targets[None])
+        return [total]
+    grad_x_ND = torch.empty_like(x_ND)
+    # In float32: a sum over many chunks.
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+    weight = weight_VD.detach().requires_grad_()
+    for (x, targets), grad_x in zip(parts, torch.split(grad_x_ND, size), strict=True):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            loss = loss_of(F.linear(x, weight)[None], targets[None])
+        here, of_weight = torch.autograd.grad(loss, (x, weight))
+        grad_x.copy_(here)
+        grad_weight_VD += of_weight
+        total += loss.detach()
+    return [total, grad_x_ND, grad_weight_VD]
+
+
+class _Known(torch.autograd.Function):
+    """A scalar whose gradient is known."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, loss_of: Any, size: int
-    ) -> Tensor:
-        total = torch.zeros((), device=x_ND.device)
-        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        if not wanted:
-            for x, targets in zip(
-                torch.split(x_ND, size), torch.split(targets_N, size), strict=True
-            ):
-                total += loss_of(F.linear(x, weight_VD)[None], targets[None])
-            return total
-        grad_x_ND = torch.empty_like(x_ND)
-        # In float32: a sum over many chunks.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-        weight = weight_VD.detach().requires_grad_()
-        parts = zip(
-            torch.split(x_ND, size),
-            torch.split(targets_N, size),
-            torch.split(grad_x_ND, size),
-            strict=True,
-        )
-        for x, targets, grad_x in parts:
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                loss = loss_of(F.linear(x, weight)[None], targets[None])
-            here, of_weight = torch.autograd.grad(loss, (x, weight))
-            grad_x.copy_(here)
-            grad_weight_VD += of_weight
-            total += loss.detach()
-        ctx.save_for_backward(grad_x_ND, grad_weight_VD)
-        ctx.dtype = weight_VD.dtype
-        return total
+    def forward(ctx: Any, value: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = tensor.dtype
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_x_ND, grad_weight_VD = ctx.saved_tensors
-        return grad_x_ND * grad, (grad_weight_VD * grad).to(ctx.dtype), None, None, None
+        (gradient,) = ctx.saved_tensors
+        return None, (gradient * grad).to(ctx.dtype), None
