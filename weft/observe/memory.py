@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from weft.job import Job, WeftError
+from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 
-GIB = 2**30
 EXPECTED = "expected.json"  # in a run's folder; `weft.predict.check` writes it
 OTHERS, FRAGMENTS = "activations, gathered weights and temporaries", "fragments"
 

@@ -61,13 +61,9 @@ def advise(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecas
     def tried(changes: Iterator[Change]) -> list[Advice]:
         found = []
         for change in changes:
-            changed = changed_by(job, change)
             try:
-                after = (
-                    None
-                    if changed is None
-                    else _reckoned(changed, resolve(changed, machine), device)
-                )
+                changed = changed_by(job, change)
+                after = _reckoned(changed, resolve(changed, machine), device)
             except (InvalidJob, ValueError):
                 continue  # not possible here
             if after is None:
@@ -142,16 +138,17 @@ def meshes(job: Job, plan: Plan) -> Iterator[Change]:
                 )
 
 
-def changed_by(job: Job, change: Change) -> Job | None:
-    """The job with a change; None where a value is out of bounds."""
+def changed_by(job: Job, change: Change) -> Job:
+    """The job with a change.
+
+    Raises:
+        ValueError: if a value is out of bounds.
+    """
     sections: dict[str, dict[str, Any]] = {}
     for key, value in change.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
-    try:
-        return replace_sections(job, **sections)
-    except ValueError:
-        return None
+    return replace_sections(job, **sections)
 
 
 def _that_fit(
@@ -162,7 +159,6 @@ def _that_fit(
     fitting = _distinct([advice for advice in found if advice.bytes <= seen.capacity])
     for place, advice in enumerate(fitting[: 2 * MOST]):
         changed = changed_by(job, advice.change)
-        assert changed is not None
         after = forecast(changed, resolve(changed, machine), machine, device)
         if after.fits:
             first = replace(advice, bytes=after.needed, traced=True)
