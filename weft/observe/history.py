@@ -112,6 +112,9 @@ class History:
         }
 
     def column(self, name: str) -> Floats:
+        """A column, or what follows from others: ``rest_seconds``, of a step without the data."""
+        if name == "rest_seconds":
+            return self.column("step_seconds") - self.column("data_seconds")
         return self.columns.get(name, np.full(len(self), np.nan))
 
     def last(self, name: str) -> float | None:
@@ -217,7 +220,10 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
         step, at = record["step"], float(record.get("time") or 0.0)
         for one in record.get("anomalies") or []:
             text = f"the {one.get('what')} was {one.get('value')} ({one.get('cause')})"
-            undone = {"skip": "its update was left out", "rewind": f"back to step {one.get('back_to')}"}
+            undone = {
+                "skip": "its update was left out",
+                "rewind": f"back to step {one.get('back_to')}",
+            }
             text += f": {undone.get(one.get('action', ''), 'gone when computed again')}"
             found.append(Mark(int(one.get("step", step)), at, "anomaly", text))
         if record.get("slow_rank") is not None:

@@ -39,6 +39,11 @@ EVERY = 60.0  # seconds between two pages of a running run, and its reload
 STYLE = (resources.files("weft.observe") / "report.css").read_text("utf-8")
 
 Section = tuple[str, str]  # heading as text, content as HTML
+# What stands for the planner's sections where they are not made.
+LATER: Section = (
+    "Predicted and measured",
+    "<p><code>weft report</code> with this run's folder adds what the planner says of it.</p>",
+)
 
 # What the seconds of a run went into, in the colours of `weft.predict.pictures`.
 COLOURS = dict(
@@ -420,19 +425,12 @@ def described_by(runs: Sequence[History], names: Sequence[str], chart: Mapping[s
     """The chart's first curve of each run in words, for those who do not see it."""
     told = []
     for run, name in zip(runs, names, strict=True):
-        values = numbers(run, chart["curves"][0][0])
+        values = run.column(chart["curves"][0][0])
         values = values[np.isfinite(values)]
         if len(values):
             text = f"from {values[0]:.4g} to {values[-1]:.4g}, least {values.min():.4g}, "
             told.append(f"{name * (len(runs) > 1)} {text}most {values.max():.4g}".strip())
     return "; ".join(told)
-
-
-def numbers(run: History, key: str) -> Floats:
-    """A column of the records, or what follows from them."""
-    if key == "rest_seconds":
-        return run.column("step_seconds") - run.column("data_seconds")
-    return run.column(key)
 
 
 def time_unit_of(runs: Iterable[History]) -> tuple[str, float]:
@@ -457,7 +455,7 @@ def data_of(
         began = min([*at[:1].tolist(), *(mark.time for mark in marks[:1])], default=0.0)
         picked = {}
         for key in dict.fromkeys(key for chart in charts for key, _, _ in chart["curves"]):
-            values = numbers(run, key)
+            values = run.column(key)
             indices, mean = fewer(values, MOST_POINTS)
             if len(indices):
                 picked[key] = (indices, values[indices], mean)
@@ -599,7 +597,7 @@ class Report:
             if self._run is None:
                 self._run = History(self._folder)
             self._run.read_on()
-            replace_text(self._folder / FILE, page_of([self._run], running=running))
+            replace_text(self._folder / FILE, page_of([self._run], later=[LATER], running=running))
         except (OSError, WeftError) as error:
             # A full disk, or no plotly, is no reason to lose a run; it is told once.
             if self._next < float("inf"):

@@ -37,6 +37,10 @@ def open_sinks(
     ]
     if job.observe.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard", resumed_step))
+    if job.observe.report:
+        from weft.observe.report import Report  # which needs this module
+
+        sinks.append(Report(folder, lambda text: console.print(text, soft_wrap=True)))
     return sinks
 
 

@@ -51,6 +51,7 @@ from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.private import listening_store
+from weft.plan.devices import GIB
 from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
@@ -590,6 +591,8 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        # Of one GPU, or of the host.
+        "memory_gib": (detect_machine(plan.device).memory_bytes or 0) / GIB,
         "command": sys.argv,
         "git": _git_commit(),
     }
