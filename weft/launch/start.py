@@ -89,7 +89,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
-    show_end(folder, recipe, store, console)
+        show_end(folder, recipe, store, console)
     return 0
 
 

@@ -18,7 +18,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -30,7 +29,7 @@ from weft.job import WeftError
 from weft.observe.history import ROUTINE, Floats, History, Mark, fewer
 from weft.observe.ledger import KINDS
 from weft.observe.record import StepRecord
-from weft.observe.sinks import duration, replace_text
+from weft.observe.sinks import duration, replace_bytes
 
 FILE = "report.html"  # in a run's folder
 MOST_POINTS = 2000  # of a curve
@@ -125,7 +124,7 @@ def report_page(
         WeftError: if plotly is not installed, or a run's files cannot be read.
     """
     runs = [History(folder) for folder in folders]
-    return page_of(runs, title, sections, later, running)
+    return page_of(runs, title, sections, later, running).decode()
 
 
 def page_of(
@@ -134,7 +133,7 @@ def page_of(
     sections: Sequence[Section] = (),
     later: Sequence[Section] = (),
     running: bool | None = None,
-) -> str:
+) -> bytes:
     """See `report_page`."""
     names = names_of(runs)
     now = time.time()
@@ -174,38 +173,38 @@ def page_of(
         body += (
             f'\n<script type="application/json" id="data">{data_of(runs, names, charts)}</script>'
         )
-        scripts = [plotly(), (resources.files("weft.observe") / "report.js").read_text("utf-8")]
+        scripts = [plotly(), (resources.files("weft.observe") / "report.js").read_bytes()]
     head = f'<meta http-equiv="refresh" content="{EVERY:.0f}"/>' if alive else ""
     return document(title or ", ".join(names), body, head, scripts)
 
 
-def document(title: str, body: str, head: str = "", scripts: Sequence[str] = ()) -> str:
+def document(title: str, body: str, head: str = "", scripts: Sequence[bytes] = ()) -> bytes:
     """An HTML file in weft's style; nothing runs in it but ``scripts``, and nothing is fetched."""
-    hashes = "".join(f" 'sha256-{_hash(script)}'" for script in scripts) or " 'none'"
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src{hashes}"
-    )
-    return "\n".join(
+    hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in scripts]
+    sources = " ".join(f"'sha256-{one}'" for one in hashes) or "'none'"
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; "
+    top = [
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}script-src {sources}"/>',
+        *([head] if head else []),
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
+        body,
+        *["<script>"] * bool(scripts),
+    ]
+    # Bytes, since plotly's script takes four times as many as a string.
+    return b"".join(
         [
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>',
-            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>{head}',
-            f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
-            body,
-            *(f"<script>{script}</script>" for script in scripts),
-            "</body>\n</html>\n",
+            "\n".join(top).encode(),
+            b"</script>\n<script>".join(scripts),
+            b"</script>" * bool(scripts),
+            b"\n</body>\n</html>\n",
         ]
     )
 
 
-@cache
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-@cache
-def plotly() -> str:
-    """The text of plotly.js, out of the package `plotly`, which is not imported for it.
+def plotly() -> bytes:
+    """plotly.js, out of the package `plotly`, which is not imported for it.
 
     Raises:
         WeftError: if it is not installed.
@@ -213,8 +212,7 @@ def plotly() -> str:
     spec = importlib.util.find_spec("plotly")
     if spec is None or spec.origin is None:
         raise WeftError("a report needs plotly: pip install 'weft[report]'")
-    path = Path(spec.origin).parent / "package_data" / "plotly.min.js"
-    return path.read_text("utf-8")
+    return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_bytes()
 
 
 def names_of(runs: Sequence[History]) -> list[str]:
@@ -597,7 +595,7 @@ class Report:
             if self._run is None:
                 self._run = History(self._folder)
             self._run.read_on()
-            replace_text(self._folder / FILE, page_of([self._run], later=[LATER], running=running))
+            replace_bytes(self._folder / FILE, page_of([self._run], later=[LATER], running=running))
         except (OSError, WeftError) as error:
             # A full disk, or no plotly, is no reason to lose a run; it is told once.
             if self._next < float("inf"):

@@ -98,7 +98,7 @@ def page(job: Job, plan: Plan, prediction: Forecast, recipe: str, machine_text: 
         *(f"<p>{escape(line)}</p>" for line in summary(prediction)),
     ]
     lines += [f"<h2>{escape(heading)}</h2>\n{drawn}" for heading, drawn in pictures]
-    return document(title, "\n".join(lines))
+    return document(title, "\n".join(lines)).decode()
 
 
 def summary(prediction: Forecast) -> Iterator[str]:
