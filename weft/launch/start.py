@@ -107,7 +107,7 @@ def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[
     except (OSError, WeftError) as error:
         console.print(f"no {FILE}: {error}", soft_wrap=True)
     else:
-        console.print(f"report: {os.path.relpath(folder / FILE)}", soft_wrap=True)
+        console.print(f"report: {shown(folder / FILE)}", soft_wrap=True)
 
 
 @contextmanager
@@ -328,6 +328,12 @@ def scaled(count: int) -> str:
     return str(count)
 
 
+def shown(path: Path) -> str:
+    """As short as it can be told."""
+    from_here = os.path.relpath(path)
+    return str(path) if from_here.startswith("..") else from_here
+
+
 def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
     records = read_records(folder / "metrics.jsonl")
@@ -353,8 +359,7 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
         if "expected_step_seconds" in last:
             beside += f" (expected {last['expected_step_seconds']:.3g})"
         beside += "\n"
-    where = os.path.relpath(folder)
-    where = str(folder) if where.startswith("..") else where
+    where = shown(folder)
     name = recipe if not recipe.endswith(".toml") else "demo"
     console.print(
         f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "

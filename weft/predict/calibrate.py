@@ -121,7 +121,7 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
     planned = json.loads((folder / "plan.json").read_text("utf-8"))
     device = planned["device"]
     name = environment["devices"][0] if device == "cuda" else CPU
-    memory = int(environment.get("memory_gib", 0.0) * GIB) or None  # older runs do not tell
+    memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs do not tell
     known = device_called(name, memory) if device == "cuda" else device_named(CPU)
     machine = Machine(
         device,

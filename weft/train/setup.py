@@ -591,12 +591,18 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        # Of one GPU, or of the host.
-        "memory_gib": (detect_machine(plan.device).memory_bytes or 0) / GIB,
+        "memory_gib": _memory_gib(plan.device),
         "command": sys.argv,
         "git": _git_commit(),
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", "utf-8")
+
+
+def _memory_gib(device: str) -> float | None:
+    """Of one GPU, or of the host; None if there is no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return None
+    return (detect_machine(device).memory_bytes or 0) / GIB
 
 
 def _git_commit() -> str | None:
