@@ -98,14 +98,15 @@ def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[
     """At the end, however it comes, the page is whole: with what the planner says, if that takes
     a few seconds only and the run was long enough for somebody to wait for them."""
     yield
-    if not job.observe.report or not (folder / "metrics.jsonl").exists():
-        return
-    short = sum(History(folder).seconds().values()) < WORTH_A_FORECAST
-    later = [LATER] if short or plan.pp > MOST_TRACED else sections([folder])
+    if not job.observe.report or not (folder / FILE).exists():
+        return  # why there is none, the first rank has said
     try:
-        replace_text(folder / FILE, report_page([folder], later=later, running=False))
-    except (OSError, WeftError) as error:
-        console.print(f"no {FILE}: {error}", soft_wrap=True)
+        run = History(folder)
+        short = sum(run.seconds().values()) < WORTH_A_FORECAST
+        later = [LATER] if short or plan.pp > MOST_TRACED else sections([run])
+        replace_text(folder / FILE, report_page([run], later=later, running=False))
+    except Exception as error:  # a page is no reason for a run to have failed
+        console.print(f"no new {FILE}: {type(error).__name__}: {error}", soft_wrap=True)
     else:
         console.print(f"report: {shown(folder / FILE)}", soft_wrap=True)
 
