@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 
 from weft.job import InvalidJob, Problem, WeftError
+from weft.observe.events import read_events
 from weft.observe.ledger import KINDS, goodput
 
 Floats = NDArray[np.float64]
@@ -142,12 +143,9 @@ class History:
 
     def marks(self) -> list[Mark]:
         """What happened, in its order in time."""
-        path = self.folder / "events.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
         noted = [
             Mark(int(e["step"]), float(e["time"]), str(e["kind"]), str(e["text"]))
-            for e in parsed(lines)
-            if {"time", "kind", "text"} <= e.keys()
+            for e in read_events(self.folder)
         ]
         kinds = {mark.kind for mark in noted}
         told = [mark for mark in self._marks if mark.kind not in kinds]
