@@ -545,12 +545,23 @@ def test_a_run_trains_without_plotly_and_is_told_once(
     sink._thread.join()
     sink.write(record(2))
     sink.close()
-    assert said == ["no report.html: a report needs plotly: pip install 'weft[report]'"]
+    assert said == ["warning: no report.html: a report needs plotly: pip install 'weft[report]'"]
     assert not (folder / FILE).exists()
     with pytest.raises(WeftError, match=r"weft\[report\]"):
         report_page([folder])
     assert main(["report", str(folder)]) == 1
     assert "pip install 'weft[report]'" in capsys.readouterr().err
+
+
+def test_a_run_trains_though_its_page_cannot_be_written(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", [values(1)])
+    (folder / FILE).mkdir()  # nothing can take its place
+    said: list[str] = []
+    sink = Report(folder, said.append)
+    sink.write(record(1))
+    sink.close()
+    (told,) = said
+    assert told.startswith("warning: no report.html: IsADirectoryError: ")
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

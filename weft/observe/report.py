@@ -597,8 +597,9 @@ class Report:
                 self._run = History(self._folder)
             self._run.read_on()
             replace_bytes(self._folder / FILE, page_of([self._run], later=[LATER], running=running))
-        except (OSError, WeftError) as error:
-            # A full disk, or no plotly, is no reason to lose a run; it is told once.
+        except Exception as error:
+            # A full disk, no plotly, whatever it is: no reason to lose a run.  It is told once.
             if self._next < float("inf"):
-                self._say(f"no {FILE}: {error}")
+                kind = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
+                self._say(f"warning: no {FILE}: {kind}{error}")
             self._next = float("inf")
