@@ -29,7 +29,13 @@ from weft.plan.layout import (
     find_degrees,
     fixed,
 )
-from weft.plan.memory import USABLE, rank_bytes, smallest_shard, state_bytes_per_param
+from weft.plan.memory import (
+    USABLE,
+    rank_bytes,
+    recomputed,
+    smallest_shard,
+    state_bytes_per_param,
+)
 from weft.plan.pipeline import (
     PipelinePlan,
     num_microbatches,
@@ -369,9 +375,12 @@ def _fit(
     rows = job.train.microbatch
     local = max(1, job.train.global_batch // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
+    units = family.units(model, job.train.seq_len)
+    if job.remat.kind == "full" and job.remat.every == 1:
+        units = recomputed(units)
     needed = [
         rank_bytes(
-            family.units(model, job.train.seq_len),
+            units,
             tp=degrees.tp,
             pp=degrees.pp,
             tokens=int(tokens),
