@@ -444,6 +444,7 @@ class ObserveSection(Section):
         "your own",
     )
     grad_norms: bool = key(False, "record the gradient norm of each layer, too")
+    report: bool = key(True, "keep report.html up to date while training; needs weft[report]")
 
 
 class Job(Section):
