@@ -60,16 +60,15 @@ function layout(chart) {
   const [ink, faint, paper, line] = ["ink", "faint", "paper", "line"].map((n) => style.getPropertyValue(`--${n}`).trim());
   const along = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
   const logs = log.checked && !chart.stack;
-  const narrow = matchMedia("(max-width: 700px)").matches;
   return {
-    margin: { l: 48, r: 10, t: 30, b: 40 },
+    margin: { l: 48, r: 36, t: 8, b: 40 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: ink, family: "system-ui, sans-serif", size: 12 },
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: faint, activecolor: ink },
+    modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: faint, activecolor: ink },
     hoverlabel: { bgcolor: paper, bordercolor: line, font: { color: ink } },
     hovermode: "x unified",
-    legend: { orientation: "h", x: 0, y: narrow ? -0.25 : 1, yanchor: narrow ? "top" : "bottom" },
+    legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" },
     showlegend: chart.curves.length * runs.length > 1,
     // A finger scrolls the page; the buttons zoom.
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",

@@ -49,7 +49,8 @@ COLOURS = dict(
     zip(KINDS, ["#7ac27a", "#70a6f0", "#8cd2dc", "#c49ee6", "#eed25c", "#f096be"], strict=True)
 )
 # Curves that records may have: identifier, heading, unit, and of each its name in the record, its
-# label and its style, or the colour of its area.  Of several runs the areas are left out.
+# label and its style (``exact`` is not smoothed), or the colour of its area.  Of several runs the
+# areas are left out.
 CHARTS: list[tuple[str, str, str, list[tuple[str, str, str]]]] = [
     ("loss", "Loss", "nats per token", [("loss", "train", ""), ("eval_loss", "held out", "dots")]),
     ("speed", "Speed", "tokens per second", [("tokens_per_second", "", "")]),
@@ -60,7 +61,7 @@ CHARTS: list[tuple[str, str, str, list[tuple[str, str, str]]]] = [
         [("mfu", "MFU", ""), ("mfu_causal", "attention counted as causal", "")],
     ),
     ("grad_norm", "Gradient norm", "before clipping", [("grad_norm", "", "")]),
-    ("lr", "Learning rate", "", [("lr", "", "")]),
+    ("lr", "Learning rate", "", [("lr", "", "exact")]),
     (
         "step_seconds",
         "Seconds of a step",
@@ -71,7 +72,7 @@ CHARTS: list[tuple[str, str, str, list[tuple[str, str, str]]]] = [
         "memory",
         "Memory of the fullest rank",
         "GiB, most so far",
-        [("memory_peak_gib", "measured", ""), ("expected_memory_gib", "predicted", "dash")],
+        [("memory_peak_gib", "measured", "exact"), ("expected_memory_gib", "predicted", "dash")],
     ),
     (
         "parts",
