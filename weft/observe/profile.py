@@ -81,9 +81,11 @@ class Profile:
         reach("profile")
         self._taken = True
         on_gpu = self._device.type == "cuda"
-        if on_gpu and self._memory:
-            record_memory(on=True)
-        if not on_gpu:
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+            if self._memory:
+                record_memory(on=True)
+        else:
             self._marking.enter_context(around_collectives(self._mark))
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profiler = profile(activities=activities, profile_memory=self._memory)
@@ -97,11 +99,11 @@ class Profile:
         """Write this rank's trace; its path."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what the last step asked for belongs to it
         spans.set_ranges(False)
         reach("profile")  # the last phase ends, and its range
         self._marking.close()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank-{self._rank}.json.gz"
