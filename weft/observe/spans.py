@@ -9,9 +9,10 @@ The times are the host's.  On a CPU that is all there is; a GPU computes what it
 later, and the host's spans say when it asked.  A profile (`weft.observe.profile`) has both, under
 the same names: while it is taken, each phase and span is a range of torch.profiler, too.
 
-A span costs about a microsecond, and as much again when it is written: at the site ``record``,
-where the host would wait for the device, and at the end.  The file is complete JSON after every
-write; at `BYTES` it is renamed, and replaces the one renamed before.
+A span costs some microseconds, most of them when it is written: at the site ``record``, where the
+host would wait for the device, and at the end.  A rank that is killed loses what it noted since.
+The file is whole JSON after every write; at `BYTES` it is renamed, and replaces the one renamed
+before.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from weft.resilience import faults
 BYTES = 2**20  # of a file
 EVENTS = 10_000  # that wait to be written
 END = b"\n]\n"
+encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Event(NamedTuple):
@@ -171,7 +173,7 @@ def as_json(event: Event, rank: int) -> bytes:
     began, ended = event.began // 1000, event.ended // 1000
     entry = {"name": event.name, "ph": "X", "ts": began, "dur": ended - began}
     entry |= {"pid": rank, "tid": 0, "args": event.args}
-    return json.dumps(entry, separators=(",", ":")).encode()
+    return encode(entry).encode()
 
 
 def spans_path(folder: Path, rank: int) -> Path:
