@@ -29,6 +29,7 @@ from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
 from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
+from weft.observe.events import note_event
 from weft.observe.ledger import goodput
 from weft.observe.sinks import duration, quiet_console, read_records, replace_text
 from weft.plan.placement import AXES
@@ -67,18 +68,19 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
                     plan,
                     store.path,
                     lambda text: console.print(text, soft_wrap=True),
-                    lambda failure: show_restart(failure, home),
+                    lambda failure: show_restart(failure, home, folder),
                 )
             except Stopped as reason:
                 console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
                 return REQUEUE
             except KeyboardInterrupt:
+                note_event(folder, "stop", last_step(folder), "interrupted")
                 print(f"\ninterrupted; {how_to_go_on(checkpoints(home))}", file=sys.stderr)
                 return INTERRUPTED
             finally:
                 console.show_cursor(True)  # a killed progress line leaves it hidden
             if failure is not None:
-                return show_failure(failure, home)
+                return show_failure(failure, home, folder)
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
@@ -348,9 +350,15 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     )
 
 
-def show_restart(failure: Failure, home: Path) -> None:
+def last_step(folder: Path) -> int:
+    """Of the last record; 0 if there is none."""
+    return next((r["step"] for r in reversed(read_records(folder / "metrics.jsonl"))), 0)
+
+
+def show_restart(failure: Failure, home: Path, folder: Path) -> None:
     """One rank's own error, when the ranks start again; its traceback is in the log."""
     print(f"weft: {what_failed(failure)}", file=sys.stderr)
+    note_event(folder, "restart", last_step(folder), what_failed(failure))
     newest = checkpoints(home)[-1:]
     where = f"from {newest[0]}" if newest else "from the beginning: no checkpoint was saved yet"
     print(f"  log: {failure.log}\n  starting again {where}", file=sys.stderr)
@@ -363,9 +371,11 @@ def what_failed(failure: Failure) -> str:
     return f"rank {failure.rank} failed: {failure.kind}: {failure.message}"
 
 
-def show_failure(failure: Failure, home: Path) -> int:
+def show_failure(failure: Failure, home: Path, folder: Path) -> int:
     """One rank's own error, and how to go on; returns the exit status."""
     print(f"weft: {what_failed(failure)}", file=sys.stderr)
+    hangs = failure.kind == "Hang"
+    note_event(folder, "hang" if hangs else "failure", last_step(folder), what_failed(failure))
     if failure.kind == "InvalidJob":
         return MISTAKE
     if failure.traceback and not failure.foreseen:
@@ -376,7 +386,7 @@ def show_failure(failure: Failure, home: Path) -> int:
         print(f"  not started again: {failure.hopeless}", file=sys.stderr)
     if not failure.foreseen or failure.kind != "CheckpointError":  # that says itself what to do
         print(f"  {how_to_go_on(checkpoints(home))}", file=sys.stderr)
-    return HUNG if failure.kind == "Hang" else FAILED
+    return HUNG if hangs else FAILED
 
 
 def how_to_go_on(found: list[Path]) -> str:

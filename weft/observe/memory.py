@@ -37,13 +37,6 @@ def memory_peak_gib(device: torch.device) -> float:
     return peak / (GIB if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
 
 
-def fullest_gib(device: torch.device) -> float:
-    """`memory_peak_gib` of the rank that has most; every rank calls it."""
-    peak = torch.tensor(memory_peak_gib(device), device=device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return peak.item()
-
-
 def expected_of(folder: Path) -> dict[str, Any]:
     """What was expected of a run; empty if nothing was."""
     path = folder / EXPECTED

@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from weft.resilience import faults
 
 BYTES = 2**20  # of a file
-EVENTS = 10_000  # that wait to be written
+EVENTS = 2000  # that wait to be written, at most
 END = b"\n]\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
 

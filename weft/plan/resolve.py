@@ -118,6 +118,7 @@ class Plan:
     model: Any  # the family's frozen configuration
     num_params: int
     flops_per_token: float  # forward and backward, without recomputation
+    causal_flops_per_token: float  # of attention only what a causal mask leaves
     # Of one device, None where unknown; with float8 bfloat16's, too: see `weft.plan.devices`.
     peak_flops: float | None
     peak_dtype: str | None
@@ -253,6 +254,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         model=model,
         num_params=family.num_params(model),
         flops_per_token=family.flops_per_token(model, train.seq_len),
+        # On the mean a token sees half of its row.
+        causal_flops_per_token=family.flops_per_token(model, (train.seq_len + 1) // 2),
         peak_flops=peak,
         peak_dtype=None if peak is None else "bfloat16",
         float8=float8,

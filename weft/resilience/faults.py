@@ -34,12 +34,12 @@ from weft.resilience.heartbeat import beat
 SITES = {
     "load": "before a checkpoint is loaded",
     "quorum": "before a step, where replica groups meet",
+    "profile": "before a profile begins, or is written",
     "step": "before a step, and before its data is there",
     "forward_backward": "when the data is there",
     "gradients": "after the backward pass, with this rank's gradients",
     "record": "before the host waits for the device, to record a step",
     "tell": "when it has, before the ranks tell each other how they are",
-    "profile": "before a profile begins, or is written",
     "evaluate": "before an evaluation",
     "checkpoint": "before a checkpoint is saved",
     "checkpoint.shards": "before this rank writes its shards",
