@@ -53,8 +53,6 @@ def slow(rank: int, site: str, passing: int) -> tuple[str, str]:
     ("overrides", "axis"),
     [
         ([("parallel.tp", "2")], "tp"),
-        ([("parallel.dp_shard", "2")], "dp_shard"),
-        ([("parallel.dp_shard", "1"), ("parallel.dp_replicate", "2")], "dp_replicate"),
         ([("parallel.cp", "2")], "cp"),
         (PIPELINE, "pp"),
         (
