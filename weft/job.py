@@ -445,6 +445,14 @@ class ObserveSection(Section):
     )
     grad_norms: bool = key(False, "record the gradient norm of each layer, too")
     report: bool = key(True, "keep report.html up to date while training; needs weft[report]")
+    spans: bool = key(True, "write when each rank did what, for Perfetto, into the folder spans")
+
+
+class ProfileSection(Section):
+    """What torch.profiler sees of some steps; see docs/observing.md."""
+
+    steps: str = key("", "steps to profile into the folder traces: 10, or 10-12; empty: none")
+    memory: bool = key(False, "profile.steps: also where memory is taken")
 
 
 class Job(Section):
@@ -463,6 +471,7 @@ class Job(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
     observe: ObserveSection = ObserveSection()
+    profile: ProfileSection = ProfileSection()
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -687,6 +696,20 @@ def flatten(job: Job) -> dict[str, Any]:
         for name, section in job.model_dump(mode="json").items()
         for key, value in section.items()
     }
+
+
+def step_range(text: str) -> range:
+    """The steps of ``"10-12"``, ``"10"`` or ``""``.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if not text:
+        return range(0)
+    first, dash, last = text.partition("-")
+    if not all(part.isascii() and part.isdigit() for part in ([first, last] if dash else [first])):
+        raise ValueError(text)
+    return range(int(first), int(last if dash else first) + 1)
 
 
 def difference(job: Job, base: Job) -> dict[str, tuple[Any, Any]]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.job import InvalidJob, Job, Problem, difference, recipe_names
+from weft.job import InvalidJob, Job, Problem, difference, recipe_names, step_range
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import peak_flops
 from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
@@ -57,6 +57,7 @@ Device = Literal["cpu", "cuda"]
 MAX_AUTO_CPU_WORKERS = 4
 # Float32 gradients that a rank keeps whole over a step, to reduce them once, without being asked.
 WHOLE_GRADIENT_BYTES = 2 * 2**30
+MOST_PROFILED = 20  # steps
 # More are refused: each takes a quarter of a GiB before it has done anything.
 MAX_CPU_WORKERS = 64
 
@@ -68,6 +69,7 @@ SAME_RUN = (
     "compile.",
     "checkpoint.",
     "observe.",
+    "profile.",
     "train.steps",
     "train.microbatch",
     "train.eval",
@@ -205,6 +207,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
+    problems += _check_profile(job)
     batch_problems = _check_batch(job, degrees)
     problems += batch_problems
     local = max(1, train.global_batch // degrees.dp)
@@ -502,6 +505,23 @@ def _check_optimizer(job: Job) -> Iterator[Problem]:
     if value == "8bit" and job.resilience.lighthouse != "none":
         rule = "is not possible in a replica group (resilience.lighthouse)"
         yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
+
+
+def _check_profile(job: Job) -> Iterator[Problem]:
+    key, value, last = "profile.steps", job.profile.steps, job.train.steps
+    try:
+        steps = step_range(value)
+    except ValueError:
+        yield Problem(key, value, "is neither a step nor a range of steps", "use 10, or 10-12")
+        return
+    if value and (not steps or steps[0] < 1):
+        yield Problem(key, value, "has no steps: the first one is 1", "use 10, or 10-12")
+    elif steps and steps[-1] > last:
+        rule = f"ends after the run, which has train.steps = {last}"
+        yield Problem(key, value, rule, f"use {last} or less", ("train.steps",))
+    elif len(steps) > MOST_PROFILED:
+        rule = f"has {len(steps)} steps: traces of more than {MOST_PROFILED} are too large to read"
+        yield Problem(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
 
 
 def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:

@@ -30,7 +30,7 @@ from collections import deque
 from typing import NamedTuple
 
 # Sites between which a rank is in an ordinary step.
-IN_A_STEP = ("step", "forward_backward", "gradients", "record")
+IN_A_STEP = ("step", "forward_backward", "gradients", "record", "tell")
 LINE_BYTES = 128
 
 _line: mmap.mmap | None = None

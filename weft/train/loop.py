@@ -40,8 +40,10 @@ from weft.observe.memory import (
     memory_peak_gib,
     out_of_memory,
 )
+from weft.observe.profile import Profile
 from weft.observe.record import Clock, StepRecord, spreads
 from weft.observe.sinks import Sink, open_sinks, read_records
+from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import graph_break, tell_compiling
@@ -78,6 +80,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     """
     folder, steps = Path(plan.run_dir), job.train.steps
     arm(job.resilience.faults, rank.rank, folder / "logs")
+    spans = Spans(spans_path(folder, rank.rank) if job.observe.spans else None, rank.rank)
 
     def say(text: str) -> None:
         if rank.rank == 0:
@@ -141,12 +144,23 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
         groups.sum(chain([share], (param.grad for param in params if param.grad is not None)))
-        return gather(share, *grad_norm(params, stages))
+        with span("gradient norm"):
+            norms = grad_norm(params, stages)
+        return gather(share, *norms)
 
     section = job.checkpoint
     saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
     ahead = Ahead(loader, rank.device, threaded=rank.device.type == "cuda")
-    with rare_garbage(), closing(groups), closing(saver), closing(ahead), ExitStack() as stack:
+    profile = Profile(job, plan, rank.device, say)
+    with (
+        rare_garbage(),
+        closing(spans),
+        closing(groups),
+        closing(saver),
+        closing(ahead),
+        ExitStack() as stack,
+        profile,
+    ):
 
         def open_at(step: int) -> list[Sink]:
             stack.close()
@@ -173,6 +187,11 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
             if groups.takes_over:
                 saver.take(at.step)
             step = at.step + 1
+            if profile.turns(step):
+                ledger.spent("productive")
+                profile.turn()
+                ledger.spent("saving")
+                clock.restart()
             wishes.ask(save=saver.wants_again(), busy=saver.busy())
             with naming(f"step {step}", no_memory):
                 with clock.waiting_for_data():
@@ -208,9 +227,11 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 norms = [layers()] if layers and recording else []
                 lr = learning_rate(step, steps, job.optim, decay)
                 if anomaly is None or anomaly.action != "skip":
-                    clip(params, trial.norm, job.optim.max_grad_norm)
+                    with span("clip"):
+                        clip(params, trial.norm, job.optim.max_grad_norm)
                     set_learning_rate(optimizer, lr)
-                    step_unless(optimizer, ~trial.told.isfinite().all())
+                    with span("optimizer"):
+                        step_unless(optimizer, ~trial.told.isfinite().all())
                 drop_gradients()
                 at = Position(step, samples, watch.state())
                 clock.count_step()
@@ -229,6 +250,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 probe = Probe(rank.device) if rank.device.type == "cuda" else None
                 with clock.waiting_for_device():
                     loss, norm, *of_layers = watch.check(trial.told, *norms)
+                reach("tell")
                 times, eval_loss = clock.read(), None
                 ledger.spent("productive")
                 measured(times[0])
