@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 RECIPES = resources.files("weft") / "recipes"
 
@@ -120,6 +121,33 @@ Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+
+
+def steps_of(text: str) -> list[range]:
+    """The steps that a key names: ``"7,20-30"`` are the seventh, and 20 to 30; "" are none.
+
+    Raises:
+        ValueError: if it is no such text.
+    """
+    found = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        bounds = [first, last or first] if "-" not in part or last else []
+        if not bounds or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", bound) for bound in bounds):
+            raise ValueError("must be steps such as 7 or 7,20-30")
+        steps = range(int(bounds[0]), int(bounds[1]) + 1)
+        if not steps or steps[0] < 1:
+            raise ValueError("must be steps from 1, the smaller of a range first")
+        found.append(steps)
+    return found
+
+
+def _check_steps(text: str) -> str:
+    steps_of(text)
+    return text
+
+
+Steps = Annotated[str, AfterValidator(_check_steps)]
 
 
 def key(default: Any, description: str, **rules: Any) -> Any:
@@ -420,6 +448,23 @@ class ObserveSection(Section):
     tensorboard: bool = key(True, "write TensorBoard event files beside metrics.jsonl")
 
 
+class DebugSection(Section):
+    """To find what is wrong with a run; docs/debugging.md."""
+
+    statistics: Steps = key(
+        "",
+        "steps (7,20-30) of which statistics.jsonl gets mean, size and what is no number of every "
+        "block's output, gradient and parameter; empty: none",
+    )
+    deterministic: bool = key(
+        False,
+        "the same bits whenever the run is repeated on the same layout and devices; slower on GPUs",
+    )
+    autograd_anomaly: bool = key(
+        False, "name the operator and the layer whose backward pass makes NaN; slow"
+    )
+
+
 class Job(Section):
     """What the user chose.  One field per section; see each section for its keys."""
 
@@ -436,6 +481,7 @@ class Job(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
     observe: ObserveSection = ObserveSection()
+    debug: DebugSection = DebugSection()
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -638,6 +684,7 @@ _RULES = {
     "string_too_short": "must not be empty",
     "tuple_type": "must be a list: [1, 2]",
     "string_pattern_mismatch": "must not contain a NUL character",
+    "value_error": "{error}",
 }
 
 

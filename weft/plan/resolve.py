@@ -62,6 +62,7 @@ SAME_RUN = (
     "compile.",
     "checkpoint.",
     "observe.",
+    "debug.",
     "train.steps",
     "train.microbatch",
     "train.eval",

@@ -50,7 +50,16 @@ from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Wishes
 from weft.resilience.stragglers import Stragglers
 from weft.train.replica_groups import join
-from weft.train.setup import Position, Rank, build, home_of, resume, rewind, write_plan
+from weft.train.setup import (
+    Position,
+    Rank,
+    build,
+    home_of,
+    open_statistics,
+    resume,
+    rewind,
+    write_plan,
+)
 from weft.train.step import batch_to, held_out
 
 GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once
@@ -104,6 +113,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     )
     params = [param for _, param in named_parameters(parts)]
     stages = mesh.group("pp") if plan.pp > 1 else None
+    statistics = open_statistics(job, plan, mesh, parts)
     copies = job.resilience.replica_check
     groups = join(job, plan, store, rank, say)
 
@@ -123,10 +133,11 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         for param in params:
             param.grad = None
 
-    def compute(batches: list[Batch]) -> Trial:
+    def compute(step: int, batches: list[Batch]) -> Trial:
         """One step without its update."""
         drop_gradients()  # there are some if it is computed again
-        share = engine.forward_backward(batches, groups.sum)
+        with statistics.forward(step, [len(batch.tokens_BT) for batch in batches]):
+            share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
         groups.sum(chain([share], (param.grad for param in params if param.grad is not None)))
         return gather(share, *grad_norm(params, stages))
@@ -139,6 +150,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         def open_at(step: int) -> list[Sink]:
             stack.close()
             ledger.back_to(step, recorded())
+            statistics.back_to(step)
             sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
             for sink in sinks:
                 stack.enter_context(closing(sink))
@@ -152,7 +164,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         clock, saves, expected = Clock(), Saves(section, at.step, say), expected_of(folder)
         wishes = Wishes(job.resilience.time_limit)
         stragglers = Stragglers(rank.rank, rank.device, (mesh.at["pp"], mesh.at["cp"]))
-        watch = Watch(job.resilience, at.watch)
+        watch = Watch(job.resilience, at.watch, statistics.where)
         anomalies: list[dict[str, Any]] = []  # that are not recorded yet
         while at.step < steps:
             at = groups.meet(at, parts, optimizer)
@@ -167,7 +179,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     batches = [batch_to(batch, rank.device) for batch in rows]
 
                 reach("forward_backward")
-                trial, anomaly = watch.examine(step, partial(compute, batches))
+                trial, anomaly = watch.examine(step, partial(compute, step, batches))
                 stop, again, busy = wishes.answer()
                 if not groups.committed():
                     continue
@@ -185,12 +197,14 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     ledger.spent("lost")
                     clock.restart()
                     continue
+                statistics.gradients(step)
                 lr = learning_rate(step, steps, job.optim, decay)
                 if anomaly is None or anomaly.action != "skip":
                     clip(params, trial.norm, job.optim.max_grad_norm)
                     set_learning_rate(optimizer, lr)
                     step_unless(optimizer, ~trial.told.isfinite().all())
                 drop_gradients()
+                statistics.parameters(step)
                 at = Position(step, samples, watch.state())
                 clock.count_step()
                 if step % GARBAGE_STEPS == 0:

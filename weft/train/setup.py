@@ -45,6 +45,7 @@ from weft.data.store import Store
 from weft.data.tokenizer import load_tokenizer, vocab_entries
 from weft.job import InvalidJob, Job, Problem, difference, read_job, replace, suggest
 from weft.models import load_family
+from weft.observe.statistics import Statistics, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
@@ -491,6 +492,19 @@ class Position:
             "weft": weft.__version__,
             "torch": torch.__version__,
         }
+
+
+def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) -> Statistics:
+    """This rank's statistics of the steps of ``debug.statistics``."""
+    blocks = load_family(job.model.kind).blocks
+    stages = plan.pipeline.stages_of(mesh.at["pp"]) if plan.pipeline is not None else [0]
+    layers = [
+        (stage, layers_of(part, set(blocks(part))))
+        for stage, part in zip(stages, parts, strict=True)
+    ]
+    path = Path(plan.run_dir) / "statistics.jsonl"
+    params = dict(named_parameters(parts))
+    return Statistics(job.debug.statistics, path, layers, params, plan.tokens_per_step)
 
 
 def home_of(value: str, run: Path) -> Path:
