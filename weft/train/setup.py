@@ -50,11 +50,12 @@ from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
-from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.private import listening_store
+from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
+from weft.parallel.private import listening_store, record_flights
 from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
+from weft.resilience.heartbeat import name_groups
 from weft.train.step import Engine
 
 T = TypeVar("T")
@@ -377,6 +378,7 @@ def connect(plan: Plan) -> Iterator[Rank]:
     """Join the process group (of one, if need be) and leave it at the end."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     meeting = _meeting()
+    record_flights(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
     if plan.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -443,6 +445,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     torch.manual_seed(job.train.seed)
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
+    name_groups(axes_of_groups(mesh))
     parts = build_parts(job, plan, mesh, family)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
