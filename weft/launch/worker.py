@@ -146,7 +146,7 @@ def main() -> None:
 
         job, _, _ = read_job(str(folder / "job.toml"))
         plan = resolve(job, detect_machine(job.run.device))
-        with connect(plan) as ranks:
+        with connect(plan, job.debug.deterministic) as ranks:
             watch(job, folder, ranks)
             whole = train(job, plan, open_store(store_folder), ranks, quiet_console(terminal))
             # The launcher kills the others as soon as one leaves before the end.

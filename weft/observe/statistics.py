@@ -118,7 +118,7 @@ class Statistics:
             tokens: of the global batch.
         """
         self._steps, self._path, self._tokens = steps_of(steps), path, tokens
-        self._modules = {name: module for _, of in layers for name, module in of.items()}
+        self.layers = {name: module for _, of in layers for name, module in of.items()}
         self._places = {
             name: (stage, place) for stage, of in layers for place, name in enumerate(of)
         }
@@ -143,7 +143,7 @@ class Statistics:
         self._seen.clear()  # there are some if it is computed again
         if not self.wants(step):
             return nullcontext()
-        return watching(self._modules, rows, self._add)
+        return watching(self.layers, rows, self._add)
 
     def _add(self, name: str, rows: int, before: Any, after: Tensor) -> None:
         mine = after[:rows]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -29,6 +29,7 @@ from weft.checkpoint.store import Saver
 from weft.data.loader import Ahead, Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
+from weft.observe.backward import naming_backward
 from weft.observe.ledger import Ledger
 from weft.observe.memory import (
     OutOfMemory,
@@ -114,6 +115,12 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     params = [param for _, param in named_parameters(parts)]
     stages = mesh.group("pp") if plan.pp > 1 else None
     statistics = open_statistics(job, plan, mesh, parts)
+
+    def backward(rows: list[int]) -> AbstractContextManager[None]:
+        if not job.debug.autograd_anomaly:
+            return nullcontext()
+        return naming_backward(statistics.layers, rows)
+
     copies = job.resilience.replica_check
     groups = join(job, plan, store, rank, say)
 
@@ -136,7 +143,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     def compute(step: int, batches: list[Batch]) -> Trial:
         """One step without its update."""
         drop_gradients()  # there are some if it is computed again
-        with statistics.forward(step, [len(batch.tokens_BT) for batch in batches]):
+        rows = [len(batch.tokens_BT) for batch in batches]
+        with statistics.forward(step, rows), backward(rows):
             share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
         groups.sum(chain([share], (param.grad for param in params if param.grad is not None)))

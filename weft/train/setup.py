@@ -374,8 +374,14 @@ def _meeting() -> dict[str, Any]:
 
 
 @contextmanager
-def connect(plan: Plan) -> Iterator[Rank]:
-    """Join the process group (of one, if need be) and leave it at the end."""
+def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
+    """Join the process group (of one, if need be) and leave it at the end.
+
+    Args:
+        deterministic: whether all that is computed inside is the same to the bit every time.
+    """
+    if deterministic:
+        be_deterministic()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     meeting = _meeting()
     record_flights(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
@@ -390,18 +396,37 @@ def connect(plan: Plan) -> Iterator[Rank]:
         keep_freed_memory()
         dist.init_process_group("gloo", **meeting)
     try:
-        with fastest_attention(device):
+        with fastest_attention(device, deterministic):
             yield Rank(dist.get_rank(), local_rank, dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
 
 
-def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
+def be_deterministic() -> None:
+    """Let operators give the same bits every time, or raise where they cannot; before CUDA starts.
+
+    What is not initialised is not filled: nothing of weft's reads it, and it costs time.
+    """
+    # Two buffers of a size that does not depend on timing: NVIDIA's cuBLAS documentation, 'Results
+    # reproducibility'.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def fastest_attention(
+    device: torch.device, deterministic: bool = False
+) -> AbstractContextManager[None]:
     """In this context attention without a mask takes the fastest kernel that is there.
 
     By itself PyTorch prefers FlashAttention 2, which was written for Ampere; from Hopper on
-    cuDNN's is faster.  What a kernel cannot do goes to the next.
+    cuDNN's is faster.  What a kernel cannot do goes to the next.  Of those with a backward pass
+    that gives the same bits every time, FlashAttention is.
     """
+    if deterministic and device.type == "cuda":
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return nullcontext()
     kernels = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
