@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.launch.test_local import run, start_and_wait
 from tests.launch.test_signals import workers
-from tests.launch.test_watchdog import seen
+from tests.launch.test_watchdog import faults, seen
 from weft.cli import main
 from weft.job import InvalidJob
 from weft.launch import HUNG
@@ -118,8 +118,11 @@ def test_a_run_that_stands_still_is_asked_and_lives(arguments: list[str], tmp_pa
 
 @pytest.mark.slow
 def test_a_run_that_moves(arguments: list[str], tmp_path: Path) -> None:
-    process = start_and_wait([*arguments, "--train.steps", "100000"], tmp_path, 5)
-    assert re.match(r"the run moves: it is in steps? \d+", ask(tmp_path))
+    fault = faults(site="step", kind="slow", rank=1, times=10**6, seconds=0.1)
+    process = start_and_wait([*arguments, "--train.steps", "100000", *fault], tmp_path, 15)
+    said = ask(tmp_path)
+    assert re.match(r"the run moves: it is in steps? \d+", said)
+    assert "rank 1 is slow, and makes steps" in said
     kill(process)
 
 

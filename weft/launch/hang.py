@@ -179,8 +179,11 @@ def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
     if moved:
         steps = sorted({int(rank.line.split()[1]) for rank in ranks})
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        said = f"the run moves: it is in {which}"
-        return Told(said, f"seen now, in {len(ranks)} of {world} ranks", [], [], [])
+        said, source = (
+            f"the run moves: it is in {which}",
+            f"seen now, in {len(ranks)} of {world} ranks",
+        )
+        return Told(said, source, [], [], _slow(folder))
     seen = sorted([*gather_evidence(ranks), *gone])
     missing, sentence = verdict(seen, world)
     advice = []
@@ -195,6 +198,15 @@ def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
     still = min(one.seconds for one in seen)
     source = f"seen now, in {len(seen)} of {world} ranks; none has moved for {still:.0f} s"
     return Told(sentence, source, missing, seen, advice)
+
+
+def _slow(folder: Path) -> list[str]:
+    """Whether the newest record names a rank that slows the others down."""
+    last = (read_records(folder / "metrics.jsonl") or [{}])[-1]
+    if "slow_rank" not in last:
+        return []
+    ratio = f"{last['slow_ratio']:.1f} times as long"
+    return [f"rank {last['slow_rank']} is slow, and makes steps {ratio} (step {last['step']})"]
 
 
 # --------------------------------------------------------------------------- NCCL's own dumps
