@@ -527,7 +527,7 @@ def debug_diff(options: argparse.Namespace) -> int:
     """Print where two runs part."""
     from weft.compare.diff import compare_runs
 
-    found = compare_runs(options.run_a.resolve(), options.run_b.resolve(), options.tolerance)
+    found = compare_runs(options.run_a, options.run_b, options.tolerance)
     print(found.to_json() if options.json else found)
     return FAILED if found.part else 0
 

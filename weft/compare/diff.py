@@ -26,7 +26,7 @@ from weft.observe.sinks import read_records
 from weft.observe.statistics import KINDS, read_statistics
 from weft.train.setup import home_of
 
-WHAT = ("loss", "grad_norm")  # of a record
+WHAT = {"loss": "the loss", "grad_norm": "the gradient norm; the loss agrees"}  # of a record
 VALUES = ("count", "mean", "rms", "most", "nonfinite")  # of a row of statistics
 
 
@@ -185,11 +185,8 @@ def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
 def _records(ours: Any, theirs: Any, steps: list[int]) -> Iterator[Place]:
     for step in steps:
         values = [{name: of[step].get(name) for name in WHAT} for of in (ours, theirs)]
-        distances = {name: _relative(values[0][name], values[1][name]) for name in WHAT}
-        worst = max(WHAT, key=distances.__getitem__)
-        first = next((name for name in WHAT if distances[name] > 0), worst)
-        what = "the loss" if first == "loss" else "the gradient norm; the loss agrees"
-        yield Place(step, what, distances[worst], *values)
+        for name, text in WHAT.items():
+            yield Place(step, text, _relative(values[0][name], values[1][name]), *values)
 
 
 def _relative(a: float | None, b: float | None) -> float:
