@@ -232,6 +232,29 @@ def parser() -> Parser:
     )
     sub.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder to make")
 
+    sub = add("debug", debug_hang, "Find out where a run hangs, or where two runs part.")
+    what = sub.add_subparsers(title="what", required=True, metavar="WHAT")
+
+    text = "Say which rank stands still where, and who waits for it; ends nobody."
+    hang = what.add_parser("hang", help=text, description=text, allow_abbrev=False)
+    hang.add_argument("run", type=Path, help="folder of the run")
+    hang.add_argument("--json", action="store_true", help="print one JSON object instead")
+    hang.set_defaults(command=debug_hang)
+
+    text = "Say at which step, and in which layer, two runs part."
+    diff = what.add_parser("diff", help=text, description=text, allow_abbrev=False)
+    diff.add_argument("run_a", type=Path, help="folder of a run")
+    diff.add_argument("run_b", type=Path, help="folder of another one")
+    diff.add_argument(
+        "--tolerance",
+        type=not_negative,
+        default=1e-4,
+        help="relative difference that is still rounding (1e-4)",
+    )
+    diff.add_argument("--json", action="store_true", help="print one JSON object instead")
+    diff.epilog = "exit status: 0 they agree within the tolerance; 1 they part; 2 not comparable"
+    diff.set_defaults(command=debug_diff)
+
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
     return top
 
@@ -528,6 +551,24 @@ def import_(options: argparse.Namespace) -> int:
     again = shlex.quote(str(options.run_dir / "job.toml"))
     console.print(f"{said}\nnext:  weft train {again} --data.path FILE_OR_FOLDER", soft_wrap=True)
     return 0
+
+
+def debug_hang(options: argparse.Namespace) -> int:
+    """Print which rank stands still where."""
+    from weft.launch.hang import explain
+
+    told = explain(options.run.resolve())
+    print(told.to_json() if options.json else told)
+    return 0
+
+
+def debug_diff(options: argparse.Namespace) -> int:
+    """Print where two runs part."""
+    from weft.compare.diff import compare_runs
+
+    found = compare_runs(options.run_a, options.run_b, options.tolerance)
+    print(found.to_json() if options.json else found)
+    return FAILED if found.part else 0
 
 
 def schema(options: argparse.Namespace) -> int:

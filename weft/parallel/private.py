@@ -11,8 +11,9 @@ import importlib
 import inspect
 import json
 import logging
+import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -152,16 +153,18 @@ def gloo_group(place: str, rank: int, size: int, address: str, timeout: timedelt
 
 
 class Collective(NamedTuple):
-    """One that was begun and is not done; its number counts those of its group."""
+    """One that was begun; its number counts those of its group, or what this rank sent in it."""
 
     group: str
     number: int
     name: str  # 'all_reduce'
     sizes: list[list[int]]
+    open: bool  # not done
+    p2p: bool
 
 
-def open_collectives() -> list[Collective]:
-    """What this process's Flight Recorder holds as begun and not done, in order.
+def collectives() -> list[Collective]:
+    """What this process's Flight Recorder holds, in order: the last 2,000 or so.
 
     Sending and receiving are not among them with gloo.  There is no public way to ask it.
     """
@@ -171,18 +174,37 @@ def open_collectives() -> list[Collective]:
     # A build for CUDA has one recorder for NCCL and one for the others.
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if ask := getattr(c10d, dump, None):
-            for entry in json.loads(ask()).get("entries", []):
-                if not entry["retired"] and entry["state"] != "completed":
-                    found.append(_collective(entry))
+            found += collectives_in(json.loads(ask()))
     return found
 
 
-def _collective(entry: dict[str, Any]) -> Collective:
-    name, label = entry["process_group"]
-    group = name if label in ("", "undefined", "default_pg") else f"{name} ({label})"
-    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-    kind = entry["profiling_name"].partition(":")[2]
-    return Collective(group, number, kind, entry["input_sizes"])
+def collectives_in(dump: Mapping[str, Any]) -> list[Collective]:
+    """Those of a Flight Recorder's dump, which torch writes as JSON and, of itself, as a pickle."""
+    found = []
+    for entry in dump.get("entries", []):
+        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        name = entry["profiling_name"].partition(":")[2]
+        is_open = not entry["retired"] and entry["state"] != "completed"
+        group = str(entry["process_group"][0])
+        sizes, p2p = entry["input_sizes"], entry["is_p2p"]
+        found.append(Collective(group, number, name, sizes, is_open, p2p))
+    return found
+
+
+def record_flights(prefix: str) -> None:
+    """Let the Flight Recorder record, and NCCL leave what it holds in ``prefix`` + RANK when a
+    collective takes too long; before there is a process group.
+
+    That is torch's default in 2.11 to 2.13 but for the place, and what the user has set stays: of
+    the names for one thing, the first counts.
+    """
+    for names, value in (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+    ):
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
 
 
 # --------------------------------------------------------------------------- optimizers

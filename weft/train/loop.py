@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -30,6 +30,7 @@ from weft.data.loader import Ahead, Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
 from weft.models import load_family
+from weft.observe.backward import naming_backward
 from weft.observe.events import Kind, note_event
 from weft.observe.gradients import LayerNorms
 from weft.observe.ledger import Ledger
@@ -55,7 +56,16 @@ from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Wishes
 from weft.resilience.stragglers import Probe, Stragglers, every_rank
 from weft.train.replica_groups import join
-from weft.train.setup import Position, Rank, build, home_of, resume, rewind, write_plan
+from weft.train.setup import (
+    Position,
+    Rank,
+    build,
+    home_of,
+    open_statistics,
+    resume,
+    rewind,
+    write_plan,
+)
 from weft.train.step import batch_to, held_out
 
 GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once
@@ -119,6 +129,13 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     stages = mesh.group("pp") if plan.pp > 1 else None
     family = load_family(job.model.kind)
     layers = LayerNorms(parts, family.blocks, plan.pp) if job.observe.grad_norms else None
+    statistics = open_statistics(job, plan, mesh, parts)
+
+    def backward(rows: list[int]) -> AbstractContextManager[None]:
+        if not job.debug.autograd_anomaly:
+            return nullcontext()
+        return naming_backward(statistics.layers, rows)
+
     copies = job.resilience.replica_check
     groups = join(job, plan, store, rank, say)
 
@@ -138,10 +155,12 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         for param in params:
             param.grad = None
 
-    def compute(batches: list[Batch]) -> Trial:
+    def compute(step: int, batches: list[Batch]) -> Trial:
         """One step without its update."""
         drop_gradients()  # there are some if it is computed again
-        share = engine.forward_backward(batches, groups.sum)
+        rows = [len(batch.tokens_BT) for batch in batches]
+        with statistics.forward(step, rows), backward(rows):
+            share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
         groups.sum(chain([share], (param.grad for param in params if param.grad is not None)))
         with span("gradient norm"):
@@ -165,6 +184,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         def open_at(step: int) -> list[Sink]:
             stack.close()
             ledger.back_to(step, recorded())
+            statistics.back_to(step)
             sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
             for sink in sinks:
                 stack.enter_context(closing(sink))
@@ -180,7 +200,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         clock, saves, expected = Clock(), Saves(section, at.step, say), expected_of(folder)
         wishes = Wishes(job.resilience.time_limit)
         stragglers, place = Stragglers(), (mesh.at["pp"], mesh.at["cp"])
-        watch = Watch(job.resilience, at.watch)
+        watch = Watch(job.resilience, at.watch, statistics.where)
         anomalies: list[dict[str, Any]] = []  # that are not recorded yet
         while at.step < steps:
             at = groups.meet(at, parts, optimizer)
@@ -200,7 +220,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     batches = [batch_to(batch, rank.device) for batch in rows]
 
                 reach("forward_backward")
-                trial, anomaly = watch.examine(step, partial(compute, batches))
+                trial, anomaly = watch.examine(step, partial(compute, step, batches))
                 stop, again, busy = wishes.answer()
                 if not groups.committed():
                     continue
@@ -225,6 +245,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 recording = logging or evaluating or saving or keeping
                 norms = [layers()] if layers and recording else []
+                statistics.gradients(step)
                 lr = learning_rate(step, steps, job.optim, decay)
                 if anomaly is None or anomaly.action != "skip":
                     with span("clip"):
@@ -233,6 +254,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     with span("optimizer"):
                         step_unless(optimizer, ~trial.told.isfinite().all())
                 drop_gradients()
+                statistics.parameters(step)
                 at = Position(step, samples, watch.state())
                 clock.count_step()
                 if step % GARBAGE_STEPS == 0:
