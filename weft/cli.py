@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -508,7 +509,7 @@ def compare(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(found, indent=2))
         return 0 if able > 1 else FAILED
-    variants = read_variants(*asked, prepare)
+    variants = read_variants(*asked, partial(prepare, options.out or "runs"))
     folder = Path(options.out) if options.out else default_folder(variants)
     result, stopped = compare(folder, variants, Settings(repeats, margin, relative, price), say)
     say(f"\n{result.text()}\n\neverything is in {folder}")

@@ -19,13 +19,14 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from math import inf, prod
@@ -34,6 +35,7 @@ from typing import Any
 
 import tomli_w
 
+from weft.checkpoint.manifest import checkpoints
 from weft.compare.ranks import die_with_parent
 from weft.job import MISSING, InvalidJob, Job, Problem, WeftError, flatten, read_job
 from weft.observe.sinks import duration, replace_text
@@ -193,17 +195,25 @@ def read_variants(
     return variants
 
 
-def prepare(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
+def prepare(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
     """A variant to be trained on this machine, all of it checked but what only starting it tells.
 
     Checkpoints cost time that is not compared: there are none but the last, unless asked for.
 
+    Args:
+        out: where the comparison's folder will be.
+
     Raises:
         InvalidJob: with every reason why it cannot be.
     """
-    # A folder that is not there, for the checks; each trial has another one.
-    own = [("checkpoint.dir", "auto"), ("run.dir", "runs/compare/none")]
-    job, _, plan = prepare_job(recipe, [("checkpoint.interval", "0"), *overrides, *own])
+    own = [("checkpoint.dir", "auto"), ("run.dir", f"{out}/trial")]
+    try:
+        job, _, plan = prepare_job(recipe, [("checkpoint.interval", "0"), *overrides, *own])
+    except InvalidJob as error:
+        told = (
+            replace(p, key="--out", value=out) if p.key == "run.dir" else p for p in error.problems
+        )
+        raise InvalidJob(told) from error
     if plan.node_counts[-1] > 1:
         rule = "a comparison trains on one machine"
         raise InvalidJob([Problem("run.nodes", job.run.nodes, rule, "use 1")])
@@ -237,10 +247,21 @@ def default_folder(variants: Sequence[Variant]) -> Path:
     return Path("runs") / f"compare-{names}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def trial_folder(folder: Path, variant: int, label: str, repeat: int) -> Path:
-    """Where a trial's run lies."""
+def recipe_path(folder: Path, place: int, label: str) -> Path:
+    """Where a variant's whole job lies: a file that trains it by itself, too."""
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.")[:60]
-    return folder / f"{variant + 1}-{slug}" / f"repeat-{repeat}"
+    return folder / f"{place + 1}-{slug}.toml"
+
+
+def trial_folder(folder: Path, place: int, label: str, repeat: int) -> Path:
+    """Where a trial's run lies.  Its name tells what it is, for reports."""
+    recipe = recipe_path(folder, place, label)
+    return recipe.with_name(f"{recipe.stem}-repeat-{repeat}")
+
+
+def log_of(run: Path) -> Path:
+    """What a trial printed."""
+    return run.with_name(f"{run.name}.log")
 
 
 def seed_of(variants: Sequence[Variant], variant: int, repeat: int) -> int:
@@ -263,7 +284,10 @@ def open_comparison(folder: Path, variants: Sequence[Variant]) -> tuple[list[End
             raise InvalidJob([Problem("--out", str(folder), rule, "use another folder")])
         return [], []
     found = json.loads(path.read_text("utf-8"))
-    ours, theirs = [v.identity() for v in variants], found["compared"]
+    ours, theirs = [v.identity() for v in variants], found.get("compared")
+    if theirs is None:
+        rule = "holds a comparison that was only planned"
+        raise InvalidJob([Problem("--out", str(folder), rule, "use another folder")])
     if ours != theirs:
         what = _difference(ours, theirs)
         rule = f"holds another comparison: {what}"
@@ -324,6 +348,10 @@ class Stopping:
         }
         return self
 
+    def asked(self) -> bool:
+        """Whether to stop."""
+        return self.came > 0
+
     def _count(self, number: int, frame: object) -> None:
         self.came += 1
 
@@ -350,22 +378,30 @@ def run_trials(
         note: called whenever it has.
     """
     able = [place for place, variant in enumerate(variants) if variant.plan is not None]
-    for variant in able:
-        write_recipe(folder, variant, variants[variant])
+    recipes = {place: recipe_path(folder, place, variants[place].label) for place in able}
+    for place, path in recipes.items():
+        text = tomli_w.dumps(variants[place].job.model_dump(mode="json"))
+        told = f"{variants[place].label!a}, of the recipe {variants[place].recipe!a}"
+        replace_text(path, f"# A variant that weft compares: {told}.\n\n{text}")
     trials = order(able, repeats)
     done = {(each.repeat, each.variant) for each in ended if each.status == 0}
     failed: set[int] = set()
     for number, (repeat, variant) in enumerate(trials, 1):
         if (repeat, variant) in done or variant in failed:
             continue
+        if stopping.asked():
+            return
         label = variants[variant].label
         open_ = [v for r, v in trials[number - 1 :] if (r, v) not in done and v not in failed]
         left = time_left(open_, ended)
         say(f"trial {number} of {len(trials)}: {label}, repeat {repeat}{left}")
         seed = seed_of(variants, variant, repeat)
-        one = train(trial_folder(folder, variant, label, repeat), seed, stopping)
-        if stopping.came:
-            return
+        run = trial_folder(folder, variant, label, repeat)
+        if not checkpoints(run / "checkpoints"):
+            shutil.rmtree(run, ignore_errors=True)  # of one that was cut off: nothing to go on from
+        one = train(recipes[variant], run, seed, stopping)
+        if stopping.asked() and one[0]:
+            return  # unfinished, but not by its own fault
         ended[:] = [e for e in ended if (e.repeat, e.variant) != (repeat, variant)]
         ended.append(Ended(variant, repeat, *one))
         if ended[-1].status:
@@ -386,26 +422,12 @@ def time_left(trials: Sequence[int], ended: Sequence[Ended]) -> str:
     return f", about {duration(sum(sum(some) / len(some) for some in seconds))} left"
 
 
-def write_recipe(folder: Path, place: int, variant: Variant) -> None:
-    """The variant's whole job, beside its runs: a file that trains it, by itself too."""
-    path = trial_folder(folder, place, variant.label, 1).parent / "recipe.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = tomli_w.dumps(variant.job.model_dump(mode="json"))
-    label = ascii(variant.label)
-    replace_text(path, f"# {label}: a variant of the recipe {variant.recipe!a}\n\n{text}")
-
-
-def log_of(run: Path) -> Path:
-    """What a trial printed."""
-    return run.with_name(f"{run.name}.log")
-
-
-def train(run: Path, seed: int, stopping: Stopping) -> tuple[int, str, float]:
+def train(recipe: Path, run: Path, seed: int, stopping: Stopping) -> tuple[int, str, float]:
     """One ``weft train``; its exit status, why it failed, and the seconds that it took.
 
     A signal goes on to it: it finishes its step and saves, or ends at once at the second one.
     """
-    command = [sys.executable, "-P", "-m", "weft.cli", "train", str(run.parent / "recipe.toml")]
+    command = [sys.executable, "-P", "-m", "weft.cli", "train", str(recipe)]
     command += ["--run.dir", str(run.absolute()), "--train.seed", str(seed)]
     began, sent = time.monotonic(), 0
     with log_of(run).open("ab") as log:

@@ -29,6 +29,7 @@ from weft.predict.forecast import Forecast, device_of, forecast
 from weft.train.setup import detect_machine
 
 CALLED = 0.15  # predicted ratio less one, above which its direction is told
+RIGHT = (0.67, 0.94)  # share of directions that were right, below and above that
 RATIO_ERROR = 0.29  # of a predicted ratio, which nine of ten stay within
 
 
@@ -136,13 +137,19 @@ def verdict(planned: Sequence[Planned]) -> list[str]:
         told = f"{each.label} is predicted to be {percent(ratio - 1)} {way} than {base.label}"
         error = max(first.error, seen.error)
         if first.doubts or seen.doubts:
-            if far < error:
-                told += f": too little to tell, with low confidence (within {percent(error)})"
+            little = ": too little to tell" * (far < error)
+            told += f"{little}, with low confidence (within {percent(error)})"
         elif far < CALLED:
-            told += f": too little to tell (below {percent(CALLED)} a third turn out the other way)"
+            wrong = percent(1 - RIGHT[0])
+            told += (
+                f": too little to tell (below {percent(CALLED)}, {wrong} had the direction wrong)"
+            )
         else:
             low, high = 100 * ratio / (1 + RATIO_ERROR) - 100, 100 * ratio * (1 + RATIO_ERROR) - 100
-            told += f" (nine of ten such predictions are within {low:+.0f} to {high:+.0f} %)"
+            told += (
+                f" (of such predictions {percent(RIGHT[1])} had the direction right, and nine of "
+            )
+            told += f"ten were within {low:+.0f} to {high:+.0f} %)"
         lines.append(told)
     return lines
 

@@ -361,6 +361,7 @@ def compare(
     Returns:
         What there is to say, which is in the folder, too, and how many stop signals came.
     """
+    open_comparison(folder, variants)  # before anything is written into a folder of others
     with owning(folder), Stopping() as stopping:
         before, looks = open_comparison(folder, variants)
         ended = finished(folder, variants, before)  # what failed is tried again
