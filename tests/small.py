@@ -43,6 +43,7 @@ SMALL: Overrides = [
     ("optim.warmup_steps", "5"),
     ("checkpoint.interval", "0"),
     ("observe.tensorboard", "false"),
+    ("observe.report", "false"),
 ]
 
 

@@ -418,6 +418,7 @@ class ResilienceSection(Section):
 class ObserveSection(Section):
     log_interval: Positive = key(10, "steps between records")
     tensorboard: bool = key(True, "write TensorBoard event files beside metrics.jsonl")
+    report: bool = key(True, "keep report.html up to date while training; needs weft[report]")
 
 
 class Job(Section):

@@ -29,15 +29,22 @@ from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
 from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
+from weft.observe.history import History
 from weft.observe.ledger import goodput
+from weft.observe.report import FILE, LATER, report_page
 from weft.observe.sinks import duration, quiet_console, read_records, replace_text
 from weft.plan.placement import AXES
 from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan
 from weft.predict.check import Expected, expect, note
+from weft.predict.sections import sections
 from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.loop import train
 from weft.train.setup import Rank, check_store, connect, detect_machine, home_of
+
+# Seconds of a run after which its end may take some more, and the ranks of a pipeline, each of
+# which takes about one, that are traced then.
+WORTH_A_FORECAST, MOST_TRACED = 60.0, 4
 
 
 def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
@@ -51,7 +58,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
     expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
     store = prepare_text(job, plan, console)
-    with owning(folder, shared=plan.node_counts[-1] > 1):
+    with owning(folder, shared=plan.node_counts[-1] > 1), reporting(folder, job, plan, console):
         describe(plan, recipe, console, expected, doubt)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, store, expected)
@@ -82,8 +89,25 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
-    show_end(folder, recipe, store, console)
+        show_end(folder, recipe, store, console)
     return 0
+
+
+@contextmanager
+def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[None]:
+    """At the end, however it comes, the page is whole: with what the planner says, if that takes
+    a few seconds only and the run was long enough for somebody to wait for them."""
+    yield
+    if not job.observe.report or not (folder / "metrics.jsonl").exists():
+        return
+    short = sum(History(folder).seconds().values()) < WORTH_A_FORECAST
+    later = [LATER] if short or plan.pp > MOST_TRACED else sections([folder])
+    try:
+        replace_text(folder / FILE, report_page([folder], later=later, running=False))
+    except (OSError, WeftError) as error:
+        console.print(f"no {FILE}: {error}", soft_wrap=True)
+    else:
+        console.print(f"report: {shown(folder / FILE)}", soft_wrap=True)
 
 
 @contextmanager
@@ -304,6 +328,12 @@ def scaled(count: int) -> str:
     return str(count)
 
 
+def shown(path: Path) -> str:
+    """As short as it can be told."""
+    from_here = os.path.relpath(path)
+    return str(path) if from_here.startswith("..") else from_here
+
+
 def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
     records = read_records(folder / "metrics.jsonl")
@@ -329,8 +359,7 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
         if "expected_step_seconds" in last:
             beside += f" (expected {last['expected_step_seconds']:.3g})"
         beside += "\n"
-    where = os.path.relpath(folder)
-    where = str(folder) if where.startswith("..") else where
+    where = shown(folder)
     name = recipe if not recipe.endswith(".toml") else "demo"
     console.print(
         f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "

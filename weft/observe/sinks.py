@@ -37,6 +37,10 @@ def open_sinks(
     ]
     if job.observe.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard", resumed_step))
+    if job.observe.report:
+        from weft.observe.report import Report  # which needs this module
+
+        sinks.append(Report(folder, lambda text: console.print(text, soft_wrap=True)))
     return sinks
 
 
@@ -62,9 +66,14 @@ class Jsonl:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old or the new one, never a part."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """See `replace_text`."""
     # Other nodes may be writing the same.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    temporary.write_text(text, "utf-8")
+    temporary.write_bytes(data)
     os.replace(temporary, path)
 
 

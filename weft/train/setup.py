@@ -51,6 +51,7 @@ from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.parallel.private import listening_store
+from weft.plan.devices import GIB
 from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
@@ -590,10 +591,18 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "memory_gib": _memory_gib(plan.device),
         "command": sys.argv,
         "git": _git_commit(),
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", "utf-8")
+
+
+def _memory_gib(device: str) -> float | None:
+    """Of one GPU, or of the host; None if there is no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return None
+    return (detect_machine(device).memory_bytes or 0) / GIB
 
 
 def _git_commit() -> str | None:
