@@ -312,7 +312,8 @@ variant is what the others are compared with.  Interrupted, the same command goe
   weft compare llama3-8b --vary parallel.tp=1,2 --vary remat.kind=full,selective \\
     --plan-only --cluster 2x8xH100 --price 2.5
 
-Checkpoints are written at the end of each run only, unless --checkpoint.interval says otherwise.
+The runs write no checkpoint but the last and no report of their own, unless --checkpoint.interval
+or --observe.report says otherwise; report.html in the comparison's folder shows all of it.
 Any key is overridden for all variants as --section.key value; 'weft train --help' lists them.
 
 exit status: 0 compared; 1 fewer than two variants could be; 2 a mistake in what was asked;

@@ -49,6 +49,8 @@ COMPARISON = "comparison.json"  # in a comparison's folder
 SEEDS = 2**32
 # Of a trial: where it lies and what it adds up to is the comparison's to say.
 OWN = ("run.dir", "checkpoint.dir")
+# Work beside training, left out unless asked for.
+SPARED = [("checkpoint.interval", "0"), ("observe.report", "false")]
 MOST_LABEL = 32  # characters of a value in a label
 
 
@@ -198,7 +200,8 @@ def read_variants(
 def prepare(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
     """A variant to be trained on this machine, all of it checked but what only starting it tells.
 
-    Checkpoints cost time that is not compared: there are none but the last, unless asked for.
+    Checkpoints and reports of each run cost time that is not compared: there are none, but for the
+    last checkpoint, unless asked for.
 
     Args:
         out: where the comparison's folder will be.
@@ -208,7 +211,7 @@ def prepare(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
     """
     own = [("checkpoint.dir", "auto"), ("run.dir", f"{out}/trial")]
     try:
-        job, _, plan = prepare_job(recipe, [("checkpoint.interval", "0"), *overrides, *own])
+        job, _, plan = prepare_job(recipe, [*SPARED, *overrides, *own])
     except InvalidJob as error:
         told = (
             replace(p, key="--out", value=out) if p.key == "run.dir" else p for p in error.problems

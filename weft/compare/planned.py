@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from weft.compare.experiment import COMPARISON, Overrides, read_variants
 from weft.compare.judge import percent
 from weft.compare.verify import layout
 from weft.job import Job, Problem
+from weft.observe.report import FILE
+from weft.observe.report import document as document_of
+from weft.observe.report import table as html_table
 from weft.observe.sinks import replace_text
 from weft.plan.devices import GIB
 from weft.plan.report import plan_recipe
@@ -105,6 +109,12 @@ def compare_plans(
     if out:
         Path(out).mkdir(parents=True, exist_ok=True)
         replace_text(Path(out) / COMPARISON, json.dumps(found, indent=2) + "\n")
+        title = f"planned: {'; '.join(each.label for each in planned)}"
+        body = [f"<h1>{escape(title)}</h1>"]
+        body += [f"<p>{escape(line)}</p>" for line in verdict(planned)]
+        body += [html_table(head, rows, numbers=range(3, len(head)))]
+        body += [f"<p>{escape(f'{e.label}: {e.reason}')}</p>" for e in planned if e.reason]
+        (Path(out) / FILE).write_bytes(document_of(title, "\n".join(body)))
     return found, sum(each.speed is not None for each in planned)
 
 

@@ -40,7 +40,9 @@ from weft.compare.judge import (
     to_dict,
 )
 from weft.compare.verify import layout
-from weft.job import difference, flatten
+from weft.job import WeftError, difference, flatten
+from weft.observe.report import FILE, Section, report_page
+from weft.observe.report import table as html_table
 from weft.observe.sinks import replace_text
 from weft.plan.stages import align
 
@@ -244,7 +246,11 @@ def _verdict(
         ours, base = labels[each.variant], labels[each.baseline]
         spreads = [t.spread for t in trials if t.variant in (each.variant, each.baseline)]
         known = [spread for spread in spreads if spread is not None]
-        steps = f" (half of a run's steps were within {percent(max(known))})" if known else ""
+        steps = (
+            f" (half of a run's steps were within {percent(max(known))} of its median)"
+            if known
+            else ""
+        )
         parts = [speed_sentence(each.speed, ours, base, "", comparisons, steps)]
         if each.per_device is not None:
             parts.append(
@@ -384,7 +390,9 @@ def compare(
         run_trials(folder, variants, ended, settings.repeats, say, lambda: note(looks), stopping)
         if ended and len(ended) not in looks:  # nothing new is learnt from looking twice
             looks.append(len(ended))
-        return note(looks), stopping.came
+        result = note(looks)
+        write_page(folder, result, say)
+        return result, stopping.came
 
 
 def to_json(result: Result) -> str:
@@ -395,13 +403,25 @@ def to_json(result: Result) -> str:
 # --------------------------------------------------------------------------- the page
 
 
-def sections(result: Result) -> list[tuple[str, str]]:
-    """(heading, HTML) for the report, the verdict first."""
+def write_page(folder: Path, result: Result, say: Callable[[str], object]) -> None:
+    """``report.html``: `sections`, then the first run of each variant beside each other."""
+    if not result.runs:
+        return
+    try:
+        page = report_page(result.runs, title=result.title, sections=sections(result))
+        replace_text(folder / FILE, page)
+    except WeftError as error:  # plotly is not there: the rest of it is
+        say(f"no {FILE}: {error}")
+
+
+def sections(result: Result) -> list[Section]:
+    """For the report, the verdict first."""
     found = [("Verdict", "".join(f"<p>{escape(line)}</p>" for line in result.verdict))]
     if plot := forest(result):
         found.append(("Intervals", plot))
     if result.rows:
-        found.append(("Variants", html_table(result.head, result.rows)))
+        numbers = [1, *range(3, len(result.head))]
+        found.append(("Variants", html_table(result.head, result.rows, numbers=numbers)))
     if result.failures:
         found.append(("Not compared", _list(result.failures)))
     if result.changes:
@@ -409,14 +429,6 @@ def sections(result: Result) -> list[tuple[str, str]]:
     if result.notes:
         found.append(("How it was measured", _list(result.notes)))
     return found
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls by itself where the page is narrow."""
-    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div style="overflow-x:auto"><table>{body}</table></div>'
 
 
 def _list(lines: Sequence[str]) -> str:
