@@ -134,6 +134,15 @@ def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("train.stepz = 3: unknown key")
 
 
+def test_inside_of_a_launcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (line,) = rejected(capsys, "compare", "demo", "--vary", "train.seed=1,2")
+    assert "start it outside of torchrun" in line
+
+
 def test_a_folder_of_others_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("dear")
     command = ["compare", "demo", "--vary", "train.seed=1,2", "--out", str(tmp_path)]

@@ -103,7 +103,8 @@ def outcome(
         for r, seconds in enumerate(each, 1):
             loss = (losses or {}).get(label, [3.0] * len(each))[r - 1]
             steps = [record(i, seconds, loss) for i in range(1, 11)]
-            steps[-1] |= {"eval_loss": loss}
+            if loss is not None:
+                steps[-1] |= {"eval_loss": loss}
             run = trial_folder(folder, v, label, r)
             write_run(run, steps, (devices or {}).get(label, 1))
             ended.append(Ended(v, r, 0, "", 1.0))
@@ -222,6 +223,15 @@ def test_without_a_finished_trial(tmp_path: Path) -> None:
     assert found.failures[0] == "A: cannot be run: parallel.tp = 3: does not divide"
     assert "B: repeat 1 failed: ended with signal SIGKILL; log: " in found.failures[1]
     assert "no trial has finished" in found.text()
+    json.dumps(found.document, allow_nan=False)
+
+
+def test_without_losses(tmp_path: Path) -> None:
+    """Every step was skipped: speed is told all the same."""
+    same = {"A": [1.0, 1.0], "B": [1.0, 1.1]}
+    found = outcome(tmp_path, same, {"A": [None, None], "B": [None, None]})  # type: ignore[list-item]
+    assert "there is no pair of losses" in found.verdict[0]
+    assert found.rows[0][7] == "-"
     json.dumps(found.document, allow_nan=False)
 
 

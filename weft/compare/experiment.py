@@ -41,7 +41,7 @@ from weft.job import MISSING, InvalidJob, Job, Problem, WeftError, flatten, read
 from weft.observe.sinks import duration, replace_text
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
-from weft.train.setup import prepare_job
+from weft.train.setup import joined, prepare_job
 
 Overrides = list[tuple[str, str]]
 
@@ -209,6 +209,9 @@ def prepare(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
     Raises:
         InvalidJob: with every reason why it cannot be.
     """
+    if joined():
+        rule = "says that this is a rank, but weft compare starts runs of its own"
+        raise InvalidJob([Problem("WORLD_SIZE", MISSING, rule, "start it outside of torchrun")])
     own = [("checkpoint.dir", "auto"), ("run.dir", f"{out}/trial")]
     try:
         job, _, plan = prepare_job(recipe, [*SPARED, *overrides, *own])

@@ -196,6 +196,12 @@ def losses_of(trials: Sequence[Trial]) -> Losses:
     )
 
 
+def usual_loss(losses: Losses, variant: int) -> float | None:
+    """Mean over its trials; None if none of them has recorded any."""
+    some = [loss for (v, _), loss in losses.final.items() if v == variant]
+    return fmean(some) if some else None
+
+
 # --------------------------------------------------------------------------- judging
 
 
@@ -241,8 +247,8 @@ def judge(
         for v in others
         if v not in loss_apart
     }
-    usual = fmean(final[place] for place in final if place[0] == base)
-    nats = margin * usual if relative else margin
+    usual = usual_loss(losses, base)
+    nats = margin * (usual or math.nan) if relative else margin
     loss_claims = dict(zip(apart, _loss_claims(list(apart.values()), nats), strict=True))
     return [
         Judged(
@@ -252,7 +258,7 @@ def judge(
             speed=speed,
             per_device=dict(zip(scaled, of_device, strict=True)).get(v),
             loss=(loss := loss_claims.get(v)),
-            margin_nats=None if loss is None else nats,
+            margin_nats=nats if loss is not None and loss.differences else None,
             more_pairs=pairs_needed(loss.differences, nats)
             if loss is not None and loss.answer == "undecided" and loss.interval is not None
             else None,
@@ -351,7 +357,7 @@ def _way(part: float) -> str:
     return "faster" if part > 0 else "slower"
 
 
-def loss_sentence(judged: Judged, kind: str, ours: str, base: str, usual: float) -> str:
+def loss_sentence(judged: Judged, kind: str, ours: str, base: str, usual: float | None) -> str:
     """What may be said of the losses.
 
     Args:
@@ -361,11 +367,10 @@ def loss_sentence(judged: Judged, kind: str, ours: str, base: str, usual: float)
     it = judged.loss
     if it is None:
         return "their losses cannot be compared: they count other tokens"
-    assert judged.margin_nats is not None
+    if not it.differences or usual is None or judged.margin_nats is None:
+        return "there is no pair of losses"
     margin = percent(judged.margin_nats / usual)
     if it.interval is None:
-        if not it.differences:
-            return "no pair of losses"
         one = it.differences[0]
         return f"its {kind} loss was {_off(one, usual)} (one pair: no verdict)"
     low, high = it.interval.low, it.interval.high

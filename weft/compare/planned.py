@@ -3,7 +3,7 @@
 Two predictions err alike, so their difference errs less than each of them, but not by much: among
 292 published runs there are 24 sets of layouts of one model on as many devices, 357 pairs.  Of
 the 148 that the planner takes to be more than 15 % apart, 94 % are apart in that direction; of the
-others 67 %.  Nine of ten predicted ratios are within 29 % of the measured one.  (``python
+others 68 %.  Nine of ten predicted ratios are within 29 % of the measured one.  (``python
 benchmarks/plan_accuracy.py`` prints it.)  So a difference below `CALLED` is not called, and with a
 prediction of low confidence none below its error.
 """
@@ -33,7 +33,7 @@ from weft.predict.forecast import Forecast, device_of, forecast
 from weft.train.setup import detect_machine
 
 CALLED = 0.15  # predicted ratio less one, above which its direction is told
-RIGHT = (0.67, 0.94)  # share of directions that were right, below and above that
+RIGHT = (0.68, 0.94)  # share of directions that were right, below and above that
 RATIO_ERROR = 0.29  # of a predicted ratio, which nine of ten stay within
 
 

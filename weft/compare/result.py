@@ -38,6 +38,7 @@ from weft.compare.judge import (
     percent,
     speed_sentence,
     to_dict,
+    usual_loss,
 )
 from weft.compare.verify import layout
 from weft.job import WeftError, difference, flatten
@@ -71,7 +72,7 @@ class Result:
     runs: list[Path]  # one of each variant
     judged: list[Judged]
     labels: list[str]
-    usual_loss: float  # of the baseline
+    usual_loss: float | None  # of the baseline
     document: dict[str, Any]
 
     def text(self) -> str:
@@ -112,9 +113,7 @@ def result_of(
     base = trials[0].variant if trials else 0
     apart = [v for v in range(len(variants)) if _text_of(variants[v]) != _text_of(variants[base])]
     judged = judge(trials, losses, settings.margin, settings.relative, apart)
-    usual = 1.0
-    if losses is not None:
-        usual = fmean(loss for (v, _), loss in losses.final.items() if v == base)
+    usual = None if losses is None else usual_loss(losses, base)
     failures = _failures(folder, variants, ended)
     changes = _changes(variants, base)
     verdict = _verdict(judged, losses, labels, trials, usual)
@@ -234,7 +233,7 @@ def _verdict(
     losses: Losses | None,
     labels: Sequence[str],
     trials: Sequence[Trial],
-    usual: float,
+    usual: float | None,
 ) -> list[str]:
     if losses is None:
         return ["no trial has finished: there is nothing to compare"]
@@ -445,7 +444,7 @@ def forest(result: Result) -> str:
     ]
     if speeds:
         plots.append(_plot("tokens/s against the baseline, %", speeds, None))
-    part = 100 / result.usual_loss
+    part = 100 / (result.usual_loss or 1.0)
     compared = [each for each in result.judged if each.loss is not None and each.loss.interval]
     losses = [
         (result.labels[each.variant], [part * end for end in _ends(each.loss)])
