@@ -62,6 +62,7 @@ def slow(seconds: float, rank: int = 0) -> tuple[str, str]:
         ("'a,b',c", ["a,b", "c"]),
         ('["a,b"],"c"', ['["a,b"]', "c"]),
         ("one", ["one"]),
+        ("it's,hers", ["it's", "hers"]),
         ("a,,b", ["a", "", "b"]),
     ],
 )
@@ -128,6 +129,9 @@ def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "recipe",
     }
     assert any("did you mean 'demo'?" in line for line in lines)
+    twice = ["--vary", "train.seed=1,2", "--vary", "train.seed=3,4"]
+    (line,) = rejected(capsys, "compare", "demo", *twice)
+    assert line.startswith("train.seed: is varied and set, or varied twice")
     (line,) = rejected(capsys, "compare", "demo")
     assert line.startswith("RECIPE: is alone")
     (line,) = rejected(capsys, "compare", "demo", "--vary", "train.seed=1,2", "--train.stepz", "3")

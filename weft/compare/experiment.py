@@ -108,7 +108,7 @@ def split_values(text: str) -> list[str]:
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
-        elif letter in "\"'":
+        elif letter in "\"'" and (depth > 0 or not parts[-1].strip()):
             quote = letter
         else:
             depth += (letter in "[{") - (letter in "]}")
@@ -162,8 +162,11 @@ def read_variants(
             one that can is told of in its row.
     """
     problems = list(problems)
-    for key in {key for key, _ in vary} & {key for key, _ in overrides}:
-        problems.append(Problem(key, MISSING, "is varied and set", "leave out one of the two"))
+    varied = [key for key, _ in vary]
+    for key in dict.fromkeys(varied):
+        if varied.count(key) > 1 or any(key == name for name, _ in overrides):
+            rule, remedy = "is varied and set, or varied twice", "write it once, with all values"
+            problems.append(Problem(key, MISSING, rule, remedy))
     for name in OWN:
         if any(key == name for key, _ in [*vary, *overrides]):
             rule = "each trial has a folder of its own below the comparison's"
@@ -173,7 +176,7 @@ def read_variants(
         problems.append(Problem("RECIPE", MISSING, "is alone: there is nothing to compare", remedy))
     variants: list[Variant] = []
     names = _names(recipes)
-    keys = _names_of_keys([key for key, _ in vary])
+    keys = _names_of_keys(varied)
     for recipe, name in zip(recipes, names, strict=True):
         for values in product(*(values for _, values in vary)):
             parts = [f"{k}={_cut(value)}" for k, value in zip(keys, values, strict=True)]
@@ -182,8 +185,8 @@ def read_variants(
             label += f" ({same + 1})" if same else ""
             own = [(key, value) for (key, _), value in zip(vary, values, strict=True)]
             job, _, unknown = read_job(recipe, [*overrides, *own])
-            if any(problem.key in ("recipe", "extends") for problem in unknown):
-                problems += unknown[:1]
+            if missing := [each for each in unknown if each.key in ("recipe", "extends")]:
+                problems += missing
                 continue
             try:
                 job, plan = read(recipe, [*overrides, *own])
