@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from math import expm1
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from weft.compare.experiment import (
@@ -273,7 +273,7 @@ def _table(
     judged: Sequence[Judged],
     settings: Settings,
 ) -> tuple[list[str], list[list[str]]]:
-    """A line for each variant: means over its trials."""
+    """A line for each variant: means over its trials, of speeds the geometric, as of ratios."""
     against = {each.variant: each for each in judged}
     head = ["variant", "runs", "layout", "parameters", "s/step", "tokens/s", "MFU", "GiB"]
     head += [f"{losses.kind} loss" if losses else "loss", "speed", "device-h/1e9 tokens"]
@@ -294,16 +294,16 @@ def _table(
             str(len(mine)),
             layout({axis: plan[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}),
             f"{mine[0].num_params:,}",
-            _mean([t.step_seconds for t in mine], ".4g"),
-            _mean([t.tokens_per_second for t in mine], ",.0f"),
+            _mean([t.step_seconds for t in mine], ".4g", geometric_mean),
+            _mean([t.tokens_per_second for t in mine], ",.0f", geometric_mean),
             f"{fmean(rates):.1%}" if rates else "-",
             _mean([t.memory_peak_gib for t in mine], ".2f"),
             _mean(final, ".4f"),
             _ratio(against[v].speed) if v in against else "baseline",
-            _mean(hours, ",.1f"),
+            _mean(hours, ",.1f", geometric_mean),
         ]
         if settings.price is not None:
-            cells.append(f"{settings.price * fmean(hours):,.2f}" if hours else "-")
+            cells.append(f"{settings.price * geometric_mean(hours):,.2f}" if hours else "-")
         rows.append(cells)
     if all(row[6] == "-" for row in rows):
         for row in [head, *rows]:
@@ -311,9 +311,11 @@ def _table(
     return head, rows
 
 
-def _mean(values: Sequence[float | None], form: str) -> str:
+def _mean(
+    values: Sequence[float | None], form: str, mean: Callable[[list[float]], float] = fmean
+) -> str:
     known = [value for value in values if value is not None]
-    return format(fmean(known), form) if known else "-"
+    return format(mean(known), form) if known else "-"
 
 
 def _ratio(claim: Claim) -> str:
