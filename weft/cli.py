@@ -541,7 +541,8 @@ def between(name: str, text: str, least: int, most: int, problems: list[Problem]
 
 def report(options: argparse.Namespace) -> int:
     """Write the page of one run, or of several beside each other."""
-    from weft.observe.report import FILE, report_page
+    from weft.observe.history import History
+    from weft.observe.report import FILE, plotly, report_page
     from weft.observe.sinks import replace_text
 
     folders: list[Path] = options.runs
@@ -555,10 +556,11 @@ def report(options: argparse.Namespace) -> int:
         problems.append(Problem("--out", str(out), "is a folder", f"use {out / FILE}"))
     if problems:
         raise InvalidJob(problems)
-    report_page(folders)  # says what is wrong before the seconds that a forecast takes
+    plotly()  # it is missed before the seconds that a forecast takes
+    runs = [History(folder) for folder in folders]
     from weft.predict.sections import sections
 
-    page = report_page(folders, later=sections(folders))
+    page = report_page(runs, later=sections(runs))
     try:
         replace_text(out, page)
     except OSError as error:

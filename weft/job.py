@@ -21,15 +21,18 @@ This module imports neither torch nor anything else of weft.
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+T = TypeVar("T")
 
 RECIPES = resources.files("weft") / "recipes"
 
@@ -102,6 +105,24 @@ def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
         by_last = {key.rsplit(".", 1)[-1]: key for key in every}
         near = [by_last[k] for k in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
     return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
+
+
+def lookup(name: str, table: Mapping[str, T]) -> T:
+    """``table[name]``, or the attribute that ``module:attribute`` names.
+
+    Raises:
+        LookupError: saying what is not there.
+    """
+    if name in table:
+        return table[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise LookupError("unknown name, and not of the form module:attribute")
+    try:
+        found: T = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the user's module raises
+        raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    return found
 
 
 # --------------------------------------------------------------------------- sections
@@ -417,7 +438,12 @@ class ResilienceSection(Section):
 
 class ObserveSection(Section):
     log_interval: Positive = key(10, "steps between records")
-    tensorboard: bool = key(True, "write TensorBoard event files beside metrics.jsonl")
+    sinks: tuple[Text, ...] = key(
+        ("tensorboard",),
+        "where records go beside metrics.jsonl: tensorboard, wandb, mlflow, or module:function of "
+        "your own",
+    )
+    grad_norms: bool = key(False, "record the gradient norm of each layer, too")
     report: bool = key(True, "keep report.html up to date while training; needs weft[report]")
 
 
@@ -543,6 +569,8 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
         tree.setdefault(section, {})[last] = _literal(text)
         return
     literal = _literal(text)
+    if get_origin(model.model_fields[last].annotation) is tuple and not isinstance(literal, list):
+        literal = [_literal(part.strip()) for part in text.split(",") if part.strip()]
     try:
         if isinstance(literal, list):
             model.model_validate_json(json.dumps({last: literal}), strict=True)

@@ -20,7 +20,7 @@ from tests.small import small_job
 from weft.cli import main
 from weft.job import InvalidJob, WeftError, to_toml
 from weft.observe import report as module
-from weft.observe.history import History, fewer
+from weft.observe.history import History, columns_of, fewer
 from weft.observe.report import FILE, MOST_POINTS, Report, report_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -172,7 +172,8 @@ def test_every_number_is_the_runs(browser: Browser, tmp_path: Path) -> None:
         ("loss", "train", "loss"),
         ("loss", "held out", "eval_loss"),
         ("speed", "Speed", "tokens_per_second"),
-        ("mfu", "Model FLOPs utilisation", "mfu"),
+        ("mfu", "MFU", "mfu"),
+        ("mfu", "attention counted as causal", "mfu_causal"),
         ("grad_norm", "Gradient norm", "grad_norm"),
         ("lr", "Learning rate", "lr"),
         ("step_seconds", "Seconds of a step", "step_seconds"),
@@ -458,6 +459,15 @@ def test_fewer_points_keep_every_extreme(count: int) -> None:
         finite = numbers[np.isfinite(numbers)]
         assert mean[0] == pytest.approx(finite[:each].mean())
         assert mean[-1] == pytest.approx(finite[(count - 2) // each * each :].mean())
+
+
+def test_what_is_no_number_is_not_one() -> None:
+    records = [{"a": 1.5, "b": {"c": 2}}, {"a": [1], "b": 7}, {"b": {"c": None, "d": 10**400}}]
+    found = columns_of(records)
+    assert found.keys() == {"a", "b.c", "b.d"}
+    assert [str(value) for value in found["a"]] == ["1.5", "nan", "nan"]
+    assert [str(value) for value in found["b.c"]] == ["2.0", "nan", "nan"]
+    assert np.isnan(found["b.d"]).all()
 
 
 def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> None:

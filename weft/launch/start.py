@@ -29,6 +29,7 @@ from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
 from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
+from weft.observe.events import note_event
 from weft.observe.history import History
 from weft.observe.ledger import goodput
 from weft.observe.report import FILE, LATER, report_page
@@ -74,18 +75,19 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
                     plan,
                     store.path,
                     lambda text: console.print(text, soft_wrap=True),
-                    lambda failure: show_restart(failure, home),
+                    lambda failure: show_restart(failure, home, folder),
                 )
             except Stopped as reason:
                 console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
                 return REQUEUE
             except KeyboardInterrupt:
+                note_event(folder, "stop", last_step(folder), "interrupted")
                 print(f"\ninterrupted; {how_to_go_on(checkpoints(home))}", file=sys.stderr)
                 return INTERRUPTED
             finally:
                 console.show_cursor(True)  # a killed progress line leaves it hidden
             if failure is not None:
-                return show_failure(failure, home)
+                return show_failure(failure, home, folder)
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
@@ -98,14 +100,15 @@ def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[
     """At the end, however it comes, the page is whole: with what the planner says, if that takes
     a few seconds only and the run was long enough for somebody to wait for them."""
     yield
-    if not job.observe.report or not (folder / "metrics.jsonl").exists():
-        return
-    short = sum(History(folder).seconds().values()) < WORTH_A_FORECAST
-    later = [LATER] if short or plan.pp > MOST_TRACED else sections([folder])
+    if not job.observe.report or not (folder / FILE).exists():
+        return  # why there is none, the first rank has said
     try:
-        replace_text(folder / FILE, report_page([folder], later=later, running=False))
-    except (OSError, WeftError) as error:
-        console.print(f"no {FILE}: {error}", soft_wrap=True)
+        run = History(folder)
+        short = sum(run.seconds().values()) < WORTH_A_FORECAST
+        later = [LATER] if short or plan.pp > MOST_TRACED else sections([run])
+        replace_text(folder / FILE, report_page([run], later=later, running=False))
+    except Exception as error:  # a page is no reason for a run to have failed
+        console.print(f"no new {FILE}: {type(error).__name__}: {error}", soft_wrap=True)
     else:
         console.print(f"report: {shown(folder / FILE)}", soft_wrap=True)
 
@@ -377,9 +380,15 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     )
 
 
-def show_restart(failure: Failure, home: Path) -> None:
+def last_step(folder: Path) -> int:
+    """Of the last record; 0 if there is none."""
+    return next((r["step"] for r in reversed(read_records(folder / "metrics.jsonl"))), 0)
+
+
+def show_restart(failure: Failure, home: Path, folder: Path) -> None:
     """One rank's own error, when the ranks start again; its traceback is in the log."""
     print(f"weft: {what_failed(failure)}", file=sys.stderr)
+    note_event(folder, "restart", last_step(folder), what_failed(failure))
     newest = checkpoints(home)[-1:]
     where = f"from {newest[0]}" if newest else "from the beginning: no checkpoint was saved yet"
     print(f"  log: {failure.log}\n  starting again {where}", file=sys.stderr)
@@ -392,9 +401,11 @@ def what_failed(failure: Failure) -> str:
     return f"rank {failure.rank} failed: {failure.kind}: {failure.message}"
 
 
-def show_failure(failure: Failure, home: Path) -> int:
+def show_failure(failure: Failure, home: Path, folder: Path) -> int:
     """One rank's own error, and how to go on; returns the exit status."""
     print(f"weft: {what_failed(failure)}", file=sys.stderr)
+    hangs = failure.kind == "Hang"
+    note_event(folder, "hang" if hangs else "failure", last_step(folder), what_failed(failure))
     if failure.kind == "InvalidJob":
         return MISTAKE
     if failure.traceback and not failure.foreseen:
@@ -405,7 +416,7 @@ def show_failure(failure: Failure, home: Path) -> int:
         print(f"  not started again: {failure.hopeless}", file=sys.stderr)
     if not failure.foreseen or failure.kind != "CheckpointError":  # that says itself what to do
         print(f"  {how_to_go_on(checkpoints(home))}", file=sys.stderr)
-    return HUNG if failure.kind == "Hang" else FAILED
+    return HUNG if hangs else FAILED
 
 
 def how_to_go_on(found: list[Path]) -> str:

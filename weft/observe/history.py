@@ -11,6 +11,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 
 from weft.job import InvalidJob, Problem, WeftError
+from weft.observe.events import read_events
 from weft.observe.ledger import KINDS, goodput
 
 Floats = NDArray[np.float64]
@@ -141,12 +143,9 @@ class History:
 
     def marks(self) -> list[Mark]:
         """What happened, in its order in time."""
-        path = self.folder / "events.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
         noted = [
             Mark(int(e["step"]), float(e["time"]), str(e["kind"]), str(e["text"]))
-            for e in parsed(lines)
-            if {"time", "kind", "text"} <= e.keys()
+            for e in read_events(self.folder)
         ]
         kinds = {mark.kind for mark in noted}
         told = [mark for mark in self._marks if mark.kind not in kinds]
@@ -202,14 +201,20 @@ def columns_of(records: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[s
     """The numbers in records, by the names of `History.columns`."""
     found: dict[str, Floats] = {}
     for name in dict.fromkeys(chain.from_iterable(records)):
-        values = [record.get(name) for record in records]
+        try:
+            values = [*map(itemgetter(name), records)]
+        except KeyError:  # some lack it
+            values = [record.get(name) for record in records]
         first = next((value for value in values if value is not None), None)
         if isinstance(first, dict):
             inner = [value if isinstance(value, dict) else {} for value in values]
             found |= columns_of(inner, f"{prefix}{name}.")
         elif isinstance(first, int | float):
-            numbers = [v if isinstance(v, int | float) else np.nan for v in values]
-            found[prefix + name] = np.array(numbers, np.float64)
+            try:
+                found[prefix + name] = np.array(values, np.float64)  # None becomes NaN
+            except (TypeError, ValueError, OverflowError):  # not all are numbers
+                numbers = [v if isinstance(v, float) else np.nan for v in values]
+                found[prefix + name] = np.array(numbers, np.float64)
     return found
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
@@ -34,13 +33,6 @@ def memory_peak_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (GIB if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
-
-
-def fullest_gib(device: torch.device) -> float:
-    """`memory_peak_gib` of the rank that has most; every rank calls it."""
-    peak = torch.tensor(memory_peak_gib(device), device=device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return peak.item()
 
 
 def expected_of(folder: Path) -> dict[str, Any]:

@@ -102,7 +102,7 @@ GROUPED = {
 
 
 def report_page(
-    folders: Sequence[Path],
+    runs: Sequence[Path | History],
     *,
     title: str = "",
     sections: Sequence[Section] = (),
@@ -112,7 +112,7 @@ def report_page(
     """The whole HTML file of one run, or of several beside each other.
 
     Args:
-        folders: of the runs.
+        runs: their folders, or what has been read of them.
         title: default: the runs' names.
         sections: (heading, HTML) of the caller's own, which come first, after what is told of each
             run in a line.  The heading is escaped here, the content by the caller.
@@ -123,8 +123,8 @@ def report_page(
         InvalidJob: if a folder is not that of a run.
         WeftError: if plotly is not installed, or a run's files cannot be read.
     """
-    runs = [History(folder) for folder in folders]
-    return page_of(runs, title, sections, later, running).decode()
+    read = [run if isinstance(run, History) else History(run) for run in runs]
+    return page_of(read, title, sections, later, running).decode()
 
 
 def page_of(

@@ -29,7 +29,13 @@ from weft.plan.layout import (
     find_degrees,
     fixed,
 )
-from weft.plan.memory import USABLE, rank_bytes, smallest_shard, state_bytes_per_param
+from weft.plan.memory import (
+    USABLE,
+    rank_bytes,
+    recomputed,
+    smallest_shard,
+    state_bytes_per_param,
+)
 from weft.plan.pipeline import (
     PipelinePlan,
     num_microbatches,
@@ -116,6 +122,7 @@ class Plan:
     model: Any  # the family's frozen configuration
     num_params: int
     flops_per_token: float  # forward and backward, without recomputation
+    causal_flops_per_token: float  # of attention only what a causal mask leaves
     # Of one device, None where unknown; with float8 bfloat16's, too: see `weft.plan.devices`.
     peak_flops: float | None
     peak_dtype: str | None
@@ -250,6 +257,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         model=model,
         num_params=family.num_params(model),
         flops_per_token=family.flops_per_token(model, train.seq_len),
+        # On the mean a token sees half of its row.
+        causal_flops_per_token=family.flops_per_token(model, (train.seq_len + 1) // 2),
         peak_flops=peak,
         peak_dtype=None if peak is None else "bfloat16",
         float8=float8,
@@ -366,9 +375,12 @@ def _fit(
     rows = job.train.microbatch
     local = max(1, job.train.global_batch // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
+    units = family.units(model, job.train.seq_len)
+    if job.remat.kind == "full" and job.remat.every == 1:
+        units = recomputed(units)
     needed = [
         rank_bytes(
-            family.units(model, job.train.seq_len),
+            units,
             tp=degrees.tp,
             pp=degrees.pp,
             tokens=int(tokens),

@@ -40,9 +40,9 @@ class Predicted:
     why: str = ""
 
 
-def sections(folders: Sequence[Path]) -> list[Section]:
+def sections(runs: Sequence[History]) -> list[Section]:
     """Of one run a table and every picture; of several the table only."""
-    every = [predict(folder) for folder in folders]
+    every = [predict(run) for run in runs]
     several = len(every) > 1
     rows = [
         [*([one.run.name] * several), *row] for one in every if one.seen for row in compared(one)
@@ -57,11 +57,10 @@ def sections(folders: Sequence[Path]) -> list[Section]:
     return found
 
 
-def predict(folder: Path) -> Predicted:
+def predict(run: History) -> Predicted:
     """Plan a run again and trace it."""
-    run = History(folder)
     try:
-        job, plan, machine = planned_again(folder, "run")
+        job, plan, machine = planned_again(run.folder, "run")
     except InvalidJob as error:
         return Predicted(run, why=f"It cannot be planned again: {error}")
     try:
