@@ -42,12 +42,12 @@ def test_small_differences_are_not_called() -> None:
     assert lines[0] == "G does not fit: memory: 90.0 GiB of 80.0"
     assert "B is predicted to be 11.1 % faster than A: too little to tell" in lines[1]
     assert lines[2] == (
-        "C is predicted to be 25.0 % faster than A (of such predictions 94.0 % had the direction "
+        "C is predicted to be 25.0 % faster than A (of such predictions 94 % had the direction "
         "right, and nine of ten were within -3 to +61 %)"
     )
     assert lines[3].startswith("D is predicted to be 23.1 % slower than A (of such")
-    assert "too little to tell, with low confidence (within 50.0 %)" in lines[4]
-    assert lines[5].endswith("100.0 % faster than A, with low confidence (within 50.0 %)")
+    assert "too little to tell, with low confidence (within 50 %)" in lines[4]
+    assert lines[5].endswith("100.0 % faster than A, with low confidence (within 50 %)")
 
 
 def test_four_layouts_of_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

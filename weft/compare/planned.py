@@ -148,18 +148,16 @@ def verdict(planned: Sequence[Planned]) -> list[str]:
         error = max(first.error, seen.error)
         if first.doubts or seen.doubts:
             little = ": too little to tell" * (far < error)
-            told += f"{little}, with low confidence (within {percent(error)})"
+            told += f"{little}, with low confidence (within {100 * error:.0f} %)"
         elif far < CALLED:
-            wrong = percent(1 - RIGHT[0])
-            told += (
-                f": too little to tell (below {percent(CALLED)}, {wrong} had the direction wrong)"
-            )
+            wrong = f"{100 - 100 * RIGHT[0]:.0f} %"
+            told += f": too little to tell (below {100 * CALLED:.0f} %, {wrong} went the other way)"
         else:
             low, high = 100 * ratio / (1 + RATIO_ERROR) - 100, 100 * ratio * (1 + RATIO_ERROR) - 100
             told += (
-                f" (of such predictions {percent(RIGHT[1])} had the direction right, and nine of "
+                f" (of such predictions {100 * RIGHT[1]:.0f} % had the direction right, and nine "
             )
-            told += f"ten were within {low:+.0f} to {high:+.0f} %)"
+            told += f"of ten were within {low:+.0f} to {high:+.0f} %)"
         lines.append(told)
     return lines
 
