@@ -19,6 +19,7 @@ from weft.job import (
     read_job,
     recipe_names,
     schema,
+    steps_of,
     to_toml,
 )
 
@@ -120,3 +121,14 @@ def test_every_key_is_read_somewhere() -> None:
         section, key = name.split(".")
         read_as = [f"{section}.{key}", f"section.{key}"]
         assert any(text in code for text in read_as), name
+
+
+def test_steps() -> None:
+    assert steps_of("") == []
+    assert steps_of("7, 20-30") == [range(7, 8), range(20, 31)]
+    for text in ("x", "5-", "-5", "1,,2", "9-3", "0", "1.5", "0-3"):
+        with pytest.raises(ValueError, match="must be steps"):
+            steps_of(text)
+    _, _, problems = read_job("demo", [("debug.statistics", "5-")])
+    (problem,) = problems
+    assert (problem.key, problem.rule) == ("debug.statistics", "must be steps such as 7 or 7,20-30")

@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 T = TypeVar("T")
 
@@ -141,6 +142,33 @@ Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+
+
+def steps_of(text: str) -> list[range]:
+    """The steps that a key names: ``"7,20-30"`` are the seventh, and 20 to 30; "" are none.
+
+    Raises:
+        ValueError: if it is no such text.
+    """
+    found = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        bounds = [first, last or first] if "-" not in part or last else []
+        if not bounds or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", bound) for bound in bounds):
+            raise ValueError("must be steps such as 7 or 7,20-30")
+        steps = range(int(bounds[0]), int(bounds[1]) + 1)
+        if not steps or steps[0] < 1:
+            raise ValueError("must be steps from 1, the smaller of a range first")
+        found.append(steps)
+    return found
+
+
+def _check_steps(text: str) -> str:
+    steps_of(text)
+    return text
+
+
+Steps = Annotated[str, AfterValidator(_check_steps)]
 
 
 def key(default: Any, description: str, **rules: Any) -> Any:
@@ -445,6 +473,31 @@ class ObserveSection(Section):
     )
     grad_norms: bool = key(False, "record the gradient norm of each layer, too")
     report: bool = key(True, "keep report.html up to date while training; needs weft[report]")
+    spans: bool = key(True, "write when each rank did what, for Perfetto, into the folder spans")
+
+
+class ProfileSection(Section):
+    """What torch.profiler sees of some steps; see docs/observing.md."""
+
+    steps: Steps = key("", "steps to profile into the folder traces: 10, or 10-12; empty: none")
+    memory: bool = key(False, "profile.steps: also where memory is taken")
+
+
+class DebugSection(Section):
+    """To find what is wrong with a run; docs/debugging.md."""
+
+    statistics: Steps = key(
+        "",
+        "steps (7,20-30) of which statistics.jsonl gets mean, size and what is no number of every "
+        "block's output, gradient and parameter; empty: none",
+    )
+    deterministic: bool = key(
+        False,
+        "the same bits whenever the run is repeated on the same layout and devices; slower on GPUs",
+    )
+    autograd_anomaly: bool = key(
+        False, "name the operator and the layer whose backward pass makes NaN; slow"
+    )
 
 
 class Job(Section):
@@ -463,6 +516,8 @@ class Job(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
     observe: ObserveSection = ObserveSection()
+    profile: ProfileSection = ProfileSection()
+    debug: DebugSection = DebugSection()
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -667,6 +722,7 @@ _RULES = {
     "string_too_short": "must not be empty",
     "tuple_type": "must be a list: [1, 2]",
     "string_pattern_mismatch": "must not contain a NUL character",
+    "value_error": "{error}",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -63,6 +64,7 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
         "launcher.log",
         "rank-0.log",
         "rank-1.log",
+        f"ranks-{socket.gethostname()}.json",
     }
     assert os.listdir(tmp_path) == ["run"]  # nothing beside it
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.launch.test_local import TORCHRUN, run, start_and_wait, wait_for
 from tests.launch.test_signals import workers
 from tests.small import losses
 from weft.launch import FAILED, HUNG, REQUEUE
-from weft.launch.watchdog import Seen, Watched, main_stack, verdict
+from weft.launch.watchdog import Call, Seen, Watched, main_stack, verdict
 from weft.resilience.heartbeat import Contact, beat, measured, start, step_limit
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy 
 LIMIT = 3.0
 LONG = ["--train.steps", "100000", "--checkpoint.interval", "20"]
 WATCHED = [*LONG, "--resilience.restarts", "0", "--resilience.step_timeout", str(LIMIT)]
-WAITS = r"the other waits in \w+ no\. \d+ of group 0"
+WAITS = r"the other waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\)"
 IN_FAULT = r"at weft/resilience/faults\.py:\d+ in _happen"
 
 
@@ -44,8 +45,9 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
     log = re.search(r"log: (\S*rank-\d\.log)", stderr)
     assert log is not None
     assert re.search(f"the watchdog: {pattern}", Path(log[1]).read_text())
+    host = socket.gethostname()
     names = {path.name for path in logs.iterdir()} - {"fault-0.happened"}
-    assert names == {"launcher.log"} | {
+    assert names == {"launcher.log", f"ranks-{host}.json", f"hang-{host}.json"} | {
         f"rank-{n}.{x}" for n in (0, 1) for x in ("log", "error.json")
     }
 
@@ -114,8 +116,8 @@ def test_collectives_at_odds(arguments: list[str], tmp_path: Path) -> None:
     log = (tmp_path / "run/logs/rank-1.log").read_text()
     since = re.search(r"now (\S+)", log)
     assert since is not None
-    one = r"rank 0 waits in \w+ no\. \d+ of group 0 \(step \d+, [a-z ]+\)"
-    other = r"rank 1 waits in broadcast no\. \d+ of group 0 \(step 30, updating the weights\)"
+    one = r"rank 0 waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\) \(step \d+, [a-z ]+\)"
+    other = r"rank 1 waits in broadcast no\. \d+ of dp_shard \(ranks 0, 1\) \(step 30, updating"
     check_sentence(f"the ranks are at odds: {one}, {other}", tmp_path, done.stderr, float(since[1]))
 
 
@@ -183,7 +185,7 @@ def seen(rank: int, **changes: object) -> Seen:
         "seconds": 5.0,
         "state": "S (sleeping)",
         "channel": "futex_wait",
-        "calls": [("0", 42, "all_reduce", [[8]])],
+        "calls": [Call("all ranks", 42, "all_reduce", [[8]])],
         "stack": ['File "/site/torch/distributed/distributed_c10d.py", line 3 in all_reduce'],
     }
     return Seen(rank, **(values | changes))  # type: ignore[arg-type]
@@ -195,13 +197,13 @@ VERDICTS = [
         [seen(0), seen(1, state="T (stopped)", calls=None, stack=[]), seen(2)],
         [1],
         "rank 1 is missing: it is stopped (SIGSTOP) in step 7, forward and backward; "
-        "the others wait in all_reduce no. 42 of group 0",
+        "the others wait in all_reduce no. 42 of all ranks",
     ),
     (
         [seen(0), seen(1, state="", calls=None, stack=[])],
         [1],
         "rank 1 is missing: it has ended, in step 7, forward and backward; "
-        "the other waits in all_reduce no. 42 of group 0",
+        "the other waits in all_reduce no. 42 of all ranks",
     ),
     (
         [seen(0, state="D (disk sleep)", channel="nfs_wait", site="checkpoint.manifest", stack=[])],
@@ -213,15 +215,15 @@ VERDICTS = [
         [seen(0, calls=[], stack=HERE, site="step"), seen(1)],
         [0],
         "rank 0 is missing: it is in no collective, at me/mine/loader.py:12 in __next__, "
-        "in step 7, waiting for data; the other waits in all_reduce no. 42 of group 0",
+        "in step 7, waiting for data; the other waits in all_reduce no. 42 of all ranks",
     ),
     (
-        [seen(0), seen(1), seen(2, calls=[("0", 42, "broadcast", [[8]])])],
+        [seen(0), seen(1), seen(2, calls=[Call("all ranks", 42, "broadcast", [[8]])])],
         [2],
         "the ranks are at odds: "
-        "rank 0 waits in all_reduce no. 42 of group 0 (step 7, forward and backward), "
-        "rank 1 waits in all_reduce no. 42 of group 0 (step 7, forward and backward), "
-        "rank 2 waits in broadcast no. 42 of group 0 (step 7, forward and backward)",
+        "rank 0 waits in all_reduce no. 42 of all ranks (step 7, forward and backward), "
+        "rank 1 waits in all_reduce no. 42 of all ranks (step 7, forward and backward), "
+        "rank 2 waits in broadcast no. 42 of all ranks (step 7, forward and backward)",
     ),
 ]
 

@@ -148,3 +148,26 @@ def test_lists_for_people() -> None:
     assert either([3]) == "3"
     assert either([1, 2, 4]) == "1, 2 or 4"
     assert either(divisors(5040)).count(",") < 9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "rule"),
+    [
+        ([("debug.statistics", "2,2000-3000")], "", ""),
+        ([("debug.statistics", "2000")], "debug.statistics", "begins after the last step"),
+        ([("run.nodes", "1:4")], "debug.deterministic", "does not hold where ranks come and go"),
+        ([("compile.enable", "true")], "debug.autograd_anomaly", "compiled backward pass"),
+        ([("parallel.tp", "2")], "debug.autograd_anomaly", "that are cut by parallel.tp"),
+    ],
+)
+def test_what_debugging_cannot_do(overrides: list[tuple[str, str]], key: str, rule: str) -> None:
+    chosen = [*overrides, ("train.steps", "100")]
+    if key not in ("", "debug.statistics"):
+        chosen.append((key, "true"))
+    if not key:
+        resolve(job(*chosen), CPU)
+        return
+    with pytest.raises(InvalidJob, match=rule) as caught:
+        resolve(job(*chosen), CPU)
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert caught.value.problems[0].remedy

@@ -323,6 +323,8 @@ def test_another_job_is_refused(lighthouse: str, store_path: Path, tmp_path: Pat
         (("resilience.lighthouse", "here"), "resilience.lighthouse", "is no HOST:PORT"),
         (("parallel.pp", "2"), "parallel.pp", "not possible in a replica group"),
         (("train.canonical", "true"), "train.canonical", "not possible in a replica group"),
+        (("debug.statistics", "1"), "debug.statistics", "not possible in a replica group"),
+        (("debug.deterministic", "true"), "debug.deterministic", "where ranks come and go"),
         (("resilience.anomaly", "skip"), "resilience.anomaly", "not possible in a replica group"),
         (("checkpoint.dir", "auto"), "checkpoint.dir", "each replica group's own"),
     ],

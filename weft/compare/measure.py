@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from weft.data.loader import IGNORE, Batch, Loader, evaluation_batches
 from weft.data.store import TokenStream
 from weft.job import Job
 from weft.models import load_family
+from weft.observe.statistics import watching
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.parallel.init import shard_offsets
@@ -231,53 +232,34 @@ def _gradients(params: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
 
 
 class Fingerprints:
-    """Sums over what goes into each block and comes out of it, while ``of`` is active."""
+    """Sums over what goes into each block and comes out of it, inside `of`."""
 
     def __init__(self, parts: list[nn.Module], blocks: Callable[[Any], list[nn.Module]]) -> None:
-        self._sums: dict[str, Sums] | None = None
-        self._rows: list[int] = []
-        self._calls: dict[str, int] = {}
+        self._blocks: dict[str, nn.Module] = {}
         for part in parts:
             names = {module: name for name, module in part.named_modules()}
-            for block in blocks(part):
-                name = names[block]
-                block.register_forward_pre_hook(partial(self._before, f"before {name}"))
-                block.register_forward_hook(partial(self._after, f"in {name}"))
+            self._blocks |= {names[block]: block for block in blocks(part)}
 
-    def of(self, rows: list[int]) -> Fingerprints:
+    @contextmanager
+    def of(self, rows: list[int]) -> Iterator[dict[str, Sums]]:
         """Those of a step whose microbatches have so many rows, in order."""
-        self._rows, self._calls = rows, {}
-        return self
+        found: dict[str, Sums] = {}
 
-    def __enter__(self) -> dict[str, Sums]:
-        self._sums = {}
-        return self._sums
+        @torch.no_grad()
+        def add(name: str, rows: int, before: Any, after: Tensor) -> None:
+            for key, value in ((f"before {name}", before), (f"in {name}", after)):
+                if not isinstance(value, Tensor):
+                    continue
+                x_ND = value.detach()[:rows].double().flatten(0, -2)
+                until = found.get(key, Sums(0, 0.0, 0.0))
+                found[key] = Sums(
+                    until.tokens + len(x_ND),
+                    until.values + x_ND.sum(0).numpy(),
+                    until.squares + x_ND.square().sum(0).numpy(),
+                )
 
-    def __exit__(self, *unused: object) -> None:
-        self._sums = None
-
-    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._add(name, args)
-
-    def _after(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._add(name, output if isinstance(output, tuple) else (output,))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
-    def _add(self, name: str, values: tuple[Any, ...]) -> None:
-        if self._sums is None or not values or not isinstance(values[0], Tensor):
-            return
-        call = self._calls[name] = self._calls.get(name, -1) + 1
-        if call >= len(self._rows):
-            return  # computed again for backward
-        # A pipeline fills a short microbatch up.
-        x_ND = values[0].detach()[: self._rows[call]].double().flatten(0, -2)
-        before = self._sums.get(name, Sums(0, 0.0, 0.0))
-        self._sums[name] = Sums(
-            before.tokens + len(x_ND),
-            before.values + x_ND.sum(0).numpy(),
-            before.squares + x_ND.square().sum(0).numpy(),
-        )
+        with watching(self._blocks, rows, add):
+            yield found
 
 
 def added(ranks: Iterable[Sums]) -> Sums:

@@ -175,7 +175,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
         with ExitStack() as stack:
             if rank == 0:  # before there is a process group, for tracing makes another one
                 expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
-            ranks = stack.enter_context(connect(plan))
+            ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             store = prepared_on_this_host(job, plan, console, ranks)
             if rank == 0:
                 stack.enter_context(owning(folder))

@@ -10,11 +10,16 @@ When a rank is late, all are asked for evidence: the kernel's word on the proces
 that are open in the Flight Recorder, the Python stacks.  Out of this comes one sentence,
 
     rank 1 is missing: it is stopped (SIGSTOP) in step 7, waiting for data; the others wait in
-    all_reduce no. 42 of group 0
+    all_reduce no. 42 of dp_shard (ranks 0-3)
 
 which goes where the launcher looks for the error of a rank; what each rank was at goes into its
-log.  Then all ranks of the host are killed, which ends the run everywhere.  Who is missing on
-another host is for the watchdog there to say; one whose own ranks all wait gives it the time.
+log, and all of it into ``logs/hang-HOST.json``, from which ``weft debug hang`` puts the hosts
+together (`weft.launch.hang`).  Then all ranks of the host are killed, which ends the run
+everywhere.  Who is missing on another host is for the watchdog there to say; one whose own ranks
+all wait gives it the time.
+
+How to ask the ranks of a host is in ``logs/ranks-HOST.json``, watchdog or not: so ``weft debug
+hang`` can do the same while they stand still, and end nobody.
 """
 
 from __future__ import annotations
@@ -23,61 +28,71 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from weft.job import Job
-from weft.launch.worker import die_with_parent, log_path, status, write_report
-from weft.resilience.heartbeat import LINE_BYTES, Contact, start
+from weft.launch.worker import die_with_parent, log_path, status, write_json, write_report
+from weft.resilience.faults import DOING, doing
+from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 
 # Seconds between two looks, for an answer, and for the watchdogs of other hosts to speak first.
 LOOK, ANSWER, OTHERS_FIRST = 0.25, 0.75, 3.0
 
-# What a rank does after a site, by the first part of its name.
-DOING = {
-    "start": "building the model",
-    "load": "loading a checkpoint",
-    "step": "waiting for data",
-    "quorum": "meeting the other replica groups",
-    "forward_backward": "forward and backward",
-    "gradients": "updating the weights",
-    "record": "waiting for the device",
-    "evaluate": "evaluating",
-    "checkpoint": "saving a checkpoint",
-}
-
 FRAME = re.compile(r'File "(.*)", line (\S+) in (.*)')  # as faulthandler writes it
-Call = tuple[str, int, str, list[list[int]]]  # group, number, name, sizes of an open collective
 
 
 def watch(job: Job, folder: Path, rank: Any) -> None:
-    """Let this host's ranks be watched from now on; every rank calls it.
+    """Let this host's ranks be watched from now on, or at least asked; every rank calls it.
 
     Args:
         folder: of the run.
         rank: this process (`weft.train.setup.Rank`).
     """
     timeout = job.resilience.step_timeout
-    if timeout == 0 or sys.platform != "linux":
+    if sys.platform != "linux":
         return
     import torch.distributed as dist
 
     seconds = None if timeout == "auto" else timeout
     contacts: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(contacts, start(rank.rank, seconds, job.observe.log_interval))
+    dist.all_gather_object(contacts, start(rank.rank, seconds or None, job.observe.log_interval))
     if rank.local_rank == 0:
         # A launcher numbers the ranks of one host consecutively.
         here = contacts[rank.rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
+        told = {"host": socket.gethostname(), "world_size": rank.world_size, "ranks": here}
+        write_json(host_path(folder, "ranks", rank.rank), {"time": time.time(), **told})
+        if timeout == 0:
+            return
         what = json.dumps([str(folder), rank.world_size, here])
         # What is sent to all processes of a job is not for this one; blocked is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         subprocess.Popen([sys.executable, "-P", "-m", "weft.launch.watchdog", what])
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def host_path(folder: Path, what: str, first: int) -> Path:
+    """The file of this host, whose first rank is ``first``, for 'ranks' or 'hang'."""
+    # There may be several launchers on one machine, each of which is a host to the run.
+    rank = f"-{first}" if first else ""
+    return folder / "logs" / f"{what}-{socket.gethostname()}{rank}.json"
+
+
+class Call(NamedTuple):
+    """A collective that a rank waits in."""
+
+    group: str  # 'dp_shard (ranks 0, 1)'
+    number: int
+    name: str
+    sizes: list[list[int]]
+    ranks: Sequence[int] = ()  # of the group, where they are known
 
 
 class Seen(NamedTuple):
@@ -91,6 +106,15 @@ class Seen(NamedTuple):
     channel: str  # of the kernel, in which it sleeps, where one may know
     calls: list[Call] | None  # open collectives; None: no answer
     stack: list[str]  # of the main thread, innermost first
+    done: Mapping[str, int] = MappingProxyType(
+        {}
+    )  # of each group, the number of the last collective that is done
+    recent: Sequence[Any] = ()  # collectives: group, number, name, sizes, whether it is open
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        calls = None if self.calls is None else [one._asdict() for one in self.calls]
+        return self._asdict() | {"calls": calls, "done": dict(self.done)}
 
 
 # --------------------------------------------------------------------------- the verdict
@@ -113,9 +137,10 @@ def verdict(seen: Sequence[Seen], world_size: int) -> tuple[list[int], str]:
             others = "the other waits" if len(waiting) == 1 else "the others wait"
             return list(absent), f"{named}; {others} in {calls.pop()}"
         return list(absent), f"{named}; {all_calls(waiting)}"
-    odd = at_odds(seen)
+    gone, past = gone_past(seen)
+    odd = gone or at_odds(seen)
     if odd:
-        return odd, f"the ranks are at odds: {all_calls(seen)}"
+        return odd, f"the ranks are at odds: {all_calls(seen)}{past}"
     said = f"every rank of this host waits: {all_calls(seen)}"
     if len(seen) < world_size:
         return [], f"{said}; who is missing is on another host"
@@ -154,8 +179,45 @@ def at_odds(seen: Sequence[Seen]) -> list[int]:
     return []
 
 
+def gone_past(seen: Sequence[Seen]) -> tuple[list[int], str]:
+    """The ranks that never came to a collective in which others wait, though they are further in
+    the program; and the words for it.
+
+    Ranks wait for each other in a ring then, and of all that are waited for the least advanced is
+    where they parted.
+    """
+    waits: dict[tuple[str, int, str], list[Seen]] = {}
+    for one in seen:
+        if one.calls:
+            waits.setdefault(one.calls[0][:3], []).append(one)
+    for there in sorted(waits.values(), key=lambda there: min(map(progress, there))):
+        first = (there[0].calls or [])[0]
+        gone = [
+            one
+            for one in seen
+            if one.rank in first.ranks
+            and one.done.get(first.group, -1) < first.number
+            and not any(call[:3] == first[:3] for call in one.calls or [])
+            and progress(one) > max(map(progress, there))
+        ]
+        if gone:
+            who = ranks_text([one.rank for one in gone])
+            others = ranks_text([one.rank for one in there])
+            last = gone[0].done.get(first.group)
+            before = f" (the last one there was no. {last})" if last is not None else ""
+            past = f"{who} went past {call(there[0])}{before}, in which {others} wait"
+            return [one.rank for one in gone], f"; {past}{'s' * (len(there) == 1)}"
+    return [], ""
+
+
+def progress(one: Seen) -> tuple[int, int]:
+    """How far a rank is in the program: its step, and the place in it."""
+    site = one.site.partition(".")[0]
+    return one.step, list(DOING).index(site) if site in DOING else 0
+
+
 def where(one: Seen) -> str:
-    return f"step {one.step}, {DOING.get(one.site.partition('.')[0], one.site)}"
+    return f"step {one.step}, {doing(one.site)}"
 
 
 def place(stack: Sequence[str]) -> str:
@@ -168,8 +230,8 @@ def call(one: Seen) -> str:
     """What a waiting rank waits in."""
     if not one.calls:
         return place(one.stack) if one.stack else "a place unknown"
-    group, number, name, _ = one.calls[0]
-    return f"{name} no. {number} of group {group}"
+    first = one.calls[0]
+    return f"{first.name} no. {first.number} of {first.group}"
 
 
 def all_calls(seen: Sequence[Seen], most: int = 4) -> str:
@@ -186,31 +248,51 @@ class Watched:
     def __init__(self, contact: Contact) -> None:
         self.contact = contact
         self.process = os.pidfd_open(contact.pid)
+        if process_began(contact.pid) != contact.began:
+            raise ProcessLookupError  # another one, which has got its id
         self.files = Path(f"/proc/{contact.pid}/fd")
         self.file = os.open(self.files / str(contact.line), os.O_RDONLY)
         self.line = b""
         self.age = 0.0  # seconds that the line has been seen unchanged
+        self.asked, self.told = 0, 0  # answers, and bytes of stacks, that were there before
 
     def look(self, seconds: float) -> bool:
         """Whether the rank is late, ``seconds`` after the last look."""
-        line = os.pread(self.file, LINE_BYTES, 0)
-        self.age = self.age + seconds if line == self.line else 0.0
-        self.line = line
+        before = self.line
+        self.age = self.age + seconds if self.look_at() == before else 0.0
         # A line that has just changed may be half-written; it is not judged.
-        return self.age > 0 and self.age > float(line.split()[2])
+        return self.age > 0 and self.age > float(self.line.split()[2])
+
+    def look_at(self) -> bytes:
+        """What the rank says of where it is."""
+        self.line = os.pread(self.file, LINE_BYTES, 0)
+        return self.line
 
     def ask(self) -> None:
+        self.asked = (self._answer() or {"asked": 0})["asked"]
         with suppress(OSError):
             pipe = os.open(self.files / str(self.contact.question), os.O_WRONLY | os.O_NONBLOCK)
             os.write(pipe, b"?")
             os.close(pipe)
 
-    def answer(self) -> list[Call] | None:
+    def answer(self) -> dict[str, Any] | None:
+        """What the rank says (`weft.resilience.heartbeat`) since it was asked; None: nothing."""
+        told = self._answer()
+        return told if told and told["asked"] > self.asked else None
+
+    def _answer(self) -> dict[str, Any] | None:
         text = self._read(self.contact.answer)
-        return [tuple(call) for call in json.loads(text)] if text.endswith("\n") else None
+        with suppress(ValueError):  # it is being written
+            return dict(json.loads(text)) if text.endswith("\n") else None
+        return None
+
+    def ask_for_stacks(self) -> None:
+        self.told = len(self._read(self.contact.stacks))
+        self.send(signal.SIGUSR2)
 
     def stacks(self) -> str:
-        return self._read(self.contact.stacks)
+        """What it has written since it was asked for it."""
+        return self._read(self.contact.stacks)[self.told :]
 
     def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -219,14 +301,16 @@ class Watched:
     def state(self) -> str:
         return status(self.contact.pid).get("State", "")
 
-    def seen(self) -> Seen:
+    def seen(self, told: dict[str, Any] | None) -> Seen:
+        """All that is known of it, with its answer, from before it was asked for its stacks."""
         _, step, _, site = self.line.decode().split()
         state, channel = self.state(), ""
         with suppress(OSError):
             channel = Path(f"/proc/{self.contact.pid}/wchan").read_text().strip("0\n")
         stack = main_stack(self.stacks())
-        answer = self.answer()
-        return Seen(self.contact.rank, int(step), site, self.age, state, channel, answer, stack)
+        calls = None if told is None else [Call(*call) for call in told["open"]]
+        one = Seen(self.contact.rank, int(step), site, self.age, state, channel, calls, stack)
+        return one if told is None else one._replace(done=told["done"], recent=told["recent"])
 
     def _read(self, number: int) -> str:
         try:
@@ -256,16 +340,36 @@ def gather_evidence(ranks: Sequence[Watched]) -> list[Seen]:
         rank.ask()
     until(lambda: all(rank.answer() is not None for rank in able), ANSWER)
     # Only now: a signal ends some of the calls that keep the lock.
-    seen = {rank: rank.answer() for rank in ranks}
+    told = {rank: rank.answer() for rank in ranks}
     for rank in able:
-        rank.send(signal.SIGUSR2)
+        rank.ask_for_stacks()
     until(lambda: all("hread 0x" in rank.stacks() for rank in able), ANSWER)
     time.sleep(0.05)  # for those that are being written
-    return [rank.seen()._replace(calls=seen[rank]) for rank in ranks]
+    return [rank.seen(told[rank]) for rank in ranks]
+
+
+def write_evidence(folder: Path, seen: Sequence[Seen], world_size: int, ended: bool) -> None:
+    """Leave what is known of this host's ranks as ``logs/hang-HOST.json``, whole or not at all.
+
+    Args:
+        ended: whether the watchdog ends them now.
+    """
+    missing, sentence = verdict(seen, world_size)
+    told = {
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "world_size": world_size,
+        "ended": ended,
+        "verdict": sentence,
+        "missing": missing,
+        "ranks": [one.to_dict() for one in seen],
+    }
+    write_json(host_path(folder, "hang", seen[0].rank), told)
 
 
 def tell(folder: Path, ranks: Sequence[Watched], seen: Sequence[Seen], world_size: int) -> bool:
     """Write the verdict into reports and logs; whether the missing rank is on this host."""
+    write_evidence(folder, seen, world_size, ended=True)
     missing, sentence = verdict(seen, world_size)
     # The launcher takes the earliest report.
     for rank, one in sorted(zip(ranks, seen, strict=True), key=lambda p: p[1].rank not in missing):
@@ -273,7 +377,7 @@ def tell(folder: Path, ranks: Sequence[Watched], seen: Sequence[Seen], world_siz
         with log_path(folder, number).open("a", encoding="utf-8") as log:
             print(f"--- the watchdog: {sentence}", file=log)
             print(f"process {rank.contact.pid}, {one.state or 'ended'}, in {where(one)}", file=log)
-            print(f"open collectives: {one.calls}", file=log)
+            print(f"open collectives: {one.calls}; done: {one.done}", file=log)
             print(rank.stacks() or "no Python stacks: it could not write them\n", file=log)
         report = {
             "kind": "Hang",

@@ -76,11 +76,15 @@ def write_report(folder: Path, rank: int, report: dict[str, Any], torchrun: str 
     Args:
         report: kind, foreseen, message, traceback; see `weft.launch.local.Failure`.
     """
-    path = error_path(folder, rank)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"rank": rank, "time": time.time(), **report}), "utf-8")
-    os.replace(temporary, path)
+    write_json(error_path(folder, rank), {"rank": rank, "time": time.time(), **report})
     tell_torchrun(torchrun, f"{report['kind']}: {report['message']}", report["traceback"])
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file so that a reader sees the old or the new one, never a part."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value), "utf-8")
+    os.replace(temporary, path)
 
 
 def tell_torchrun(path: str | None, why: str, traceback: str) -> None:
@@ -142,7 +146,7 @@ def main() -> None:
 
         job, _, _ = read_job(str(folder / "job.toml"))
         plan = resolve(job, detect_machine(job.run.device))
-        with connect(plan) as ranks:
+        with connect(plan, job.debug.deterministic) as ranks:
             watch(job, folder, ranks)
             whole = train(job, plan, open_store(store_folder), ranks, quiet_console(terminal))
             # The launcher kills the others as soon as one leaves before the end.

@@ -104,8 +104,7 @@ class Jsonl:
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        kept = [line for line in _lines(path) if _step(line) <= resumed_step]
-        replace_text(path, "".join(kept))
+        drop_later(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
@@ -114,6 +113,12 @@ class Jsonl:
 
     def close(self) -> None:
         self._file.close()
+
+
+def drop_later(path: Path, step: int) -> None:
+    """Drop the lines of later steps than ``step``, and one that a crash cut short."""
+    if path.exists():
+        replace_text(path, "".join(line for line in _lines(path) if _step(line) <= step))
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -52,6 +52,17 @@ class Mesh:
         return value
 
 
+def axes_of_groups(mesh: Mesh) -> dict[str, str]:
+    """The mesh's axis of each process group of this rank, by the group's name."""
+    groups = {str(dist.group.WORLD.group_name): "all ranks"} if dist.group.WORLD else {}
+    for axis in PARAMETER_AXES:
+        if mesh.params.size(PARAMETER_AXES.index(axis)) > 1:
+            groups[str(mesh.group(axis).group_name)] = axis
+    if mesh.context is not None:
+        groups[str(mesh.context.group_name)] = "cp"
+    return groups
+
+
 def build_mesh(plan: Plan) -> Mesh:
     """The mesh of ``plan`` over the default process group, in which all ranks take part."""
     ranks = _ranks(plan)

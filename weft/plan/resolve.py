@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.job import InvalidJob, Job, Problem, difference, recipe_names
+from weft.job import InvalidJob, Job, Problem, difference, recipe_names, steps_of
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import peak_flops
 from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
@@ -29,7 +29,13 @@ from weft.plan.layout import (
     find_degrees,
     fixed,
 )
-from weft.plan.memory import USABLE, rank_bytes, smallest_shard, state_bytes_per_param
+from weft.plan.memory import (
+    USABLE,
+    rank_bytes,
+    recomputed,
+    smallest_shard,
+    state_bytes_per_param,
+)
 from weft.plan.pipeline import (
     PipelinePlan,
     num_microbatches,
@@ -51,6 +57,7 @@ Device = Literal["cpu", "cuda"]
 MAX_AUTO_CPU_WORKERS = 4
 # Float32 gradients that a rank keeps whole over a step, to reduce them once, without being asked.
 WHOLE_GRADIENT_BYTES = 2 * 2**30
+MOST_PROFILED = 20  # steps
 # More are refused: each takes a quarter of a GiB before it has done anything.
 MAX_CPU_WORKERS = 64
 
@@ -62,6 +69,8 @@ SAME_RUN = (
     "compile.",
     "checkpoint.",
     "observe.",
+    "profile.",
+    "debug.",
     "train.steps",
     "train.microbatch",
     "train.eval",
@@ -199,6 +208,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
+    problems += _check_profile(job)
+    problems += _check_debug(job)
     batch_problems = _check_batch(job, degrees)
     problems += batch_problems
     local = max(1, train.global_batch // degrees.dp)
@@ -369,9 +380,12 @@ def _fit(
     rows = job.train.microbatch
     local = max(1, job.train.global_batch // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
+    units = family.units(model, job.train.seq_len)
+    if job.remat.kind == "full" and job.remat.every == 1:
+        units = recomputed(units)
     needed = [
         rank_bytes(
-            family.units(model, job.train.seq_len),
+            units,
             tp=degrees.tp,
             pp=degrees.pp,
             tokens=int(tokens),
@@ -493,6 +507,46 @@ def _check_optimizer(job: Job) -> Iterator[Problem]:
     if value == "8bit" and job.resilience.lighthouse != "none":
         rule = "is not possible in a replica group (resilience.lighthouse)"
         yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
+
+
+def _check_profile(job: Job) -> Iterator[Problem]:
+    key, value, last = "profile.steps", job.profile.steps, job.train.steps
+    chosen = steps_of(value)
+    steps = chosen[0] if chosen else range(0)
+    if len(chosen) > 1:
+        yield Problem(key, value, "is more than one range of steps", "use 10, or 10-12")
+    elif steps and steps[-1] > last:
+        rule = f"ends after the run, which has train.steps = {last}"
+        yield Problem(key, value, rule, f"use {last} or less", ("train.steps",))
+    elif len(steps) > MOST_PROFILED:
+        rule = f"has {len(steps)} steps: traces of more than {MOST_PROFILED} are too large to read"
+        yield Problem(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
+
+
+def _check_debug(job: Job) -> Iterator[Problem]:
+    """What would not hold, or tell nothing."""
+    key, group = "debug.statistics", "resilience.lighthouse"
+    rule = "is not possible in a replica group (resilience.lighthouse)"
+    chosen = steps_of(job.debug.statistics)
+    if chosen and job.resilience.lighthouse != "none":
+        yield Problem(key, job.debug.statistics, rule, "use one group", (group,))
+    if chosen and min(steps[0] for steps in chosen) > job.train.steps:
+        rule = f"begins after the last step, train.steps = {job.train.steps}"
+        yield Problem(key, job.debug.statistics, rule, "choose an earlier one", ("train.steps",))
+    if job.debug.deterministic:
+        key, remedy = "debug.deterministic", "use false, or a run that stays as it is"
+        rule = "does not hold where ranks come and go"
+        for other, value in ((group, job.resilience.lighthouse), ("run.nodes", job.run.nodes)):
+            if value != "none" and (other == group or ":" in str(value)):
+                yield Problem(key, True, f"{rule}: {other} = {value}", remedy, (other,))
+    if job.debug.autograd_anomaly and job.compile.enable:
+        key, rule = "debug.autograd_anomaly", "cannot look into a compiled backward pass"
+        yield Problem(key, True, rule, "use compile.enable false", ("compile.enable",))
+    if job.debug.autograd_anomaly and job.parallel.tp > 1:
+        # Its look at a DTensor, which gradients of weights are there, is not implemented.
+        key, rule = "debug.autograd_anomaly", "cannot look at gradients that are cut by parallel.tp"
+        remedy = "use parallel.tp 1, or --debug.statistics"
+        yield Problem(key, True, rule, remedy, ("parallel.tp",))
 
 
 def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:

@@ -116,9 +116,18 @@ class Anomaly:
 class Watch:
     """What is usual in a run, and what to do with a step that is not."""
 
-    def __init__(self, section: ResilienceSection, state: Mapping[str, Any]) -> None:
-        """``state``: of an earlier watch, or empty."""
-        self._section = section
+    def __init__(
+        self,
+        section: ResilienceSection,
+        state: Mapping[str, Any],
+        where: Callable[[int], str] = lambda step: "",
+    ) -> None:
+        """
+        Args:
+            state: of an earlier watch, or empty.
+            where: what is to be said of where in a step it began that is not finite.
+        """
+        self._section, self._where = section, where
         self._rewinds = 0  # to the newest checkpoint: every one begins with none
         self._unseen: list[tuple[int, Tensor]] = []  # steps, and what was told of them
         self.restore(state)
@@ -243,8 +252,8 @@ class Watch:
                 if not math.isfinite(value):
                     raise AnomalyError(
                         f"the {what} is {value} in step {step}: its update was not applied, and "
-                        "nothing is recorded or saved since; try a lower --optim.lr, "
-                        "--precision.compute float32, or --resilience.anomaly skip"
+                        f"nothing is recorded or saved since{self._where(step)}; try a lower "
+                        "--optim.lr, --precision.compute float32, or --resilience.anomaly skip"
                     )
         return values[len(WHAT) * len(unseen) :]
 

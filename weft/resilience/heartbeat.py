@@ -12,8 +12,8 @@ price is a store into memory, some microseconds a site.
 
 Two more things are prepared for the day of need: faulthandler writes the stacks of all threads on
 SIGUSR2, without asking the interpreter; and a thread that sleeps in a pipe tells which collectives
-are open, if it can have the interpreter lock.  All of it lies in anonymous memory, which ends with
-the process and which no file system can hold up.
+are open and which were done, if it can have the interpreter lock.  All of it lies in anonymous
+memory, which ends with the process and which no file system can hold up.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ import statistics
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 # Sites between which a rank is in an ordinary step.
-IN_A_STEP = ("step", "forward_backward", "gradients", "record")
+IN_A_STEP = ("step", "forward_backward", "gradients", "record", "tell")
 LINE_BYTES = 128
+RECENT = 20  # collectives that are told of
 
 _line: mmap.mmap | None = None
 _step = 0
@@ -39,6 +42,7 @@ _timeout: float | None = None
 _log_interval = 1
 _measured: deque[float] = deque(maxlen=100)
 _limit = 0.0  # of a step
+_axes: dict[str, str] = {}  # of the mesh, by the name of their process group
 
 
 class Contact(NamedTuple):
@@ -46,10 +50,11 @@ class Contact(NamedTuple):
 
     rank: int
     pid: int
+    began: str  # `process_began`: another process may have the same id later
     line: int  # where it is
     stacks: int  # written on SIGUSR2
     question: int  # a byte into this pipe ...
-    answer: int  # ... and the open collectives are written here, as JSON
+    answer: int  # ... and `_answer` is written here, as a line of JSON
     torchrun: str | None  # torchrun's file for this rank's error
 
 
@@ -72,14 +77,79 @@ def start(rank: int, timeout: float | None, log_interval: int) -> Contact:
     asked, question = os.pipe()
     threading.Thread(target=_tell, args=(asked, answer), name="weft-witness", daemon=True).start()
     torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Contact(rank, os.getpid(), memory, stacks, question, answer, torchrun)
+    began = process_began(os.getpid())
+    return Contact(rank, os.getpid(), began, memory, stacks, question, answer, torchrun)
+
+
+def process_began(pid: int) -> str:
+    """When a process began, in ticks since the machine did; empty if there is none."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19]
+        )
+    except OSError:
+        return ""
+
+
+def name_groups(axes: Mapping[str, str]) -> None:
+    """From now on collectives of the process groups of these names are told by the mesh's axis."""
+    _axes.clear()
+    _axes.update(axes)
 
 
 def _tell(asked: int, answer: int) -> None:
-    os.read(asked, 1)
-    from weft.parallel.private import open_collectives
+    count = 0
+    while os.read(asked, 1):
+        count += 1
+        text = json.dumps({"asked": count, **_answer()}).encode() + b"\n"
+        os.ftruncate(answer, 0)
+        os.pwrite(answer, text, 0)
 
-    os.pwrite(answer, json.dumps(open_collectives()).encode() + b"\n", 0)
+
+def _answer() -> dict[str, Any]:
+    """What this process knows of its collectives.
+
+    Returns:
+        open: group, number, name, sizes and the group's ranks of those that are not done;
+        done: the last number of each group that is; recent: the last ones, and whether they are
+        open.
+    """
+    from weft.parallel.private import collectives
+
+    found = collectives()
+    groups = {call.group: _group(call.group) for call in found}
+    return {
+        "open": [
+            # To send and receive is no matter of the whole group.
+            (groups[c.group][0], c.number, c.name, c.sizes, [] if c.p2p else groups[c.group][1])
+            for c in found
+            if c.open
+        ],
+        "done": {groups[c.group][0]: c.number for c in found if not (c.open or c.p2p)},
+        "recent": [
+            (groups[c.group][0], c.number, c.name, c.sizes, c.open) for c in found[-RECENT:]
+        ],
+    }
+
+
+def _group(name: str) -> tuple[str, list[int]]:
+    """What a process group is called for people, and its ranks where they are known."""
+    from weft.parallel.private import ranks_of_group
+
+    called = _axes.get(name, f"group {name}")
+    try:
+        ranks = sorted(ranks_of_group(name))
+    except (KeyError, RuntimeError, ValueError):
+        return called, []  # none of torch's own
+    return f"{called} ({ranks_text(ranks)})", ranks
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """'rank 3', 'ranks 0, 1', 'ranks 0-7', 'ranks 0, 2, 4, ... 14'."""
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    shown = [*map(str, ranks[:3]), f"... {ranks[-1]}"] if len(ranks) > 5 else map(str, ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
 
 
 def beat(site: str, step: int | None = None) -> None:

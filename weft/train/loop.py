@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -30,6 +30,7 @@ from weft.data.loader import Ahead, Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
 from weft.models import load_family
+from weft.observe.backward import naming_backward
 from weft.observe.events import Kind, note_event
 from weft.observe.gradients import LayerNorms
 from weft.observe.ledger import Ledger
@@ -40,8 +41,10 @@ from weft.observe.memory import (
     memory_peak_gib,
     out_of_memory,
 )
+from weft.observe.profile import Profile
 from weft.observe.record import Clock, StepRecord, spreads
 from weft.observe.sinks import Sink, open_sinks, read_records
+from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import graph_break, tell_compiling
@@ -53,7 +56,16 @@ from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Wishes
 from weft.resilience.stragglers import Probe, Stragglers, every_rank
 from weft.train.replica_groups import join
-from weft.train.setup import Position, Rank, build, home_of, resume, rewind, write_plan
+from weft.train.setup import (
+    Position,
+    Rank,
+    build,
+    home_of,
+    open_statistics,
+    resume,
+    rewind,
+    write_plan,
+)
 from weft.train.step import batch_to, held_out
 
 GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once
@@ -78,6 +90,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     """
     folder, steps = Path(plan.run_dir), job.train.steps
     arm(job.resilience.faults, rank.rank, folder / "logs")
+    spans = Spans(spans_path(folder, rank.rank) if job.observe.spans else None, rank.rank)
 
     def say(text: str) -> None:
         if rank.rank == 0:
@@ -116,6 +129,13 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     stages = mesh.group("pp") if plan.pp > 1 else None
     family = load_family(job.model.kind)
     layers = LayerNorms(parts, family.blocks, plan.pp) if job.observe.grad_norms else None
+    statistics = open_statistics(job, plan, mesh, parts)
+
+    def backward(rows: list[int]) -> AbstractContextManager[None]:
+        if not job.debug.autograd_anomaly:
+            return nullcontext()
+        return naming_backward(statistics.layers, rows)
+
     copies = job.resilience.replica_check
     groups = join(job, plan, store, rank, say)
 
@@ -135,22 +155,36 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         for param in params:
             param.grad = None
 
-    def compute(batches: list[Batch]) -> Trial:
+    def compute(step: int, batches: list[Batch]) -> Trial:
         """One step without its update."""
         drop_gradients()  # there are some if it is computed again
-        share = engine.forward_backward(batches, groups.sum)
+        rows = [len(batch.tokens_BT) for batch in batches]
+        with statistics.forward(step, rows), backward(rows):
+            share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
         groups.sum(chain([share], (param.grad for param in params if param.grad is not None)))
-        return gather(share, *grad_norm(params, stages))
+        with span("gradient norm"):
+            norms = grad_norm(params, stages)
+        return gather(share, *norms)
 
     section = job.checkpoint
     saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
     ahead = Ahead(loader, rank.device, threaded=rank.device.type == "cuda")
-    with rare_garbage(), closing(groups), closing(saver), closing(ahead), ExitStack() as stack:
+    profile = Profile(job, plan, rank.device, say)
+    with (
+        rare_garbage(),
+        closing(spans),
+        closing(groups),
+        closing(saver),
+        closing(ahead),
+        ExitStack() as stack,
+        profile,
+    ):
 
         def open_at(step: int) -> list[Sink]:
             stack.close()
             ledger.back_to(step, recorded())
+            statistics.back_to(step)
             sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
             for sink in sinks:
                 stack.enter_context(closing(sink))
@@ -166,13 +200,18 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         clock, saves, expected = Clock(), Saves(section, at.step, say), expected_of(folder)
         wishes = Wishes(job.resilience.time_limit)
         stragglers, place = Stragglers(), (mesh.at["pp"], mesh.at["cp"])
-        watch = Watch(job.resilience, at.watch)
+        watch = Watch(job.resilience, at.watch, statistics.where)
         anomalies: list[dict[str, Any]] = []  # that are not recorded yet
         while at.step < steps:
             at = groups.meet(at, parts, optimizer)
             if groups.takes_over:
                 saver.take(at.step)
             step = at.step + 1
+            if profile.turns(step):
+                ledger.spent("productive")
+                profile.turn()
+                ledger.spent("saving")
+                clock.restart()
             wishes.ask(save=saver.wants_again(), busy=saver.busy())
             with naming(f"step {step}", no_memory):
                 with clock.waiting_for_data():
@@ -181,7 +220,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     batches = [batch_to(batch, rank.device) for batch in rows]
 
                 reach("forward_backward")
-                trial, anomaly = watch.examine(step, partial(compute, batches))
+                trial, anomaly = watch.examine(step, partial(compute, step, batches))
                 stop, again, busy = wishes.answer()
                 if not groups.committed():
                     continue
@@ -206,12 +245,16 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 recording = logging or evaluating or saving or keeping
                 norms = [layers()] if layers and recording else []
+                statistics.gradients(step)
                 lr = learning_rate(step, steps, job.optim, decay)
                 if anomaly is None or anomaly.action != "skip":
-                    clip(params, trial.norm, job.optim.max_grad_norm)
+                    with span("clip"):
+                        clip(params, trial.norm, job.optim.max_grad_norm)
                     set_learning_rate(optimizer, lr)
-                    step_unless(optimizer, ~trial.told.isfinite().all())
+                    with span("optimizer"):
+                        step_unless(optimizer, ~trial.told.isfinite().all())
                 drop_gradients()
+                statistics.parameters(step)
                 at = Position(step, samples, watch.state())
                 clock.count_step()
                 if step % GARBAGE_STEPS == 0:
@@ -229,6 +272,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 probe = Probe(rank.device) if rank.device.type == "cuda" else None
                 with clock.waiting_for_device():
                     loss, norm, *of_layers = watch.check(trial.told, *norms)
+                reach("tell")
                 times, eval_loss = clock.read(), None
                 ledger.spent("productive")
                 measured(times[0])

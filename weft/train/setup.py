@@ -55,16 +55,18 @@ from weft.job import (
 )
 from weft.models import load_family
 from weft.observe.sinks import SINKS
+from weft.observe.statistics import Statistics, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
-from weft.parallel.mesh import Mesh, build_mesh
-from weft.parallel.private import listening_store
+from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
+from weft.parallel.private import listening_store, record_flights
 from weft.plan.devices import GIB
 from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
+from weft.resilience.heartbeat import name_groups
 from weft.train.step import Engine
 
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
@@ -370,10 +372,17 @@ def _meeting() -> dict[str, Any]:
 
 
 @contextmanager
-def connect(plan: Plan) -> Iterator[Rank]:
-    """Join the process group (of one, if need be) and leave it at the end."""
+def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
+    """Join the process group (of one, if need be) and leave it at the end.
+
+    Args:
+        deterministic: whether all that is computed inside is the same to the bit every time.
+    """
+    if deterministic:
+        be_deterministic()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     meeting = _meeting()
+    record_flights(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
     if plan.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -385,18 +394,37 @@ def connect(plan: Plan) -> Iterator[Rank]:
         keep_freed_memory()
         dist.init_process_group("gloo", **meeting)
     try:
-        with fastest_attention(device):
+        with fastest_attention(device, deterministic):
             yield Rank(dist.get_rank(), local_rank, dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
 
 
-def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
+def be_deterministic() -> None:
+    """Let operators give the same bits every time, or raise where they cannot; before CUDA starts.
+
+    What is not initialised is not filled: nothing of weft's reads it, and it costs time.
+    """
+    # Two buffers of a size that does not depend on timing: NVIDIA's cuBLAS documentation, 'Results
+    # reproducibility'.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def fastest_attention(
+    device: torch.device, deterministic: bool = False
+) -> AbstractContextManager[None]:
     """In this context attention without a mask takes the fastest kernel that is there.
 
     By itself PyTorch prefers FlashAttention 2, which was written for Ampere; from Hopper on
-    cuDNN's is faster.  What a kernel cannot do goes to the next.
+    cuDNN's is faster.  What a kernel cannot do goes to the next.  Of those with a backward pass
+    that gives the same bits every time, FlashAttention is.
     """
+    if deterministic and device.type == "cuda":
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return nullcontext()
     kernels = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
@@ -440,6 +468,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     torch.manual_seed(job.train.seed)
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
+    name_groups(axes_of_groups(mesh))
     parts = build_parts(job, plan, mesh, family)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
@@ -489,6 +518,19 @@ class Position:
             "weft": weft.__version__,
             "torch": torch.__version__,
         }
+
+
+def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) -> Statistics:
+    """This rank's statistics of the steps of ``debug.statistics``."""
+    blocks = load_family(job.model.kind).blocks
+    stages = plan.pipeline.stages_of(mesh.at["pp"]) if plan.pipeline is not None else [0]
+    layers = [
+        (stage, layers_of(part, set(blocks(part))))
+        for stage, part in zip(stages, parts, strict=True)
+    ]
+    path = Path(plan.run_dir) / "statistics.jsonl"
+    params = dict(named_parameters(parts))
+    return Statistics(job.debug.statistics, path, layers, params, plan.tokens_per_step)
 
 
 def home_of(value: str, run: Path) -> Path:

@@ -1,0 +1,53 @@
+"""debug.deterministic: an operator that cannot give the same bits every time is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.layouts import parse
+from tests.small import Overrides, losses, train_rank
+from weft.train.setup import be_deterministic
+
+
+def put(deterministic: bool) -> str:
+    """Write to an element twice, where the order would decide; what is said to it."""
+    if deterministic:
+        be_deterministic()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_operator_without_an_order_is_refused() -> None:
+    assert run_ranks(put, 1, False) == [""]
+    assert "does not have a deterministic implementation" in run_ranks(put, 1, True)[0]
+
+
+def train_twice(overrides: Overrides, store: str, folder: str) -> None:
+    be_deterministic()
+    for name in ("a", "b"):
+        train_rank([*overrides, ("run.dir", f"{folder}/{name}")], store)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard2 tp2 remat.kind=selective",
+        "pp2 schedule=ZBVZeroBubble model.tied_embeddings=false model.num_layers=4",
+        "cp2 context=ulysses optim.kind=muon",
+    ],
+)
+def test_nothing_that_weft_uses_is(layout: str, store_path: Path, tmp_path: Path) -> None:
+    ranks, overrides = parse(f"{layout} data.packing=documents train.steps=4 train.microbatch=1")
+    run_ranks(train_twice, ranks, overrides, str(store_path), str(tmp_path))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
