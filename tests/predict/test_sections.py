@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -107,7 +108,14 @@ def spans(plan: Plan, steps: list[int], folder: Path, cut: int = 0) -> None:
 def test_the_measured_pipeline_is_the_last_whole_step(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     _, plan, _ = planned_again(folder, "run")
-    assert timeline(folder, plan) is None
+    # What the run itself has noted: on each rank its actions, in their order.
+    found = timeline(folder, plan)
+    assert found is not None
+    assert found[0] == 6
+    for rank, order in timetable_of(plan).items():
+        mine = sorted((s for s in found[1] if s.rank == rank), key=lambda span: span.start)
+        assert [span[1:4] for span in mine] == [tuple(action) for action in order]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
     # Step 3 was done again after a failure, and the end of rank 1's step 6 is not written.
     spans(plan, [1, 2, 3, 3, 4, 5, 6], folder, cut=200)
     found = timeline(folder, plan)

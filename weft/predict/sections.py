@@ -18,6 +18,7 @@ from typing import Any
 from weft.job import InvalidJob, Job
 from weft.observe.history import History
 from weft.observe.report import Section, table
+from weft.observe.spans import spans_path
 from weft.plan.cost import Span
 from weft.plan.devices import GIB
 from weft.plan.placement import coordinates
@@ -156,7 +157,7 @@ def timeline(folder: Path, plan: Plan) -> tuple[int, list[Span]] | None:
         for rank, at in places.items()
         if all(index == 0 for axis, index in at.items() if axis != "pp")
     ]
-    actions = {rank: spans(folder / "spans" / f"rank-{rank}.json") for rank in pipeline}
+    actions = {rank: spans(spans_path(folder, rank)) for rank in pipeline}
     counts = {
         rank: Counter(each["args"]["step"] for each in mine) for rank, mine in actions.items()
     }
@@ -190,16 +191,15 @@ def timeline(folder: Path, plan: Plan) -> tuple[int, list[Span]] | None:
 
 
 def spans(path: Path) -> list[dict[str, Any]]:
-    """The pipeline's actions in a trace, one a line, of which the last may be cut off."""
+    """The pipeline's actions that a rank has noted, one a line; a line may be cut off."""
     found = []
-    for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
-        try:
-            event = json.loads(line.strip().strip("[],"))
-        except ValueError:
-            continue
-        if (
-            isinstance(event, dict)
-            and {"stage", "kind", "microbatch"} <= event.get("args", {}).keys()
-        ):
-            found.append(event)
+    for part in (path.with_suffix(".old.json"), path):  # see `weft.observe.spans`
+        for line in part.read_text("utf-8", "replace").splitlines() if part.is_file() else ():
+            try:
+                event = json.loads(line.strip().strip("[],"))
+            except ValueError:
+                continue
+            args = event.get("args", {}) if isinstance(event, dict) else {}
+            if {"step", "stage", "kind", "microbatch"} <= args.keys():
+                found.append(event)
     return found
