@@ -204,7 +204,7 @@ def train(
         "compile.cache": str(folder / "compiled"),
         "checkpoint.interval": "0",
         "observe.log_interval": "1",
-        "observe.tensorboard": "false",
+        "observe.sinks": "",
         "train.eval_sequences": "1",
         **overrides,
     }

@@ -42,7 +42,8 @@ SMALL: Overrides = [
     ("train.eval_sequences", "6"),
     ("optim.warmup_steps", "5"),
     ("checkpoint.interval", "0"),
-    ("observe.tensorboard", "false"),
+    ("observe.sinks", ""),
+    ("observe.report", "false"),
 ]
 
 

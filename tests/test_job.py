@@ -47,8 +47,12 @@ def test_extends_chains_and_overrides_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
-        ("observe.tensorboard", "false", False),
-        ("observe.tensorboard", "true", True),
+        ("observe.grad_norms", "false", False),
+        ("observe.grad_norms", "true", True),
+        ("observe.sinks", "wandb, mine:sink", ["wandb", "mine:sink"]),
+        ("observe.sinks", '["wandb"]', ["wandb"]),
+        ("observe.sinks", "", []),
+        ("pipeline.layers", "3,4,4,3", [3, 4, 4, 3]),
         ("optim.lr", "1e-4", 1e-4),
         ("optim.lr", "1", 1.0),
         ("run.workers", "3", 3),

@@ -192,6 +192,15 @@ def parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object instead")
     sub.epilog = VERIFY_HELP
 
+    sub = add("report", report, "Write one page that shows runs, and opens without a network.")
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
+    sub.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: report.html, in the run's folder or, of several runs, here)",
+    )
+
     sub = add("generate", generate, "Continue a prompt with a trained model.")
     sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
     sub.add_argument("--prompt", default="", help="text to continue (default: a new document)")
@@ -449,6 +458,36 @@ def between(name: str, text: str, least: int, most: int, problems: list[Problem]
         return int(text)
     problems.append(Problem(name, text, f"must be a whole number from {least} to {most}"))
     return least
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the page of one run, or of several beside each other."""
+    from weft.observe.history import History
+    from weft.observe.report import FILE, plotly, report_page
+    from weft.observe.sinks import replace_text
+
+    folders: list[Path] = options.runs
+    out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
+    wrong = [folder for folder in folders if not (folder / "job.toml").is_file()]
+    rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
+    problems = [Problem("run", str(folder), rule, remedy) for folder in wrong]
+    if not out.parent.is_dir():
+        problems.append(Problem("--out", str(out), "its folder does not exist", "make it first"))
+    elif out.is_dir():
+        problems.append(Problem("--out", str(out), "is a folder", f"use {out / FILE}"))
+    if problems:
+        raise InvalidJob(problems)
+    plotly()  # it is missed before the seconds that a forecast takes
+    runs = [History(folder) for folder in folders]
+    from weft.predict.sections import sections
+
+    page = report_page(runs, later=sections(runs))
+    try:
+        replace_text(out, page)
+    except OSError as error:
+        raise WeftError(f"{out}: cannot be written: {error.strerror}") from error
+    print(out)
+    return 0
 
 
 def generate(options: argparse.Namespace) -> int:

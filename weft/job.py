@@ -21,16 +21,18 @@ This module imports neither torch nor anything else of weft.
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
-import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+T = TypeVar("T")
 
 RECIPES = resources.files("weft") / "recipes"
 
@@ -105,6 +107,24 @@ def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
     return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
 
 
+def lookup(name: str, table: Mapping[str, T]) -> T:
+    """``table[name]``, or the attribute that ``module:attribute`` names.
+
+    Raises:
+        LookupError: saying what is not there.
+    """
+    if name in table:
+        return table[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise LookupError("unknown name, and not of the form module:attribute")
+    try:
+        found: T = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the user's module raises
+        raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    return found
+
+
 # --------------------------------------------------------------------------- sections
 
 
@@ -129,16 +149,12 @@ def steps_of(text: str) -> list[range]:
     Raises:
         ValueError: if it is no such text.
     """
-    found = []
-    for part in text.split(",") if text else []:
-        first, _, last = part.partition("-")
-        bounds = [first, last or first] if "-" not in part or last else []
-        if not bounds or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", bound) for bound in bounds):
-            raise ValueError("must be steps such as 7 or 7,20-30")
-        steps = range(int(bounds[0]), int(bounds[1]) + 1)
-        if not steps or steps[0] < 1:
-            raise ValueError("must be steps from 1, the smaller of a range first")
-        found.append(steps)
+    try:
+        found = [step_range(part.strip()) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ValueError("must be steps such as 7 or 7,20-30") from None
+    if not all(steps and steps[0] > 0 for steps in found):
+        raise ValueError("must be steps from 1, the smaller of a range first")
     return found
 
 
@@ -445,7 +461,21 @@ class ResilienceSection(Section):
 
 class ObserveSection(Section):
     log_interval: Positive = key(10, "steps between records")
-    tensorboard: bool = key(True, "write TensorBoard event files beside metrics.jsonl")
+    sinks: tuple[Text, ...] = key(
+        ("tensorboard",),
+        "where records go beside metrics.jsonl: tensorboard, wandb, mlflow, or module:function of "
+        "your own",
+    )
+    grad_norms: bool = key(False, "record the gradient norm of each layer, too")
+    report: bool = key(True, "keep report.html up to date while training; needs weft[report]")
+    spans: bool = key(True, "write when each rank did what, for Perfetto, into the folder spans")
+
+
+class ProfileSection(Section):
+    """What torch.profiler sees of some steps; see docs/observing.md."""
+
+    steps: str = key("", "steps to profile into the folder traces: 10, or 10-12; empty: none")
+    memory: bool = key(False, "profile.steps: also where memory is taken")
 
 
 class DebugSection(Section):
@@ -481,6 +511,7 @@ class Job(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
     observe: ObserveSection = ObserveSection()
+    profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
 
 
@@ -588,6 +619,8 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
         tree.setdefault(section, {})[last] = _literal(text)
         return
     literal = _literal(text)
+    if get_origin(model.model_fields[last].annotation) is tuple and not isinstance(literal, list):
+        literal = [_literal(part.strip()) for part in text.split(",") if part.strip()]
     try:
         if isinstance(literal, list):
             model.model_validate_json(json.dumps({last: literal}), strict=True)
@@ -705,6 +738,20 @@ def flatten(job: Job) -> dict[str, Any]:
         for name, section in job.model_dump(mode="json").items()
         for key, value in section.items()
     }
+
+
+def step_range(text: str) -> range:
+    """The steps of ``"10-12"``, ``"10"`` or ``""``.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if not text:
+        return range(0)
+    first, dash, last = text.partition("-")
+    if not all(part.isascii() and part.isdigit() for part in ([first, last] if dash else [first])):
+        raise ValueError(text)
+    return range(int(first), int(last if dash else first) + 1)
 
 
 def difference(job: Job, base: Job) -> dict[str, tuple[Any, Any]]:

@@ -9,9 +9,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.small import small_job
+from weft.job import Job, WeftError
 from weft.models import llama
-from weft.observe.record import Clock, StepRecord, mfu, tflops_per_device, tokens_per_second
-from weft.observe.sinks import Jsonl, TensorBoard, Terminal, duration
+from weft.observe.events import note_event, read_events
+from weft.observe.record import (
+    Clock,
+    StepRecord,
+    mfu,
+    scalars,
+    spreads,
+    tflops_per_device,
+    tokens_per_second,
+)
+from weft.observe.sinks import Guarded, Jsonl, Sink, TensorBoard, Terminal, duration
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -25,9 +36,10 @@ def record(step: int, **changes: object) -> StepRecord:
         "times": (0.5, 0.1),
         "devices": 2,
         "flops_per_token": 3e9,
+        "causal_flops_per_token": 2e9,
         "peak_flops": 6e12,
         "memory_peak_gib": 1.5,
-        "seconds": {"productive": 1.0},
+        "seconds": {"productive": 3.0, "lost": 1.0},
     }
     return StepRecord.of(**(values | changes))  # type: ignore[arg-type]
 
@@ -53,11 +65,42 @@ def test_a_published_mfu() -> None:
     assert achieved == pytest.approx(0.338, abs=0.002)
 
 
+def test_the_causal_discount_is_half_of_attention() -> None:
+    """8B at 8,192 tokens: attention is 12.9 of 57.9 GFLOP a token."""
+    config = llama.PRESETS["8b"]
+    attention = 12 * 32 * 4096 * 8192
+    whole, causal = (llama.flops_per_token(config, keys) for keys in (8192, 4096))
+    assert whole - causal == attention / 2
+
+
+def test_what_ranks_differ_in() -> None:
+    assert spreads([[1.0, 2.0, 0, 3.0]]) is None
+    found = spreads([[0.1, 2.0, 0, 3.0], [0.3, 1.0, 0, 3.5], [0.2, 1.5, 1, 3.0]])
+    assert found is not None
+    assert found["data_seconds"] == {"least": 0.1, "median": 0.2, "most": 0.3, "rank": 1}
+    assert found["compute_seconds"] == {"least": 1.0, "median": 1.5, "most": 2.0, "rank": 0}
+    assert found["memory_peak_gib"] == {"least": 3.0, "median": 3.0, "most": 3.5, "rank": 1}
+
+
+def test_names_for_trackers() -> None:
+    found = scalars(
+        record(2, grad_norms={"layers.0": 0.5, "head": float("nan")}, grad_norm=float("inf"))
+    )
+    assert found["train/loss"] == 5.0
+    assert found["grad_norm/layers.0"] == 0.5
+    assert found["time/goodput"] == 0.75
+    assert "grad_norm/head" not in found
+    assert "train/grad_norm" not in found
+    assert all(isinstance(value, float | int) for value in found.values())
+
+
 def test_a_record_derives_its_rates() -> None:
     values = record(4).to_dict()
     assert values["tokens_per_second"] == 2000
     assert values["tokens_per_second_per_device"] == 1000
     assert values["mfu"] == pytest.approx(0.5)
+    assert values["mfu_causal"] == pytest.approx(1 / 3)
+    assert values["goodput"] == 0.75
     assert (values["step_seconds"], values["data_seconds"]) == (0.5, 0.1)
     assert "eval_loss" not in values
     assert record(4, eval_loss=2.0).to_dict()["eval_loss"] == 2.0
@@ -96,15 +139,66 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        sink = TensorBoard(tmp_path, resumed)
+        sink = TensorBoard(tmp_path, small_job(), resumed)
         for step in steps:
             sink.write(record(step, loss=float(step + 10 * resumed)))
         sink.close()
-    events = EventAccumulator(str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
-    assert set(events.Tags()["scalars"]) == set(TensorBoard.NAMES.values()) - {"eval/loss"}
+    assert set(events.Tags()["scalars"]) == set(scalars(record(1)))
+
+
+class Broken:
+    """A sink that is given up at its second record."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def write(self, record: StepRecord) -> None:
+        if self.steps:
+            raise ConnectionError("nobody is there")
+        self.steps.append(record.step)
+
+    def close(self) -> None:
+        raise AssertionError("it has been given up")
+
+
+def test_a_sink_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    out, broken = io.StringIO(), Broken()
+
+    def make(folder: Path, job: Job, resumed_step: int) -> Sink:
+        return broken
+
+    console = Console(file=out)
+    sink = Guarded("mine", make, tmp_path, small_job(), 0, console)
+    for step in (1, 2, 3):
+        sink.write(record(step))
+    sink.close()
+    assert broken.steps == [1]
+    assert out.getvalue().count("ConnectionError: nobody is there") == 1
+
+
+def test_a_sink_that_cannot_start_ends_a_first_start_only(tmp_path: Path) -> None:
+    def make(folder: Path, job: Job, resumed_step: int) -> Sink:
+        raise ConnectionError("nobody is there")
+
+    out = io.StringIO()
+    with pytest.raises(WeftError, match="mine cannot start: ConnectionError: nobody is there"):
+        Guarded("mine", make, tmp_path, small_job(), 0, Console(file=out))
+    Guarded("mine", make, tmp_path, small_job(), 7, Console(file=out)).write(record(8))
+    assert "mine gets no more records" in out.getvalue()
+
+
+def test_the_journal_is_added_to(tmp_path: Path) -> None:
+    assert read_events(tmp_path) == []
+    note_event(tmp_path, "start", 0, "starts")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1\n[]\n')  # damaged
+    note_event(tmp_path, "checkpoint", 10, "saved")
+    kinds = [(event["kind"], event["step"], event["text"]) for event in read_events(tmp_path)]
+    assert kinds == [("start", 0, "starts"), ("checkpoint", 10, "saved")]
 
 
 def test_plain_lines_without_a_terminal() -> None:

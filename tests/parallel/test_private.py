@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -189,6 +191,48 @@ def test_the_flight_recorder_knows_what_is_open() -> None:
     assert [(call.group, call.number, call.name, call.sizes) for call in first] == [
         ("1", 2, "all_reduce", [[3, 5]])
     ]
+
+
+def marked_collectives() -> list[list[int]]:
+    """Ranks of the groups of what is started and waited for."""
+    marked: list[list[int]] = []
+
+    @contextmanager
+    def mark(ranks: list[int]) -> Iterator[None]:
+        marked.append(ranks)
+        yield
+
+    mine = [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = pairs[dist.get_rank() // 2]
+    value = torch.ones(2)
+    with private.around_collectives(mark):
+        dist.all_reduce(value)
+        later = dist.all_reduce(value, group=pair, async_op=True)
+        dist.barrier()
+        later.wait()
+        private.all_gather(torch.empty(4), value, group=pair)
+        private.reduce_scatter(torch.empty(1), value, group=pair)
+        if dist.get_rank() % 2:
+            dist.recv(value, mine[0])
+        else:
+            dist.isend(value, mine[1]).wait()
+        assert value.tolist() == [8, 8]
+    dist.all_reduce(value, group=pair)  # as before
+    assert value.tolist() == [16, 16]
+    everybody = [0, 1, 2, 3]
+    both = [everybody, everybody]
+    assert marked == [*both, mine, *both, *[mine] * 5, *both], marked
+    return marked
+
+
+def test_collectives_and_waits_are_marked() -> None:
+    run_ranks(marked_collectives, 4)
+
+
+def test_what_a_gpus_memory_is_taken_by() -> None:
+    assert parameters(torch.cuda.memory._record_memory_history)[0] == "enabled"
+    assert parameters(torch.cuda.memory._dump_snapshot)[0] == "filename"
 
 
 def gloo_group_after_another() -> list[float]:

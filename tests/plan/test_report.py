@@ -31,8 +31,21 @@ def screen(recipe: str, *overrides: tuple[str, str], cluster: str | None = None)
 # As published: ranks, tp, cp, pp, data-parallel ranks, sequences and tokens of a step.
 PUBLISHED = {
     "llama3-8b": (128, 1, 1, 1, 128, 512, 8192),
+    "llama3-8b-compile": (128, 1, 1, 1, 128, 512, 8192),
+    "llama3-8b-float8": (128, 1, 1, 1, 128, 512, 8192),
+    "llama3-8b-8gpu": (8, 1, 1, 1, 8, 16, 8192),
+    "llama3-8b-8gpu-compile": (8, 1, 1, 1, 8, 16, 8192),
+    "llama3-8b-8gpu-float8": (8, 1, 1, 1, 8, 16, 8192),
     "llama3-70b": (256, 8, 1, 1, 32, 512, 8192),
+    "llama3-70b-float8": (256, 8, 1, 1, 32, 512, 8192),
+    "llama3-70b-async-tp": (256, 8, 1, 1, 32, 512, 8192),
     "llama3-405b": (512, 8, 1, 8, 8, 256, 8192),
+    "llama3-405b-float8": (512, 8, 1, 8, 8, 256, 8192),
+    "llama3-405b-1f1b": (512, 8, 1, 8, 8, 256, 8192),
+    "llama3-405b-4d-32k": (512, 8, 1, 8, 8, 64, 32768),
+    "llama3-405b-4d-65k": (512, 8, 2, 8, 4, 32, 65536),
+    "llama3-405b-4d-131k": (512, 8, 4, 8, 2, 16, 131072),
+    "llama3-405b-4d-262k": (512, 8, 8, 8, 1, 8, 262144),
     "llama3-405b-16k": (16384, 8, 1, 16, 128, 16 * 128, 8192),
     "llama3-405b-128k": (16384, 8, 16, 16, 8, 16 * 8, 131072),
     "three-servers": (96, 4, 1, 6, 4, 512, 8192),
@@ -53,8 +66,26 @@ def test_recipes_on_their_clusters(recipe: str) -> None:
     assert (job.optim.lr, job.optim.schedule) == (rates[job.model.preset], "cosine")
 
 
+def test_mics_on_its_clusters() -> None:
+    """BloombergGPT's replicas of 128 ranks, and 12 times the width's square for each layer."""
+    plan = planned("mics-50b")[1]
+    assert (plan.world_size, plan.dp_replicate, plan.dp_shard) == (512, 4, 128)
+    assert plan.num_params == pytest.approx(70 * 12 * 7680**2 + 2 * 131072 * 7680, rel=1e-3)
+    plan = planned("mics-1t")[1]
+    assert (plan.world_size, plan.dp_replicate, plan.dp_shard, plan.tp) == (1024, 2, 128, 4)
+    assert plan.num_params == pytest.approx(1.057e12, rel=3e-3)
+
+
+def test_fine_tuning_on_one_server() -> None:
+    job, plan, _ = planned("llama3-8b-finetune")
+    assert (plan.world_size, plan.dp_shard) == (8, 8)
+    assert job.optim.lr < planned("llama3-8b")[0].optim.lr / 10
+    assert job.data.packing == "documents"
+
+
 def test_no_recipe_is_left_out() -> None:
-    assert {*PUBLISHED, "demo", "three-servers-small"} == set(recipe_names())
+    others = {"demo", "three-servers-small", "mics-50b", "mics-1t", "llama3-8b-finetune"}
+    assert {*PUBLISHED, *others} == set(recipe_names())
 
 
 @pytest.mark.parametrize("nodes", [1, 16, 32])

@@ -49,6 +49,9 @@ def test_far_from_full_it_is_arithmetic() -> None:
     assert 0 < expected.memory_gib < 0.5 * 141
     assert expected.step_seconds is not None
     assert expected.step_seconds > 0
+    assert expected.seconds is not None
+    assert expected.step_seconds == pytest.approx(sum(expected.seconds.values()))
+    assert expected.seconds["compute"] > 0.5 * expected.step_seconds
     assert expected.memory_gib == pytest.approx(sum(expected.categories_gib.values()))
 
 

@@ -84,7 +84,7 @@ def actions(svg: ET.Element) -> dict[tuple[int, str, int], list[Drawn]]:
     """Boxes by stage, kind and microbatch."""
     found = defaultdict(list)
     for group in svg.iter(f"{SVG}g"):
-        rank = int((group.get("id") or "").removeprefix("rank-"))
+        rank = int((group.get("id") or "").removeprefix("pipeline-"))
         for box in group.iter(f"{SVG}rect"):
             name = re.fullmatch(r"(\d+)([FBIW])(\d+) .* ms to .* ms", title(box))
             assert name
@@ -178,7 +178,7 @@ def test_many_actions_stay_small() -> None:
 
 def test_a_box_has_its_number_only_where_there_is_room() -> None:
     timeline = [Span(0, 0, "F", 7, 0.0, 1.0), Span(0, 0, "B", 8, 1.0, 1.001)]
-    svg = picture(parsed(f"<!DOCTYPE html>\n<p>{pipeline_chart(timeline, 2.0)}</p>"), "pipeline")
+    svg = picture(parsed(f"<!DOCTYPE html>\n<p>{pipeline_chart(timeline, 2.0)[1]}</p>"), "pipeline")
     numbers = [text.text for text in svg.iter(f"{SVG}text") if text.get("class") == "on"]
     assert numbers == ["7"]
 
@@ -228,7 +228,7 @@ def test_a_part_of_the_microbatches_is_told() -> None:
 def test_the_bar_is_the_step(layout: str) -> None:
     _, _, prediction = predicted(layout)
     assert prediction.seconds is not None
-    boxes = part(picture(drawn(layout), "time"), "step")
+    boxes = part(picture(drawn(layout), "time"), "time-step")
     widths = {title(box).split(":")[0]: float(box.get("width", "")) for box in boxes}
     spent = {name: seconds for name, seconds in prediction.seconds.items() if seconds > 0}
     assert widths.keys() == spent.keys()
@@ -271,7 +271,7 @@ def test_ranks_are_in_their_nodes(layout: str) -> None:
 def test_of_many_nodes_the_first_are_shown() -> None:
     _, plan, _ = predicted("Interleaved1F1B")
     many = replace(plan, world_size=1024, dp_replicate=64)
-    text = rank_chart(many)
+    _, text = rank_chart(many)
     assert text.count('<g id="node-') == 2
     assert "126 more nodes go on like this" in text
 

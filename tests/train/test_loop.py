@@ -27,9 +27,11 @@ KEYS = {
     "tokens_per_second_per_device",
     "tflops_per_device",
     "mfu",
+    "mfu_causal",
     "memory_peak_gib",
     "time",
     "seconds",
+    "goodput",
 }
 
 

@@ -29,15 +29,23 @@ from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
 from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
+from weft.observe.events import note_event
+from weft.observe.history import History
 from weft.observe.ledger import goodput
+from weft.observe.report import FILE, LATER, report_page
 from weft.observe.sinks import duration, quiet_console, read_records, replace_text
 from weft.plan.placement import AXES
 from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan
 from weft.predict.check import Expected, expect, note
+from weft.predict.sections import sections
 from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.loop import train
 from weft.train.setup import Rank, check_store, connect, detect_machine, home_of
+
+# Seconds of a run after which its end may take some more, and the ranks of a pipeline, each of
+# which takes about one, that are traced then.
+WORTH_A_FORECAST, MOST_TRACED = 60.0, 4
 
 
 def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
@@ -51,7 +59,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
     expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
     store = prepare_text(job, plan, console)
-    with owning(folder, shared=plan.node_counts[-1] > 1):
+    with owning(folder, shared=plan.node_counts[-1] > 1), reporting(folder, job, plan, console):
         describe(plan, recipe, console, expected, doubt)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, store, expected)
@@ -67,23 +75,42 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
                     plan,
                     store.path,
                     lambda text: console.print(text, soft_wrap=True),
-                    lambda failure: show_restart(failure, home),
+                    lambda failure: show_restart(failure, home, folder),
                 )
             except Stopped as reason:
                 console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
                 return REQUEUE
             except KeyboardInterrupt:
+                note_event(folder, "stop", last_step(folder), "interrupted")
                 print(f"\ninterrupted; {how_to_go_on(checkpoints(home))}", file=sys.stderr)
                 return INTERRUPTED
             finally:
                 console.show_cursor(True)  # a killed progress line leaves it hidden
             if failure is not None:
-                return show_failure(failure, home)
+                return show_failure(failure, home, folder)
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
-    show_end(folder, recipe, store, console)
+        show_end(folder, recipe, store, console)
     return 0
+
+
+@contextmanager
+def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[None]:
+    """At the end, however it comes, the page is whole: with what the planner says, if that takes
+    a few seconds only and the run was long enough for somebody to wait for them."""
+    yield
+    if not job.observe.report or not (folder / FILE).exists():
+        return  # why there is none, the first rank has said
+    try:
+        run = History(folder)
+        short = sum(run.seconds().values()) < WORTH_A_FORECAST
+        later = [LATER] if short or plan.pp > MOST_TRACED else sections([run])
+        replace_text(folder / FILE, report_page([run], later=later, running=False))
+    except Exception as error:  # a page is no reason for a run to have failed
+        console.print(f"no new {FILE}: {type(error).__name__}: {error}", soft_wrap=True)
+    else:
+        console.print(f"report: {shown(folder / FILE)}", soft_wrap=True)
 
 
 @contextmanager
@@ -304,6 +331,12 @@ def scaled(count: int) -> str:
     return str(count)
 
 
+def shown(path: Path) -> str:
+    """As short as it can be told."""
+    from_here = os.path.relpath(path)
+    return str(path) if from_here.startswith("..") else from_here
+
+
 def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
     records = read_records(folder / "metrics.jsonl")
@@ -329,8 +362,7 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
         if "expected_step_seconds" in last:
             beside += f" (expected {last['expected_step_seconds']:.3g})"
         beside += "\n"
-    where = os.path.relpath(folder)
-    where = str(folder) if where.startswith("..") else where
+    where = shown(folder)
     name = recipe if not recipe.endswith(".toml") else "demo"
     console.print(
         f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "
@@ -348,9 +380,15 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
     )
 
 
-def show_restart(failure: Failure, home: Path) -> None:
+def last_step(folder: Path) -> int:
+    """Of the last record; 0 if there is none."""
+    return next((r["step"] for r in reversed(read_records(folder / "metrics.jsonl"))), 0)
+
+
+def show_restart(failure: Failure, home: Path, folder: Path) -> None:
     """One rank's own error, when the ranks start again; its traceback is in the log."""
     print(f"weft: {what_failed(failure)}", file=sys.stderr)
+    note_event(folder, "restart", last_step(folder), what_failed(failure))
     newest = checkpoints(home)[-1:]
     where = f"from {newest[0]}" if newest else "from the beginning: no checkpoint was saved yet"
     print(f"  log: {failure.log}\n  starting again {where}", file=sys.stderr)
@@ -363,9 +401,11 @@ def what_failed(failure: Failure) -> str:
     return f"rank {failure.rank} failed: {failure.kind}: {failure.message}"
 
 
-def show_failure(failure: Failure, home: Path) -> int:
+def show_failure(failure: Failure, home: Path, folder: Path) -> int:
     """One rank's own error, and how to go on; returns the exit status."""
     print(f"weft: {what_failed(failure)}", file=sys.stderr)
+    hangs = failure.kind == "Hang"
+    note_event(folder, "hang" if hangs else "failure", last_step(folder), what_failed(failure))
     if failure.kind == "InvalidJob":
         return MISTAKE
     if failure.traceback and not failure.foreseen:
@@ -376,7 +416,7 @@ def show_failure(failure: Failure, home: Path) -> int:
         print(f"  not started again: {failure.hopeless}", file=sys.stderr)
     if not failure.foreseen or failure.kind != "CheckpointError":  # that says itself what to do
         print(f"  {how_to_go_on(checkpoints(home))}", file=sys.stderr)
-    return HUNG if failure.kind == "Hang" else FAILED
+    return HUNG if hangs else FAILED
 
 
 def how_to_go_on(found: list[Path]) -> str:

@@ -40,23 +40,11 @@ from typing import Any, NamedTuple
 
 from weft.job import Job
 from weft.launch.worker import die_with_parent, log_path, status, write_json, write_report
+from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 
 # Seconds between two looks, for an answer, and for the watchdogs of other hosts to speak first.
 LOOK, ANSWER, OTHERS_FIRST = 0.25, 0.75, 3.0
-
-# What a rank does after a site, by the first part of its name.
-DOING = {
-    "start": "building the model",
-    "load": "loading a checkpoint",
-    "step": "waiting for data",
-    "quorum": "meeting the other replica groups",
-    "forward_backward": "forward and backward",
-    "gradients": "updating the weights",
-    "record": "waiting for the device",
-    "evaluate": "evaluating",
-    "checkpoint": "saving a checkpoint",
-}
 
 FRAME = re.compile(r'File "(.*)", line (\S+) in (.*)')  # as faulthandler writes it
 
@@ -228,7 +216,7 @@ def progress(one: Seen) -> tuple[int, int]:
 
 
 def where(one: Seen) -> str:
-    return f"step {one.step}, {DOING.get(one.site.partition('.')[0], one.site)}"
+    return f"step {one.step}, {doing(one.site)}"
 
 
 def place(stack: Sequence[str]) -> str:

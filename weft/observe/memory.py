@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from weft.job import Job, WeftError
+from weft.parallel.private import dump_memory
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 
@@ -34,13 +35,6 @@ def memory_peak_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (GIB if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
-
-
-def fullest_gib(device: torch.device) -> float:
-    """`memory_peak_gib` of the rank that has most; every rank calls it."""
-    peak = torch.tensor(memory_peak_gib(device), device=device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return peak.item()
 
 
 def expected_of(folder: Path) -> dict[str, Any]:
@@ -82,9 +76,20 @@ def out_of_memory(
         f"out of memory: at most {peak:.2f} GiB were in use on this rank: {shown}",
         *([f"expected were {expected:.2f} GiB"] if expected else []),
         f"what would take less for {most}: {' or '.join(knobs(most, job, plan))}",
+        *([snapshot(Path(plan.run_dir))] if device.type == "cuda" else []),
         *str(error).splitlines()[:1],
     ]
     return OutOfMemory("; ".join(lines))
+
+
+def snapshot(folder: Path) -> str:
+    """Write what the allocator holds into a run's folder; where it is, for people."""
+    path = folder / "traces" / f"out-of-memory-rank-{dist.get_rank()}.pickle"
+    try:
+        dump_memory(path)
+    except OSError as error:  # no reason to lose the message that it belongs to
+        return f"what the allocator holds could not be written: {error}"
+    return f"what the allocator holds is in {path}, for https://pytorch.org/memory_viz"
 
 
 def gib(tensors: Iterable[Tensor], device: torch.device) -> float:

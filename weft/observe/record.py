@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from typing import Any, Self
+
+from weft.observe.ledger import goodput
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float:
@@ -29,6 +33,31 @@ def mfu(tflops: float, peak_flops: float | None) -> float | None:
     return None if peak_flops is None else tflops * 1e12 / peak_flops
 
 
+def spreads(table: Sequence[Sequence[float]]) -> dict[str, dict[str, float]] | None:
+    """In what ranks differ: the least, the median and the most of each, and whose the most is.
+
+    Args:
+        table: a row for each rank: seconds for its data, those of computing (on a GPU of a fixed
+            piece of it), anything, and last its peak memory in GiB.
+
+    Returns:
+        None where there is one rank only.
+    """
+    if len(table) == 1:
+        return None
+    data, compute, *_, memory = zip(*table, strict=True)
+    columns = {"data_seconds": data, "compute_seconds": compute, "memory_peak_gib": memory}
+    return {
+        name: {
+            "least": min(values),
+            "median": statistics.median(values),
+            "most": max(values),
+            "rank": values.index(max(values)),
+        }
+        for name, values in columns.items()
+    }
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One logged step.  Rates and times are means over the steps since the last record."""
@@ -44,9 +73,11 @@ class StepRecord:
     tokens_per_second_per_device: float
     tflops_per_device: float
     mfu: float | None
+    mfu_causal: float | None  # the same, of attention only the half that a causal mask needs
     memory_peak_gib: float  # so far, of the fullest rank: see `weft.observe.memory`
     time: float  # seconds since the epoch
     seconds: dict[str, float]  # of the run, over all its starts: see `weft.observe.ledger`
+    goodput: float  # the productive share of them
     eval_loss: float | None = None  # nats per token of the held-out text, where it was evaluated
     # Steps since the last record that were skipped, taken back, or computed twice.
     anomalies: list[dict[str, Any]] | None = None
@@ -54,6 +85,9 @@ class StepRecord:
     slow_ratio: float | None = None  # ... and how many times as long it needs
     expected_memory_gib: float | None = None  # what the planner said of memory_peak_gib ...
     expected_step_seconds: float | None = None  # ... and of step_seconds
+    # Of several ranks what they need and have, see `spreads`.
+    ranks: dict[str, dict[str, float]] | None = None
+    grad_norms: dict[str, float] | None = None  # of each layer, before clipping; if asked for
 
     @classmethod
     def of(
@@ -63,13 +97,17 @@ class StepRecord:
         times: tuple[float, float],
         devices: int,
         flops_per_token: float,
+        causal_flops_per_token: float,
         peak_flops: float | None,
         **values: Any,
     ) -> Self:
         """The record of a step that took ``times`` = (seconds, of which waiting for data)."""
         seconds, data_seconds = times
         rate = tokens_per_second(tokens_per_step, seconds)
-        tflops = tflops_per_device(tokens_per_step, seconds, devices, flops_per_token)
+        tflops, causal = (
+            tflops_per_device(tokens_per_step, seconds, devices, flops)
+            for flops in (flops_per_token, causal_flops_per_token)
+        )
         return cls(
             step_seconds=seconds,
             data_seconds=data_seconds,
@@ -77,6 +115,8 @@ class StepRecord:
             tokens_per_second_per_device=rate / devices,
             tflops_per_device=tflops,
             mfu=mfu(tflops, peak_flops),
+            mfu_causal=mfu(causal, peak_flops),
+            goodput=goodput(values["seconds"]),
             time=time.time(),
             **values,
         )
@@ -88,10 +128,47 @@ class StepRecord:
         """
         optional = {field.name for field in fields(self) if field.default is None}
         record = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(record[name]):
-                record[name] = None
+        for of in (record, record.get("grad_norms", {})):
+            for name, value in of.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    of[name] = None
         return record
+
+
+# What of a record trackers plot, under names that their users expect; numbers in a dict get its
+# name and theirs.
+NAMES = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "tokens": "train/tokens",
+    "eval_loss": "eval/loss",
+    "step_seconds": "time/step_seconds",
+    "data_seconds": "time/data_seconds",
+    "goodput": "time/goodput",
+    "tokens_per_second": "speed/tokens_per_second",
+    "tokens_per_second_per_device": "speed/tokens_per_second_per_device",
+    "tflops_per_device": "speed/tflops_per_device",
+    "mfu": "speed/mfu",
+    "mfu_causal": "speed/mfu_causal",
+    "memory_peak_gib": "memory/peak_gib",
+    "grad_norms": "grad_norm",
+    "ranks": "ranks",
+}
+
+
+def scalars(record: StepRecord) -> dict[str, float]:
+    """The numbers of a record by the names of `NAMES`; those without a value are left out."""
+    values = record.to_dict()
+    return dict(chain.from_iterable(_flat(name, values.get(key)) for key, name in NAMES.items()))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(f"{name}/{key}", each)
+    elif value is not None:
+        yield name, value
 
 
 class Clock:

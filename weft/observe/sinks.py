@@ -9,14 +9,15 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from weft.job import Job
-from weft.observe.record import StepRecord
+from weft.job import Job, WeftError, lookup
+from weft.observe.record import StepRecord, scalars
 
 
 class Sink(Protocol):
@@ -27,17 +28,72 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+MakeSink = Callable[[Path, Job, int], Sink]  # of the run's folder, its job, the step it resumes at
+
+
 def open_sinks(
     folder: Path, job: Job, steps: int, resumed_step: int, console: Console
 ) -> list[Sink]:
-    """The sinks that the job asks for, in the run's ``folder``."""
+    """The sinks of the run in ``folder``: always its records and the terminal, and what the job
+    asks for."""
     sinks: list[Sink] = [
         Jsonl(folder / "metrics.jsonl", resumed_step),
         Terminal(console, steps, resumed_step),
     ]
-    if job.observe.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard", resumed_step))
+    for name in job.observe.sinks:
+        sinks.append(Guarded(name, lookup(name, SINKS), folder, job, resumed_step, console))
+    if job.observe.report:
+        from weft.observe.report import Report  # which needs this module
+
+        sinks.append(Report(folder, lambda text: console.print(text, soft_wrap=True)))
     return sinks
+
+
+class Guarded:
+    """A sink that may fail without ending the run, whose records are in metrics.jsonl anyway.
+
+    A first start it does end, with the reason: then somebody is there to read it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: MakeSink,
+        folder: Path,
+        job: Job,
+        resumed_step: int,
+        console: Console,
+    ) -> None:
+        self._name, self._console = name, console
+        self._sink: Sink | None = None
+        try:
+            self._sink = make(folder, job, resumed_step)
+        except Exception as error:
+            if resumed_step == 0:
+                why = f"{type(error).__name__}: {error}"
+                raise WeftError(f"observe.sinks: {name} cannot start: {why}") from error
+            self._failed(error)
+
+    def write(self, record: StepRecord) -> None:
+        self._do(lambda sink: sink.write(record))
+
+    def close(self) -> None:
+        self._do(lambda sink: sink.close())
+
+    def _do(self, what: Callable[[Sink], None]) -> None:
+        try:
+            if self._sink is not None:
+                what(self._sink)
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._sink = None
+        why = f"{type(error).__name__}: {error}"
+        self._console.print(
+            f"warning: {self._name} gets no more records, which metrics.jsonl has: {why}",
+            soft_wrap=True,
+        )
 
 
 class Jsonl:
@@ -67,9 +123,14 @@ def drop_later(path: Path, step: int) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old or the new one, never a part."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """See `replace_text`."""
     # Other nodes may be writing the same.
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    temporary.write_text(text, "utf-8")
+    temporary.write_bytes(data)
     os.replace(temporary, path)
 
 
@@ -95,42 +156,43 @@ def _step(line: str) -> float:
 
 
 class TensorBoard:
-    """Event files in ``folder``, under names that TensorBoard users expect."""
+    """Event files in ``tensorboard/``, under names that its users expect."""
 
-    NAMES: ClassVar = {
-        "loss": "train/loss",
-        "grad_norm": "train/grad_norm",
-        "lr": "train/lr",
-        "eval_loss": "eval/loss",
-        "step_seconds": "time/step_seconds",
-        "data_seconds": "time/data_seconds",
-        "tokens_per_second": "speed/tokens_per_second",
-        "tokens_per_second_per_device": "speed/tokens_per_second_per_device",
-        "tflops_per_device": "speed/tflops_per_device",
-        "mfu": "speed/mfu",
-        "memory_peak_gib": "memory/peak_gib",
-    }
-
-    def __init__(self, folder: Path, resumed_step: int) -> None:
+    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
         # Writes event files without TensorBoard itself (a web server) being installed.
         from tensorboardX import SummaryWriter
 
         # A name of its own for each start: the default repeats within a second, and overwrites.
         self._writer = SummaryWriter(
-            str(folder),
+            str(folder / "tensorboard"),
             purge_step=resumed_step + 1,
             flush_secs=10,
             filename_suffix=f".from-step-{resumed_step + 1}",
         )
 
     def write(self, record: StepRecord) -> None:
-        values = record.to_dict()
-        for key, name in self.NAMES.items():
-            if values.get(key) is not None:
-                self._writer.add_scalar(name, values[key], record.step, walltime=record.time)
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
     def close(self) -> None:
         self._writer.close()
+
+
+def wandb(folder: Path, job: Job, resumed_step: int) -> Sink:
+    """Weights & Biases."""
+    from weft.observe.trackers import WeightsAndBiases
+
+    return WeightsAndBiases(folder, job)
+
+
+def mlflow(folder: Path, job: Job, resumed_step: int) -> Sink:
+    """MLflow."""
+    from weft.observe.trackers import MLflow
+
+    return MLflow(folder, job)
+
+
+SINKS: dict[str, MakeSink] = {"tensorboard": TensorBoard, "wandb": wandb, "mlflow": mlflow}
 
 
 class _QuietConsole(Console):

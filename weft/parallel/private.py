@@ -8,6 +8,7 @@ imports from here, but for the operators of attention, which fill a file of thei
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -454,45 +456,41 @@ def watching_resizes(told: Callable[[torch.UntypedStorage, int], None]) -> Itera
         storage.resize_ = original
 
 
-@contextmanager
-def watching_actions(schedule: Any, told: Callable[[int, str], None]) -> Iterator[None]:
-    """Inside, ``told`` hears of every action of a pipeline's schedule before it begins.
+Around = Callable[..., AbstractContextManager[Any]]
 
-    By the place of the stage among those of this rank, and the action's kind: F, B, I or W.
+
+def around_actions(schedule: Any, around: Around) -> Callable[[], None]:
+    """From now on actions of a pipeline's schedule run in ``around(place, kind, microbatch)``.
+
+    Args:
+        around: is given the place of the stage among those of this rank, and the action's kind: F,
+            B, I or W.
+
+    Returns:
+        What undoes it.
     """
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-    wrapped = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    before = [(stage, name, getattr(stage, name)) for stage in stages for name in names]
+
+    def watched(place: int, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(microbatch: int, *args: Any, **options: Any) -> Any:
+            full = options.get("full_backward", True)
+            kind = {names[0]: "F", names[1]: "B" if full else "I", names[2]: "W"}[name]
+            with around(place, kind, microbatch):
+                return call(microbatch, *args, **options)
+
+        return run
+
     for place, stage in enumerate(stages):
-        forward, backward, weight = (getattr(stage, name) for name in wrapped)
+        for name in names:
+            setattr(stage, name, watched(place, name, getattr(stage, name)))
 
-        def run_forward(*args: Any, _call: Any = forward, _place: int = place, **kw: Any) -> Any:
-            told(_place, "F")
-            return _call(*args, **kw)
+    def undo() -> None:
+        for stage, name, call in before:
+            setattr(stage, name, call)
 
-        def run_backward(
-            chunk: int,
-            *args: Any,
-            _call: Any = backward,
-            _place: int = place,
-            full_backward: bool = True,
-            **kw: Any,
-        ) -> Any:
-            told(_place, "B" if full_backward else "I")
-            return _call(chunk, *args, full_backward=full_backward, **kw)
-
-        def run_weight(*args: Any, _call: Any = weight, _place: int = place, **kw: Any) -> Any:
-            told(_place, "W")
-            return _call(*args, **kw)
-
-        stage.forward_one_chunk = run_forward
-        stage.backward_one_chunk = run_backward
-        stage.backward_weight_one_chunk = run_weight
-    try:
-        yield
-    finally:
-        for stage in stages:
-            for name in wrapped:
-                delattr(stage, name)
+    return undo
 
 
 @contextmanager
@@ -536,6 +534,84 @@ def waiting_for_others(told: Callable[[bool], None]) -> Iterator[None]:
         yield
     finally:
         work.wait = original
+
+
+@contextmanager
+def around_collectives(around: Around) -> Iterator[None]:
+    """Inside, collectives that Python starts, and the waits for them, happen in ``around(ranks)``.
+
+    Args:
+        around: is given the ranks of the process group.
+    """
+    owner: Any = dist.ProcessGroup
+    work: Any = dist.Work
+    names = [name for name in COLLECTIVES if hasattr(owner, name)]
+    # As they are: what `getattr` gives is not bound to an instance any more when it is put back.
+    before = [(owner, name, inspect.getattr_static(owner, name)) for name in names]
+    before.append((work, "wait", inspect.getattr_static(work, "wait")))
+    groups: dict[int, list[int]] = {}  # by the id of a work, which its next owner overwrites
+
+    def started(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(group: Any, *args: Any, **options: Any) -> Any:
+            ranks = dist.get_process_group_ranks(group)
+            with around(ranks):
+                found = call(group, *args, **options)
+            groups[id(found)] = ranks
+            return found
+
+        return run
+
+    def wait(self: Any, *args: Any, _call: Any = work.wait) -> Any:
+        with around(groups.get(id(self), [])):
+            return _call(self, *args)
+
+    for name in names:
+        setattr(owner, name, started(getattr(owner, name)))
+    work.wait = wait
+    try:
+        yield
+    finally:
+        for where, name, call in before:
+            setattr(where, name, call)
+
+
+# Methods of a process group that start a collective, under the names of torch 2.11 and of 2.13.
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+
+
+def record_memory(on: bool) -> None:
+    """Note from now on, or not any more, where in the code a GPU's memory is taken."""
+    torch.cuda.memory._record_memory_history("all" if on else None)
+
+
+def dump_memory(path: Path) -> None:
+    """What a GPU's memory is taken by, for https://pytorch.org/memory_viz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
 def group_of(args: Iterable[Any]) -> str:

@@ -2,7 +2,7 @@
 
 A first estimate from sizes alone, on the safe side: weights, gradients and AdamW's two moments in
 float32 over the ranks that share them, whole copies where the layout keeps them, and what autograd
-saves of the microbatches under way, without recomputation.
+saves of the microbatches under way, without recomputation or with all of it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,17 @@ def rank_bytes(
     gathered = 4 * compute_bytes * max(unit.params for unit in units) / tp
     saved = sum(unit.activation_bytes_per_token for unit in units) * compute_bytes / 2
     return params * per_param + gathered + saved / (tp * pp) * tokens * in_flight
+
+
+def recomputed(units: Sequence[Unit]) -> list[Unit]:
+    """The units when each block is computed again in backward: blocks keep what goes into them,
+    which is as large as what the first unit makes, and one at a time all that it needs."""
+    first, *blocks, last = units
+    small = [
+        unit._replace(activation_bytes_per_token=first.activation_bytes_per_token)
+        for unit in blocks
+    ]
+    return [first, *small[:-1], *blocks[-1:], last]
 
 
 def smallest_shard(choices: Sequence[int], needed: Sequence[float], available: float) -> int | None:

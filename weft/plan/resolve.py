@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.job import InvalidJob, Job, Problem, difference, recipe_names, steps_of
+from weft.job import InvalidJob, Job, Problem, difference, recipe_names, step_range, steps_of
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import peak_flops
 from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
@@ -29,7 +29,13 @@ from weft.plan.layout import (
     find_degrees,
     fixed,
 )
-from weft.plan.memory import USABLE, rank_bytes, smallest_shard, state_bytes_per_param
+from weft.plan.memory import (
+    USABLE,
+    rank_bytes,
+    recomputed,
+    smallest_shard,
+    state_bytes_per_param,
+)
 from weft.plan.pipeline import (
     PipelinePlan,
     num_microbatches,
@@ -51,6 +57,7 @@ Device = Literal["cpu", "cuda"]
 MAX_AUTO_CPU_WORKERS = 4
 # Float32 gradients that a rank keeps whole over a step, to reduce them once, without being asked.
 WHOLE_GRADIENT_BYTES = 2 * 2**30
+MOST_PROFILED = 20  # steps
 # More are refused: each takes a quarter of a GiB before it has done anything.
 MAX_CPU_WORKERS = 64
 
@@ -63,6 +70,7 @@ SAME_RUN = (
     "checkpoint.",
     "observe.",
     "debug.",
+    "profile.",
     "train.steps",
     "train.microbatch",
     "train.eval",
@@ -117,6 +125,7 @@ class Plan:
     model: Any  # the family's frozen configuration
     num_params: int
     flops_per_token: float  # forward and backward, without recomputation
+    causal_flops_per_token: float  # of attention only what a causal mask leaves
     # Of one device, None where unknown; with float8 bfloat16's, too: see `weft.plan.devices`.
     peak_flops: float | None
     peak_dtype: str | None
@@ -200,6 +209,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
     problems += _check_debug(job)
+    problems += _check_profile(job)
     batch_problems = _check_batch(job, degrees)
     problems += batch_problems
     local = max(1, train.global_batch // degrees.dp)
@@ -252,6 +262,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         model=model,
         num_params=family.num_params(model),
         flops_per_token=family.flops_per_token(model, train.seq_len),
+        # On the mean a token sees half of its row.
+        causal_flops_per_token=family.flops_per_token(model, (train.seq_len + 1) // 2),
         peak_flops=peak,
         peak_dtype=None if peak is None else "bfloat16",
         float8=float8,
@@ -368,9 +380,12 @@ def _fit(
     rows = job.train.microbatch
     local = max(1, job.train.global_batch // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
+    units = family.units(model, job.train.seq_len)
+    if job.remat.kind == "full" and job.remat.every == 1:
+        units = recomputed(units)
     needed = [
         rank_bytes(
-            family.units(model, job.train.seq_len),
+            units,
             tp=degrees.tp,
             pp=degrees.pp,
             tokens=int(tokens),
@@ -518,6 +533,23 @@ def _check_debug(job: Job) -> Iterator[Problem]:
         key, rule = "debug.autograd_anomaly", "cannot look at gradients that are cut by parallel.tp"
         remedy = "use parallel.tp 1, or --debug.statistics"
         yield Problem(key, True, rule, remedy, ("parallel.tp",))
+
+
+def _check_profile(job: Job) -> Iterator[Problem]:
+    key, value, last = "profile.steps", job.profile.steps, job.train.steps
+    try:
+        steps = step_range(value)
+    except ValueError:
+        yield Problem(key, value, "is neither a step nor a range of steps", "use 10, or 10-12")
+        return
+    if value and (not steps or steps[0] < 1):
+        yield Problem(key, value, "has no steps: the first one is 1", "use 10, or 10-12")
+    elif steps and steps[-1] > last:
+        rule = f"ends after the run, which has train.steps = {last}"
+        yield Problem(key, value, rule, f"use {last} or less", ("train.steps",))
+    elif len(steps) > MOST_PROFILED:
+        rule = f"has {len(steps)} steps: traces of more than {MOST_PROFILED} are too large to read"
+        yield Problem(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
 
 
 def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:

@@ -102,6 +102,40 @@ class Calibration:
         }
 
 
+def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
+    """The job of a run, its plan, made again, and the machine that it ran on.
+
+    Args:
+        key: of the command line, that named the folder.
+
+    Raises:
+        InvalidJob: if it is no run, or there can be no plan of it any more.
+    """
+    if not all((folder / name).is_file() for name in ("job.toml", "environment.json", "plan.json")):
+        rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
+        raise InvalidJob([Problem(key, str(folder), rule, remedy)])
+    job, _, problems = read_job(str(folder / "job.toml"))
+    if problems:
+        raise InvalidJob(problems)
+    environment = json.loads((folder / "environment.json").read_text("utf-8"))
+    planned = json.loads((folder / "plan.json").read_text("utf-8"))
+    device = planned["device"]
+    name = environment["devices"][0] if device == "cuda" else CPU
+    memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs do not tell
+    known = device_called(name, memory) if device == "cuda" else device_named(CPU)
+    machine = Machine(
+        device,
+        devices=planned["local_world_size"],
+        device_name=name,
+        world_size=planned["world_size"],
+        local_world_size=planned["local_world_size"],
+        memory_bytes=memory or (int(known.memory_gib * GIB) or None if known else None),
+        peer_access=known is not None and known.link.peer_access,
+        capability=known.capability if known else (0, 0),
+    )
+    return job, resolve(job, machine), machine
+
+
 def read_run(folder: Path) -> Run:
     """A run by what lies in its folder.
 
@@ -112,11 +146,7 @@ def read_run(folder: Path) -> Run:
     def missing(rule: str, remedy: str) -> InvalidJob:
         return InvalidJob([Problem("--calibrate", str(folder), rule, remedy)])
 
-    if not (folder / "job.toml").is_file() or not (folder / "environment.json").is_file():
-        raise missing("is not the folder of a run", "name the one with job.toml in it")
-    job, _, problems = read_job(str(folder / "job.toml"))
-    if problems:
-        raise InvalidJob(problems)
+    job, plan, machine = planned_again(folder, "--calibrate")
     records = read_records(folder / "metrics.jsonl")
     # Of the last start only: an earlier one may have had another layout.
     starts = [r["seconds"].get("restarting", 0.0) for r in records]
@@ -124,28 +154,14 @@ def read_run(folder: Path) -> Run:
     if len(last) < LEAST:
         rule = f"has {len(last)} records after the first {WARMING} of its last start"
         raise missing(rule, f"let it train until it has {LEAST}, or lower --observe.log_interval")
-    environment = json.loads((folder / "environment.json").read_text("utf-8"))
-    planned = json.loads((folder / "plan.json").read_text("utf-8"))
-    device = planned["device"]
-    name = environment["devices"][0] if device == "cuda" else CPU
-    known = device_called(name, None) if device == "cuda" else device_named(CPU)
-    if known is None:
-        rule = f"ran on {name!r}, of which nothing is known"
+    if machine.device == "cuda" and device_called(machine.device_name) is None:
+        rule = f"ran on {machine.device_name!r}, of which nothing is known"
         raise missing(rule, "add it to clusters.toml: benchmarks/device.py measures it")
-    machine = Machine(
-        device,
-        devices=planned["local_world_size"],
-        device_name=name,
-        world_size=planned["world_size"],
-        local_world_size=planned["local_world_size"],
-        memory_bytes=int(known.memory_gib * GIB) or None,
-        peer_access=known.link.peer_access,
-        capability=known.capability,
-    )
+    environment = json.loads((folder / "environment.json").read_text("utf-8"))
     return Run(
         folder,
         job,
-        resolve(job, machine),
+        plan,
         machine,
         statistics.median(r["step_seconds"] - r["data_seconds"] for r in last),
         len(last),

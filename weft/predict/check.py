@@ -32,12 +32,14 @@ OVER = 0.05
 @dataclass(frozen=True)
 class Expected:
     """Of the fullest rank: GiB as a run measures them (`Forecast.measured`), and by category;
-    seconds of a step, None if not predicted."""
+    seconds of a step, and by what they are spent on (`weft.plan.cost.Seconds`), None if not
+    predicted."""
 
     by: str  # a trace, or arithmetic
     memory_gib: float
     categories_gib: dict[str, float]
     step_seconds: float | None
+    seconds: dict[str, float] | None
 
     def __str__(self) -> str:
         speed = "" if self.step_seconds is None else f", {self.step_seconds:.3g} s a step"
@@ -75,7 +77,10 @@ def expect(job: Job, plan: Plan, machine: Machine, force: bool) -> tuple[Expecte
     assert seen.capacity is not None
     if seen.needed > (1 + OVER) * seen.capacity and not force:
         raise InvalidJob([problem_of(job, plan, machine, seen)])
-    expected = Expected("a trace", seen.measured / GIB, seen.by_category(), seen.step_seconds)
+    seconds = None if seen.seconds is None else dict(seen.seconds)
+    expected = Expected(
+        "a trace", seen.measured / GIB, seen.by_category(), seen.step_seconds, seconds
+    )
     if seen.needed <= seen.capacity:
         return expected, ""
     return expected, f"this may run out of memory: rank {seen.rank} needs {_need(seen)}"
@@ -91,8 +96,8 @@ def by_arithmetic(job: Job, plan: Plan, machine: Machine) -> Expected | None:
     if layout is None:
         return None
     parts = {name: size / GIB for name, size in memory_of(sizes, layout).items()}
-    seconds = step_seconds(step_of(sizes, layout), hardware_of(plan, device)).total()
-    return Expected("arithmetic", sum(parts.values()), parts, seconds)
+    seconds = step_seconds(step_of(sizes, layout), hardware_of(plan, device))
+    return Expected("arithmetic", sum(parts.values()), parts, seconds.total(), dict(seconds))
 
 
 def problem_of(job: Job, plan: Plan, machine: Machine, seen: Forecast) -> Problem:

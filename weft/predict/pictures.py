@@ -1,4 +1,4 @@
-"""PICTURES: a plan on one page that needs no network and no script.
+"""PICTURES: a plan on one page that needs no network and no script; and parts of a run's report.
 
 Pictures are inline SVG, drawn at the size in which they are shown, so that text stays readable; a
 narrow window scrolls.  Boxes have the same light colours under dark text on dark and on light
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from weft.job import Job
-from weft.plan.cost import Seconds, Span
+from weft.observe.report import Section, document
+from weft.plan.cost import Span
 from weft.plan.devices import GIB
 from weft.plan.placement import (
     AXES,
@@ -46,6 +47,8 @@ MEANINGS = {
     "outside": "outside of the allocator",
     "bubble": "bubble: waiting for other ranks of the pipeline",
     "host": "host: kernels start later than they could",
+    "data": "data: waiting for it",
+    "offload": "offload: copies from and to the host",
 }
 Colour = tuple[int, int, int]
 BLUE, ORANGE, GREEN, YELLOW = (112, 166, 240), (240, 156, 88), (122, 194, 122), (238, 210, 92)
@@ -71,27 +74,10 @@ TIMES: dict[str, Colour] = {
     "pp": VIOLET,
     "bubble": GREY,
     "host": YELLOW,
+    "world": SAND,
+    "offload": SAND,
+    "data": GREY,
 }
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1b; --faint: #8a8a8a; --paper: #ffffff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e8e8e8; --faint: #8a8a8a; --paper: #161616; }
-}
-body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
-  max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 22px; } h2 { font-size: 18px; margin: 2.5rem 0 0; }
-.wide { overflow-x: auto; }
-svg { font: 12px system-ui, sans-serif; display: block; }
-svg text { fill: var(--ink); }
-svg .small, svg .on { font-size: 11px; }
-svg .on { fill: #111111; text-anchor: middle; pointer-events: none; }
-svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
-svg line { stroke: var(--faint); stroke-width: 1; }
-svg .grid { stroke-opacity: 0.35; } svg .limit { stroke: var(--ink); stroke-dasharray: 5 4; }
-svg rect { stroke: var(--paper); stroke-width: 0.5; }
-svg .node { fill: none; stroke: var(--faint); }
-"""
 
 
 def page(job: Job, plan: Plan, prediction: Forecast, recipe: str, machine_text: str) -> str:
@@ -106,17 +92,13 @@ def page(job: Job, plan: Plan, prediction: Forecast, recipe: str, machine_text: 
             total = prediction.seconds.total()
             pictures.append(pipeline_chart(prediction.timeline, total))
     pictures += [memory_chart(job, plan, prediction), rank_chart(plan)]
-    title = escape(f"{recipe} on {machine_text}")
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>',
-            '<meta name="viewport" content="width=device-width"/>',
-            f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>",
-            *(f"<p>{escape(line)}</p>" for line in summary(prediction)),
-            *pictures,
-            "</body>\n</html>\n",
-        ]
-    )
+    title = f"{recipe} on {machine_text}"
+    lines = [
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p>{escape(line)}</p>" for line in summary(prediction)),
+    ]
+    lines += [f"<h2>{escape(heading)}</h2>\n{drawn}" for heading, drawn in pictures]
+    return document(title, "\n".join(lines)).decode()
 
 
 def summary(prediction: Forecast) -> Iterator[str]:
@@ -140,12 +122,18 @@ def summary(prediction: Forecast) -> Iterator[str]:
 # --------------------------------------------------------------------------- the pipeline
 
 
-def pipeline_chart(timeline: Sequence[Span], step_seconds: float) -> str:
+def pipeline_chart(
+    timeline: Sequence[Span],
+    step_seconds: float | None,
+    name: str = "pipeline",
+    heading: str = "The pipeline over a step",
+) -> Section:
     """A row for each rank of the pipeline, and a box for each of its actions.
 
     Args:
         timeline: of all ranks.
-        step_seconds: of the whole step, which goes on after the pipeline.
+        step_seconds: of the whole step, which goes on after the pipeline; None: not told.
+        name: of the picture in its page.
     """
     end = max(span.end for span in timeline)
     of_ranks: dict[int, list[Span]] = defaultdict(list)
@@ -160,30 +148,31 @@ def pipeline_chart(timeline: Sequence[Span], step_seconds: float) -> str:
         y = top + row * place
         stages = sorted({span.stage for span in mine})
         shapes.append(f'<text x="{left - 8}" y="{y + 15}" class="end">rank {rank}</text>')
-        shapes.append(f'<g id="rank-{rank}" transform="translate(0 {y})">')
+        shapes.append(f'<g id="{name}-{rank}" transform="translate(0 {y})">')
         for span in mine:
             x, width = left + scale * span.start, scale * (span.end - span.start)
             fill = shade(ACTIONS[span.kind], stages.index(span.stage) / len(stages))
-            name = f"{span.stage}{span.kind}{span.microbatch}"
-            shapes.append(
-                box(x, 0, width, high, fill, f"{name} {ms(span.start)} to {ms(span.end)}")
-            )
-            if width > DIGIT * len(name := str(span.microbatch)):
-                shapes.append(f'<text x="{x + width / 2:.1f}" y="14" class="on">{name}</text>')
+            title = f"{span.stage}{span.kind}{span.microbatch} {ms(span.start)} to {ms(span.end)}"
+            shapes.append(box(x, 0, width, high, fill, title))
+            if width > DIGIT * len(number := str(span.microbatch)):
+                shapes.append(f'<text x="{x + width / 2:.1f}" y="14" class="on">{number}</text>')
         shapes.append("</g>")
     used = [kind for kind in KINDS if any(span.kind == kind for span in timeline)]
     shapes += legend_row([(KINDS[kind], ACTIONS[kind]) for kind in used], left, bottom + 14)
     lighter = "; the lighter, the later a stage among those of its rank" * (
         any(len({span.stage for span in mine}) > 1 for mine in of_ranks.values())
     )
+    after = ""
+    if step_seconds is not None:
+        after = f" After it come {ms(step_seconds - end)} of clipping, optimizer and what "
+        after += "communication is left."
     sentence = (
         f"Empty is waiting: of {ms(end)}, the busiest rank waits {ms(end - busy)} "
         f"({1 - busy / end:.1%}), while the first microbatches arrive and the last gradients "
-        f"return. After it come {ms(step_seconds - end)} of clipping, optimizer and what "
-        f"communication is left. A box is a microbatch (its number) in a stage{lighter}; its "
+        f"return.{after} A box is a microbatch (its number) in a stage{lighter}; its "
         "title tells stage, kind, microbatch and time."
     )
-    return figure("pipeline", "The pipeline over a step", sentence, bottom + 36, shapes)
+    return figure(name, heading, sentence, bottom + 36, shapes)
 
 
 def time_axis(end: float, left: float, scale: float, y: float, bottom: float) -> Iterator[str]:
@@ -196,11 +185,18 @@ def time_axis(end: float, left: float, scale: float, y: float, bottom: float) ->
 # --------------------------------------------------------------------------- memory
 
 
-def memory_chart(job: Job, plan: Plan, prediction: Forecast) -> str:
-    """A bar for each pass of the fullest rank, and what its memory is for when most is live."""
+def memory_chart(
+    job: Job, plan: Plan, prediction: Forecast, measured: float | None = None
+) -> Section:
+    """A bar for each pass of the fullest rank, and what its memory is for when most is live.
+
+    Args:
+        measured: GiB that a run had at most; see `Forecast.measured` for what it counts.
+    """
     memory = prediction.memory
     left, right, top, bottom = 54, 800, 26, 306
-    most = max(prediction.capacity or 0, prediction.needed) / GIB
+    limits = {"the device": (prediction.capacity or 0) / GIB, "measured": measured or 0.0}
+    most = max(*limits.values(), prediction.needed / GIB)
     scale = (bottom - top) / most
     shapes = []
     for tick in ticks(most, 6):
@@ -224,7 +220,7 @@ def memory_chart(job: Job, plan: Plan, prediction: Forecast) -> str:
     shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 6:.1f}" y2="{y:.1f}"/>')
     shapes.append(f'<text id="peak" x="{start:.1f}" y="{y - 8:.1f}">{escape(text)}</text>')
     shapes.append(f'<text x="{left}" y="{bottom + 18}">passes, one after the other</text>')
-    shapes += memory_stack(prediction, left, right + 40, top, bottom, scale)
+    shapes += memory_stack(prediction, limits, left, right + 40, top, bottom, scale)
     drawn = sum(where[:2] == (0, "F") for where, _ in memory.timeline)
     part = f"; of {plan.accumulation} microbatches the first {drawn} are drawn" * (
         plan.pipeline is None and drawn < plan.accumulation
@@ -239,9 +235,15 @@ def memory_chart(job: Job, plan: Plan, prediction: Forecast) -> str:
 
 
 def memory_stack(
-    prediction: Forecast, left: float, x: float, top: float, bottom: float, scale: float
+    prediction: Forecast,
+    limits: Mapping[str, float],
+    left: float,
+    x: float,
+    top: float,
+    bottom: float,
+    scale: float,
 ) -> Iterator[str]:
-    """The categories at the peak on top of each other, their legend, and the device's capacity."""
+    """The categories at the peak on top of each other, their legend, and ``limits`` as lines."""
     entries = list(prediction.by_category().items())
     y = bottom
     yield '<g id="stack">'
@@ -251,13 +253,14 @@ def memory_stack(
     yield "</g>"
     yield f'<text x="{x:.0f}" y="{bottom + 18:.0f}">at the peak</text>'
     legend, y = x + 86, top + 12
-    if prediction.capacity is not None:
-        high = bottom - scale * prediction.capacity / GIB
+    for name, limit in limits.items():
+        if not limit:
+            continue
+        high = bottom - scale * limit
         for start, end, at in ((left, x + 60, high), (legend - 2, legend + 14, y - 4)):
             ends = f'x1="{start:.1f}" x2="{end:.1f}" y1="{at:.1f}" y2="{at:.1f}"'
-            yield f'<line {ends} class="limit"/>'
-        has = f"{gib(prediction.capacity / GIB)}: the device"
-        yield f'<text x="{legend + 20:.0f}" y="{y:.0f}">{has}</text>'
+            yield f'<line {ends} class="limit {name}"/>'
+        yield f'<text x="{legend + 20:.0f}" y="{y:.0f}">{gib(limit)}: {name}</text>'
         y += LINE
     needed = f"{gib(prediction.needed / GIB)}: needed"
     yield f'<text x="{legend + 20:.0f}" y="{y:.0f}">{needed}</text>'
@@ -298,36 +301,47 @@ def names_of_passes(job: Job, plan: Plan, prediction: Forecast) -> dict[Where, s
 # --------------------------------------------------------------------------- time
 
 
-def time_bar(seconds: Seconds, error: float) -> str:
-    """A step of the slowest rank by what its time is spent on."""
-    total = seconds.total()
-    order = [name for name in ("compute", *AXES, "bubble", "host") if seconds[name] > 0]
-    shapes, x, y = ['<g id="step">'], 0.0, 60
-    for name in order:
-        width = WIDTH * seconds[name] / total
-        along = ": communication that nothing hides" * (name in AXES)
-        text = f"{MEANINGS.get(name, name)}{along}: {ms(seconds[name])}, "
-        text += f"{seconds[name] / total:.1%}"
-        shapes.append(box(x, 4, width, 40, shade(TIMES[name]), text))
-        if width > CHARACTER * len(name) + 6:
-            shapes.append(f'<text x="{x + width / 2:.1f}" y="28" class="on">{name}</text>')
+def time_bar(
+    seconds: Mapping[str, float],
+    error: float | None,
+    name: str = "time",
+    heading: str = "Where a step's time goes",
+) -> Section:
+    """A step by what its time is spent on.
+
+    Args:
+        error: of a prediction, as a fraction; None: it was measured.
+        name: of the picture in its page.
+    """
+    total = sum(seconds.values())
+    order = [part for part in TIMES if seconds.get(part, 0.0) > 0]
+    shapes, x, y = [f'<g id="{name}-step">'], 0.0, 60
+    for part in order:
+        width = WIDTH * seconds[part] / total
+        along = ": communication that nothing hides" * (part in (*AXES, "world"))
+        text = f"{MEANINGS.get(part, part)}{along}: {ms(seconds[part])}, "
+        text += f"{seconds[part] / total:.1%}"
+        shapes.append(box(x, 4, width, 40, shade(TIMES[part]), text))
+        if width > CHARACTER * len(part) + 6:
+            shapes.append(f'<text x="{x + width / 2:.1f}" y="28" class="on">{part}</text>')
         x += width
         y += LINE
-        shapes += swatch(0, y - 10, shade(TIMES[name]), text)
+        shapes += swatch(0, y - 10, shade(TIMES[part]), text)
     shapes.append("</g>")
-    rest = max(order[1:], key=seconds.__getitem__, default="")
+    rest = max((part for part in order if part != "compute"), key=seconds.__getitem__, default="")
     most = f", most of it {rest} ({seconds[rest] / total:.1%})" * bool(rest)
+    about = "" if error is None else f", {error:.0%} more or less"
     sentence = (
-        f"Of {ms(total)}, {error:.0%} more or less, {seconds['compute'] / total:.1%} is compute. "
+        f"Of {ms(total)}{about}, {seconds.get('compute', 0.0) / total:.1%} is compute. "
         f"The rest is what another layout may win back{most}."
     )
-    return figure("time", "Where a step's time goes", sentence, y, shapes)
+    return figure(name, heading, sentence, y, shapes)
 
 
 # --------------------------------------------------------------------------- the ranks
 
 
-def rank_chart(plan: Plan) -> str:
+def rank_chart(plan: Plan) -> Section:
     """The first nodes with their ranks, coloured by their rank of the pipeline."""
     local, world = plan.local_world_size, plan.world_size
     nodes = math.ceil(world / local)
@@ -391,20 +405,19 @@ def pipeline_ranks(plan: Plan) -> Iterator[str]:
 # --------------------------------------------------------------------------- shapes
 
 
-def figure(name: str, heading: str, sentence: str, height: float, shapes: Iterable[str]) -> str:
-    """A picture under its heading and a sentence that says what to look for."""
-    heading, sentence = escape(heading), escape(sentence)
+def figure(name: str, heading: str, sentence: str, height: float, shapes: Iterable[str]) -> Section:
+    """A picture's heading; and the picture under a sentence that says what to look for."""
+    title, sentence = escape(heading), escape(sentence)
     size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}"'
-    return "\n".join(
-        [
-            f"<h2>{heading}</h2>\n<p>{sentence}</p>",
-            f'<div class="wide"><svg xmlns="http://www.w3.org/2000/svg" id="{name}" role="img" '
-            f'aria-labelledby="{name}-title {name}-desc" {size}>',
-            f'<title id="{name}-title">{heading}</title><desc id="{name}-desc">{sentence}</desc>',
-            *shapes,
-            "</svg></div>",
-        ]
-    )
+    drawn = [
+        f"<p>{sentence}</p>",
+        f'<div class="wide"><svg xmlns="http://www.w3.org/2000/svg" id="{name}" role="img" '
+        f'aria-labelledby="{name}-title {name}-desc" {size}>',
+        f'<title id="{name}-title">{title}</title><desc id="{name}-desc">{sentence}</desc>',
+        *shapes,
+        "</svg></div>",
+    ]
+    return heading, "\n".join(drawn)
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, title: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from weft.parallel.private import (
+    around_actions,
     group_of,
     in_backward,
     waiting_for_others,
-    watching_actions,
     watching_resizes,
     working_out_shardings,
 )
@@ -395,23 +395,24 @@ def placed(
         handles += _mark_blocks(recorder, stage, blocks(part), period)
     counts: dict[tuple[int, str], int] = {}
 
-    def begin(stage: int, kind: str) -> None:
+    def begin(stage: int, kind: str, microbatch: int = 0) -> AbstractContextManager[None]:
         count = counts.get((stage, kind), 0)
         counts[stage, kind] = count + 1
         recorder.where = Where(stage, kind, count)
+        return nullcontext()  # what follows, until the next one
 
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)
         if engine.schedule is not None:
-            stack.enter_context(watching_actions(engine.schedule, begin))
+            stack.callback(around_actions(engine.schedule, begin))
         else:
             forward = engine._forward
 
             def watched(batch: Any) -> Tensor:
                 begin(0, "F")
                 loss: Tensor = forward(batch)
-                begin(0, "B")  # what follows, until the next one
+                begin(0, "B")
                 return loss
 
             engine._forward = watched

@@ -231,22 +231,31 @@ class Watch:
             self._accepted[what].append(value)
         self._in_a_row = 0
 
-    def check(self) -> None:
+    def check(self, *more: Tensor) -> list[float]:
         """End the run if a step since the last look was not finite, under ``stop``.
+
+        Args:
+            more: 1-D, on the device: what else the host wants to know, in the same wait for it.
+
+        Returns:
+            All their values, one after the other.
 
         Raises:
             AnomalyError: which step, and what it was.
         """
         unseen, self._unseen = self._unseen, []
-        values = torch.stack([told for _, told in unseen]).tolist() if unseen else []
-        for (step, _), both in zip(unseen, values, strict=True):
-            for what, value in zip(WHAT, both, strict=True):
+        wanted = [told for _, told in unseen] + [each.double() for each in more]
+        values = torch.cat(wanted).tolist() if wanted else []
+        for place, (step, _) in enumerate(unseen):
+            of_step = values[len(WHAT) * place : len(WHAT) * (place + 1)]
+            for what, value in zip(WHAT, of_step, strict=True):
                 if not math.isfinite(value):
                     raise AnomalyError(
                         f"the {what} is {value} in step {step}: its update was not applied, and "
                         f"nothing is recorded or saved since{self._where(step)}; try a lower "
                         "--optim.lr, --precision.compute float32, or --resilience.anomaly skip"
                     )
+        return values[len(WHAT) * len(unseen) :]
 
 
 def _changed(first: Trial, second: Trial) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ the job, and makes one of them do something on one rank:
 Each happens once in a run (or ``times`` times in a row), also if the rank that it killed comes by
 again after a restart: a file in the run's folder remembers it.
 
-The sites are at the same time where a rank tells the watchdog where it is.
+The sites are at the same time where a rank tells the watchdog where it is, and where one phase of
+its timeline ends and the next begins (`weft.observe.spans`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from weft.resilience.heartbeat import beat
 SITES = {
     "load": "before a checkpoint is loaded",
     "quorum": "before a step, where replica groups meet",
+    "profile": "before a profile begins, or is written",
     "step": "before a step, and before its data is there",
     "forward_backward": "when the data is there",
     "gradients": "after the backward pass, with this rank's gradients",
     "record": "before the host waits for the device, to record a step",
+    "tell": "when it has, before the ranks tell each other how they are",
     "evaluate": "before an evaluation",
     "checkpoint": "before a checkpoint is saved",
     "checkpoint.shards": "before this rank writes its shards",
@@ -50,9 +53,32 @@ SITES = {
     "local": "when the node has what this rank holds, before that counts",
 }
 
+# What a rank does after a site, by the first part of its name.
+DOING = {
+    "start": "building the model",
+    "load": "loading a checkpoint",
+    "step": "waiting for data",
+    "quorum": "meeting the other replica groups",
+    "forward_backward": "forward and backward",
+    "gradients": "updating the weights",
+    "record": "waiting for the device",
+    "tell": "recording the step",
+    "profile": "writing a profile",
+    "evaluate": "evaluating",
+    "checkpoint": "saving a checkpoint",
+}
+
+# Called at every site with its name, and the step that begins there or None.
+listeners: list[Callable[[str, int | None], None]] = []
+
 _armed: list[tuple[Fault, Path]] = []
 _passed: dict[str, int] = {}
 _begun: set[Path] = set()  # in this process, not in an earlier one
+
+
+def doing(site: str) -> str:
+    """What a rank does after ``site``, for people."""
+    return DOING.get(site.partition(".")[0], site)
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path) -> None:
@@ -73,6 +99,8 @@ def at(site: str, tensors: Iterable[Any] = (), step: int | None = None) -> None:
         step: which begins here; elsewhere None.
     """
     beat(site, step)
+    for listener in listeners:
+        listener(site, step)
     if not _armed:
         return
     _passed[site] = _passed.get(site, 0) + 1

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Sites between which a rank is in an ordinary step.
-IN_A_STEP = ("step", "forward_backward", "gradients", "record")
+IN_A_STEP = ("step", "forward_backward", "gradients", "record", "tell")
 LINE_BYTES = 128
 RECENT = 20  # collectives that are told of
 

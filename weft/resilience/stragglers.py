@@ -8,7 +8,7 @@ collectives.  So each measures what it needs before it can be made to wait, in t
 * computing.  On a CPU the processor time of its main thread, which stands still while it waits (so
   does what another program takes away: that is noise, on the machines where one trains on CPUs).
   On a GPU, whose kernels of communication are busy waiting, a probe: a product of matrices of
-  fixed size, when the device has nothing else to do.
+  fixed size, which comes after everything that the step has queued.
 
 The parts are exchanged with every record, and each rank is compared with the median of its peers
 without it: those at the same place of the pipeline and of the sequence, which have as much to do.
@@ -19,9 +19,9 @@ ten steps; a hiccup is no straggler.
 from __future__ import annotations
 
 import statistics
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,20 @@ import torch.distributed as dist
 RATIO, RECORDS, STEPS = 1.5, 3, 10
 
 
+def every_rank(values: Sequence[float]) -> list[list[float]]:
+    """Each rank's values, in the order of the ranks; every rank calls it, with equally many."""
+    table = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64)
+    table[dist.get_rank()] = torch.tensor(values)
+    if len(table) > 1:
+        dist.all_reduce(table)
+    rows: list[list[float]] = table.tolist()
+    return rows
+
+
 class Stragglers:
     """The judgement over time."""
 
-    def __init__(self, rank: int, device: torch.device, place: tuple[int, ...]) -> None:
-        """``place``: ranks with an equal one have as much to do as this one."""
-        self._rank, self._device, self._place = rank, device, place
+    def __init__(self) -> None:
         self._since: list[int] = []  # the steps of the records in which one rank was slow ...
         self._slow: int | None = None  # ... this one
 
@@ -42,23 +50,16 @@ class Stragglers:
         self,
         step: int,
         step_seconds: float,
-        data_seconds: float,
-        cpu_seconds: float,
+        table: Sequence[Sequence[float]],
         say: Callable[[str], None],
     ) -> tuple[int | None, float | None]:
         """The rank that is slow, and how many times as long steps take for it; else None twice.
 
-        Every rank calls it with what it needed per step since the last call.
-
         Args:
+            table: as `slowest` takes it, per step since the last call.
             say: told once of every straggler.
         """
-        compute = probe(self._device) if self._device.type == "cuda" else cpu_seconds
-        table = torch.zeros(dist.get_world_size(), 2 + len(self._place), dtype=torch.float64)
-        table[self._rank] = torch.tensor([data_seconds, compute, *self._place])
-        if len(table) > 1:
-            dist.all_reduce(table)
-        rank, ratio, why = slowest(step_seconds, table.tolist())
+        rank, ratio, why = slowest(step_seconds, table)
         if ratio < RATIO:
             rank = None
         if rank != self._slow:
@@ -70,7 +71,7 @@ class Stragglers:
         if not self._lasts():
             return None, None
         if not known:
-            say(f"warning: rank {rank} is slow: {why} makes steps {ratio:.1f} times as long")
+            say(f"rank {rank} is slow: {why} makes steps {ratio:.1f} times as long")
         return rank, ratio
 
     def _lasts(self) -> bool:
@@ -120,18 +121,21 @@ def _median_without(ordered: Sequence[float], one: float) -> float:
     return (at((count - 1) // 2) + at(count // 2)) / 2
 
 
-def probe(device: torch.device, size: int = 2048, times: int = 8) -> float:
-    """Seconds that a device needs for a fixed piece of work: a median, after everything queued."""
+class Probe:
+    """How fast a GPU is: a fixed piece of work, which waits its turn and is not waited for."""
 
-    def idle() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+    def __init__(self, device: torch.device, size: int = 2048, times: int = 8) -> None:
+        """Queue it; ``times`` products of two ``[size, size]`` matrices."""
+        a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
+        out = torch.empty_like(a)
+        event: Any = torch.cuda.Event  # whose constructor has no types
+        self._events = [event(enable_timing=True) for _ in range(times + 1)]
+        self._events[0].record()
+        for event in self._events[1:]:
+            torch.mm(a, a, out=out)
+            event.record()
 
-    a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
-    seconds = []
-    for _ in range(times):
-        began = idle()
-        a @ a
-        seconds.append(idle() - began)
-    return statistics.median(seconds)
+    def seconds(self) -> float:
+        """Of one product: the median, once the device has come past it."""
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return float(statistics.median(a.elapsed_time(b) for a, b in pairs)) / 1000

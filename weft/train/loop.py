@@ -29,17 +29,22 @@ from weft.checkpoint.store import Saver
 from weft.data.loader import Ahead, Batch, Loader
 from weft.data.store import Store
 from weft.job import Job, WeftError
+from weft.models import load_family
 from weft.observe.backward import naming_backward
+from weft.observe.events import Kind, note_event
+from weft.observe.gradients import LayerNorms
 from weft.observe.ledger import Ledger
 from weft.observe.memory import (
     OutOfMemory,
     expected_of,
-    fullest_gib,
     is_out_of_memory,
+    memory_peak_gib,
     out_of_memory,
 )
-from weft.observe.record import Clock, StepRecord
+from weft.observe.profile import Profile
+from weft.observe.record import Clock, StepRecord, spreads
 from weft.observe.sinks import Sink, open_sinks, read_records
+from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import graph_break, tell_compiling
@@ -49,7 +54,7 @@ from weft.resilience.faults import arm
 from weft.resilience.faults import at as reach
 from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Wishes
-from weft.resilience.stragglers import Stragglers
+from weft.resilience.stragglers import Probe, Stragglers, every_rank
 from weft.train.replica_groups import join
 from weft.train.setup import (
     Position,
@@ -85,10 +90,18 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     """
     folder, steps = Path(plan.run_dir), job.train.steps
     arm(job.resilience.faults, rank.rank, folder / "logs")
+    spans = Spans(spans_path(folder, rank.rank) if job.observe.spans else None, rank.rank)
 
     def say(text: str) -> None:
         if rank.rank == 0:
             console.print(text, soft_wrap=True)
+
+    def note(kind: Kind, text: str, warning: bool = True) -> None:
+        """Something happened: into the journal, and on the terminal if it is a warning."""
+        if rank.rank == 0:
+            note_event(folder, kind, at.step, text)
+        if warning:
+            say(f"warning: {text}")
 
     def recorded() -> list[dict[str, Any]]:
         return read_records(folder / "metrics.jsonl") if rank.rank == 0 else []
@@ -114,6 +127,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     )
     params = [param for _, param in named_parameters(parts)]
     stages = mesh.group("pp") if plan.pp > 1 else None
+    family = load_family(job.model.kind)
+    layers = LayerNorms(parts, family.blocks, plan.pp) if job.observe.grad_norms else None
     statistics = open_statistics(job, plan, mesh, parts)
 
     def backward(rows: list[int]) -> AbstractContextManager[None]:
@@ -148,12 +163,23 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
             share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
         groups.sum(chain([share], (param.grad for param in params if param.grad is not None)))
-        return gather(share, *grad_norm(params, stages))
+        with span("gradient norm"):
+            norms = grad_norm(params, stages)
+        return gather(share, *norms)
 
     section = job.checkpoint
     saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
     ahead = Ahead(loader, rank.device, threaded=rank.device.type == "cuda")
-    with rare_garbage(), closing(groups), closing(saver), closing(ahead), ExitStack() as stack:
+    profile = Profile(job, plan, rank.device, say)
+    with (
+        rare_garbage(),
+        closing(spans),
+        closing(groups),
+        closing(saver),
+        closing(ahead),
+        ExitStack() as stack,
+        profile,
+    ):
 
         def open_at(step: int) -> list[Sink]:
             stack.close()
@@ -167,11 +193,13 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         if rank.rank == 0:
             write_plan(folder, plan)
         sinks = open_at(at.step)
+        resumed = f"goes on from step {at.step}" if at.step else "starts"
+        note("start", f"{resumed} on {plan.world_size} ranks", warning=False)
         ledger.spent("restoring")
         first = at.step
         clock, saves, expected = Clock(), Saves(section, at.step, say), expected_of(folder)
         wishes = Wishes(job.resilience.time_limit)
-        stragglers = Stragglers(rank.rank, rank.device, (mesh.at["pp"], mesh.at["cp"]))
+        stragglers, place = Stragglers(), (mesh.at["pp"], mesh.at["cp"])
         watch = Watch(job.resilience, at.watch, statistics.where)
         anomalies: list[dict[str, Any]] = []  # that are not recorded yet
         while at.step < steps:
@@ -179,6 +207,11 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
             if groups.takes_over:
                 saver.take(at.step)
             step = at.step + 1
+            if profile.turns(step):
+                ledger.spent("productive")
+                profile.turn()
+                ledger.spent("saving")
+                clock.restart()
             wishes.ask(save=saver.wants_again(), busy=saver.busy())
             with naming(f"step {step}", no_memory):
                 with clock.waiting_for_data():
@@ -193,7 +226,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     continue
                 samples = at.samples + job.train.global_batch
                 if anomaly is not None:
-                    say(f"warning: step {step}: {anomaly}")
+                    note("anomaly", f"step {step}: {anomaly}")
                     anomalies.append(anomaly.to_dict(step, at.samples, samples - 1))
                 if anomaly is not None and anomaly.action == "rewind":
                     drop_gradients()
@@ -206,11 +239,20 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     clock.restart()
                     continue
                 statistics.gradients(step)
+                stopping = stop or step == steps
+                evaluating = due(step, job.train.eval_interval, steps)
+                saving = stopping or again or (groups.leads and saves.due(step))
+                keeping = groups.leads and not busy and saves.due_on_nodes(step)
+                logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
+                recording = logging or evaluating or saving or keeping
+                norms = [layers()] if layers and recording else []
                 lr = learning_rate(step, steps, job.optim, decay)
                 if anomaly is None or anomaly.action != "skip":
-                    clip(params, trial.norm, job.optim.max_grad_norm)
+                    with span("clip"):
+                        clip(params, trial.norm, job.optim.max_grad_norm)
                     set_learning_rate(optimizer, lr)
-                    step_unless(optimizer, ~trial.told.isfinite().all())
+                    with span("optimizer"):
+                        step_unless(optimizer, ~trial.told.isfinite().all())
                 drop_gradients()
                 statistics.parameters(step)
                 at = Position(step, samples, watch.state())
@@ -218,32 +260,36 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 if step % GARBAGE_STEPS == 0:
                     gc.collect(1)
 
-                evaluating = due(step, job.train.eval_interval, steps)
-                last = stop or step == steps
-                saving = last or again or (groups.leads and saves.due(step))
-                keeping = groups.leads and not busy and saves.due_on_nodes(step)
-                logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 if copies and (saving or due(step, copies, steps)):
                     compare_replicas(parts, optimizer)
                 if copies and due(step, copies, steps):
                     groups.compare(parts, optimizer)
-                if not (logging or evaluating or saving or keeping):
+                if not recording:
                     continue
 
                 # The only place where the host waits for the device, but for what may skip.
                 reach("record")
+                probe = Probe(rank.device) if rank.device.type == "cuda" else None
                 with clock.waiting_for_device():
-                    watch.check()
-                    loss, norm = trial.told.tolist()
+                    loss, norm, *of_layers = watch.check(trial.told, *norms)
+                reach("tell")
                 times, eval_loss = clock.read(), None
                 ledger.spent("productive")
                 measured(times[0])
-                slow_rank, slow_ratio = stragglers.judge(step, times[0], *clock.own(), say)
+                data_seconds, compute_seconds = clock.own()
+                if probe:
+                    compute_seconds = probe.seconds()
+                memory = memory_peak_gib(rank.device)
+                table = every_rank((data_seconds, compute_seconds, *place, memory))
+                slow_rank, slow_ratio = stragglers.judge(
+                    step, times[0], [row[:-1] for row in table], partial(note, "slow rank")
+                )
                 if evaluating:
                     reach("evaluate")
                     held_out_text = held_out(job, plan, store, mesh)
                     eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
                     ledger.spent("evaluating")
+                    note("evaluation", f"held-out loss {eval_loss:.4f}", warning=False)
                 record = StepRecord.of(
                     step=step,
                     loss=loss,
@@ -254,8 +300,9 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     times=times,
                     devices=plan.world_size * groups.count,
                     flops_per_token=plan.flops_per_token,
+                    causal_flops_per_token=plan.causal_flops_per_token,
                     peak_flops=plan.peak_flops,
-                    memory_peak_gib=fullest_gib(rank.device),
+                    memory_peak_gib=max(row[-1] for row in table),
                     seconds=dict(ledger.seconds),
                     eval_loss=eval_loss,
                     anomalies=anomalies or None,
@@ -263,6 +310,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     slow_ratio=slow_ratio,
                     expected_memory_gib=expected.get("memory_gib"),
                     expected_step_seconds=expected.get("step_seconds"),
+                    ranks=spreads(table),
+                    grad_norms=dict(zip(layers.names, of_layers, strict=True)) if layers else None,
                 )
                 anomalies = []
                 for sink in sinks:
@@ -271,13 +320,19 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     saver.save(parts, optimizer, at.manifest(plan, store), home=saving)
                     watch.saved()
                 if groups.leads and saving:
+                    held = f"saving it held training up for {saver.stall_seconds:.2g} s"
+                    note("checkpoint", held, warning=False)
                     saves.saved(step, saver.stall_seconds, saver.write_seconds, times[0])
-                if last:
+                if stopping:
                     saver.wait()
                 ledger.spent("saving")
                 clock.restart()  # neither evaluating nor saving is part of a step
                 if stop:
                     break
+        if at.step >= steps:
+            note("end", f"all {steps} steps are done", warning=False)
+        else:
+            note("stop", "stopped and saved", warning=False)
     return at.step >= steps
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,18 @@ from weft.data.loader import check_length
 from weft.data.source import check_path
 from weft.data.store import Store
 from weft.data.tokenizer import load_tokenizer, vocab_entries
-from weft.job import InvalidJob, Job, Problem, difference, read_job, replace, suggest
+from weft.job import (
+    InvalidJob,
+    Job,
+    Problem,
+    difference,
+    lookup,
+    read_job,
+    replace,
+    suggest,
+)
 from weft.models import load_family
+from weft.observe.sinks import SINKS
 from weft.observe.statistics import Statistics, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
@@ -52,16 +62,17 @@ from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
 from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
 from weft.parallel.private import listening_store, record_flights
+from weft.plan.devices import GIB
 from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
 from weft.resilience.heartbeat import name_groups
 from weft.train.step import Engine
 
-T = TypeVar("T")
-
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
 FIXED = ("model.", "train.seed", "train.seq_len", "data.packing", "optim.kind")
+# What sinks need that weft does not bring.
+TRACKERS = {"wandb": "wandb", "mlflow": "mlflow"}
 # Before the first step of a run on imported weights, only what those hang on.
 FIXED_AT_0 = ("model.", "data.tokenizer")
 
@@ -250,14 +261,19 @@ def check_names(job: Job) -> Iterator[Problem]:
             yield Problem("precision.float8", recipe, rule, remedy)
         if (states := job.optim.states) == "8bit":
             yield Problem("optim.states", states, rule, remedy)
+    for name, package in TRACKERS.items():
+        if name in job.observe.sinks and importlib.util.find_spec(package) is None:
+            yield Problem("observe.sinks", name, f"needs {package}", f"pip install 'weft[{name}]'")
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
             yield Problem("resilience.faults", fault.site, rule, remedy)
-    for name, value, table in (
+    named: list[tuple[str, str, Mapping[str, object]]] = [
         ("optim.kind", job.optim.kind, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),
-    ):
+        *(("observe.sinks", sink, SINKS) for sink in job.observe.sinks),
+    ]
+    for name, value, table in named:
         try:
             lookup(value, table)
         except LookupError as error:
@@ -308,24 +324,6 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
             rule = f"the run in {folder} was started with {theirs}"
             remedy = "use another --run.dir, or the value that it was started with"
             yield Problem(name, ours, rule, remedy)
-
-
-def lookup(name: str, table: Mapping[str, T]) -> T:
-    """``table[name]``, or the attribute that ``module:attribute`` names.
-
-    Raises:
-        LookupError: saying what is not there.
-    """
-    if name in table:
-        return table[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise LookupError("unknown name, and not of the form module:attribute")
-    try:
-        found: T = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the user's module raises
-        raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
-    return found
 
 
 def check_store(job: Job, plan: Plan, store: Store) -> None:
@@ -632,10 +630,18 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "memory_gib": _memory_gib(plan.device),
         "command": sys.argv,
         "git": _git_commit(),
     }
     (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", "utf-8")
+
+
+def _memory_gib(device: str) -> float | None:
+    """Of one GPU, or of the host; None if there is no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return None
+    return (detect_machine(device).memory_bytes or 0) / GIB
 
 
 def _git_commit() -> str | None:

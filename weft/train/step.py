@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -14,11 +15,12 @@ from weft.data.loader import IGNORE, Batch, evaluation_batches
 from weft.data.store import Store
 from weft.job import Job
 from weft.models import Family
+from weft.observe.spans import action, span
 from weft.parallel.context import cut
 from weft.parallel.float8 import Gathers
 from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline import build_schedule
-from weft.parallel.private import forward_only
+from weft.parallel.private import around_actions, forward_only
 from weft.parallel.shard import reshard, set_gradient_sync
 from weft.parallel.tensor import vocabulary_cross_entropy_sum
 from weft.plan.resolve import Plan
@@ -66,6 +68,14 @@ class Engine:
                 headless,
             )
             mine = plan.pipeline.stages_of(mesh.at["pp"])
+            around_actions(
+                self.schedule,
+                lambda place, kind, microbatch: (
+                    action(mine[place], kind, microbatch)
+                    if torch.is_grad_enabled()
+                    else nullcontext()
+                ),  # an evaluation
+            )
             last = len(plan.pipeline.stages) - 1
             has_last_stage = last in mine
             last_part = parts[mine.index(last)] if has_last_stage else last_part
@@ -110,8 +120,10 @@ class Engine:
                 last = index == len(batches) - 1
                 for part in self.parts:
                     set_gradient_sync(part, last, self.plan.gradient_sync)
-                loss = self._forward(batch)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with action(0, "F", index):
+                    loss = self._forward(batch)
+                with action(0, "B", index):
+                    loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
         return self._told(losses)
 
@@ -124,9 +136,11 @@ class Engine:
         (model,) = self.parts
         params = list(model.parameters())
         losses, grads = [], []
-        for row in rows:
-            loss = self._forward(row)
-            grads.append(torch.autograd.grad(loss, params))
+        for index, row in enumerate(rows):
+            with action(0, "F", index):
+                loss = self._forward(row)
+            with action(0, "B", index):
+                grads.append(torch.autograd.grad(loss, params))
             losses.append(loss.detach())
         everywhere = [torch.stack(losses), *(torch.stack(of) for of in zip(*grads, strict=True))]
         # The ranks' rows one after the other are the global batch.
@@ -175,13 +189,14 @@ class Engine:
 
     def _loss(self, out: Tensor, targets_BT: Tensor) -> Tensor:
         """Of the model's output: logits, or what the product takes that makes them."""
-        if self._weight is None:
-            loss = self._cross_entropy_sum(out, targets_BT)
-        else:
-            loss = linear_cross_entropy_sum(
-                out, self._weight(), targets_BT, self._cross_entropy_sum, self._chunk
-            )
-        return loss / self._divisor
+        with span("loss"):
+            if self._weight is None:
+                loss = self._cross_entropy_sum(out, targets_BT)
+            else:
+                loss = linear_cross_entropy_sum(
+                    out, self._weight(), targets_BT, self._cross_entropy_sum, self._chunk
+                )
+            return loss / self._divisor
 
     def _cross_entropy_sum(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.plan.tp > 1:

@@ -1,0 +1,267 @@
+"""HISTORY: what a run's folder tells, in columns: quick for a million records, without torch.
+
+Records are read in pieces of some thousand lines and become one array for each number in them, so
+that the memory is that of the numbers alone.  A history can be read on where it ended, which is
+how a page of a running run stays cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic_core import from_json
+
+from weft.job import InvalidJob, Problem, WeftError
+from weft.observe.events import read_events
+from weft.observe.ledger import KINDS, goodput
+
+Floats = NDArray[np.float64]
+
+PIECE_BYTES = 1 << 24  # of metrics.jsonl, read at a time
+WARMING = 2  # records of a start that are not the steady state
+SILENCE = 60.0  # seconds; a run that says nothing for this and ten records' time is not running
+
+# Of events.jsonl; what a record tells by itself stands in for those that are not there.
+ROUTINE = {"start", "checkpoint", "evaluation", "stop", "end"}
+FAILURES = {"failure", "hang"}
+
+
+class Mark(NamedTuple):
+    """Something that happened in a run, at ``time``, seconds since the epoch."""
+
+    step: int
+    time: float
+    kind: str
+    text: str
+
+
+class History:
+    """The records and events of the run in ``folder``.
+
+    Attributes:
+        columns: of each number in the records, float64 ``[records]``; NaN where there is none.
+            Those of an object in a record are named with dots: ``seconds.productive``.
+        damaged: lines of metrics.jsonl that are no records.
+
+    Raises:
+        InvalidJob: if it is not the folder of a run.
+        WeftError: if what lies there cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.resolve().name
+        self.columns: dict[str, Floats] = {}
+        self.damaged = 0
+        self._offset = 0
+        self._marks: list[Mark] = []
+        try:
+            text = (folder / "job.toml").read_text("utf-8")
+            self.job: dict[str, dict[str, Any]] = tomllib.loads(text)
+            self.steps = int(self.job["train"]["steps"])
+        except (FileNotFoundError, NotADirectoryError) as error:
+            rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
+            raise InvalidJob([Problem("run", str(folder), rule, remedy)]) from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise WeftError(f"{folder / 'job.toml'}: cannot be read: {error}") from error
+        head = [line for line in text.splitlines() if line.startswith("# ")]
+        changes = [line[2:].partition(": ") for line in head if " -> " in line]
+        self.changes = {name: change for name, _, change in changes}
+        self.environment = self._json("environment.json")
+        self.plan = self._json("plan.json")
+        self.read_on()
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """What a file holds; nothing if it is not there."""
+        path = self.folder / name
+        try:
+            found = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise WeftError(f"{path}: cannot be read: {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    def __len__(self) -> int:
+        return len(self.columns["step"]) if self.columns else 0
+
+    def read_on(self) -> None:
+        """Take in the complete lines that metrics.jsonl has by now."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return
+        pieces = [(self.columns, len(self))] if self.columns else []
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            while lines := file.readlines(PIECE_BYTES):
+                whole = lines if lines[-1].endswith(b"\n") else lines[:-1]
+                self._offset += sum(map(len, whole))
+                records = parsed(whole)
+                self.damaged += len(whole) - len(records)
+                if records:
+                    pieces.append((columns_of(records), len(records)))
+                    self._marks += marks_of(records)
+        names = dict.fromkeys(chain.from_iterable(columns for columns, _ in pieces))
+        self.columns = {
+            name: np.concatenate([c.get(name, np.full(count, np.nan)) for c, count in pieces])
+            for name in names
+        }
+
+    def column(self, name: str) -> Floats:
+        """A column, or what follows from others: ``rest_seconds``, of a step without the data."""
+        if name == "rest_seconds":
+            return self.column("step_seconds") - self.column("data_seconds")
+        return self.columns.get(name, np.full(len(self), np.nan))
+
+    def last(self, name: str) -> float | None:
+        """The newest number of a column, None if there is none."""
+        values = self.column(name)
+        found = values[np.isfinite(values)]
+        return float(found[-1]) if len(found) else None
+
+    def steady(self, name: str) -> float | None:
+        """The median over the last start, without its first records if there are others."""
+        values, starts = self.column(name), self.column("seconds.restarting")
+        values = values[starts == starts[-1]] if len(starts) and starts[-1] >= 0 else values
+        values = values[WARMING:] if len(values) > WARMING else values
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else None
+
+    def seconds(self) -> dict[str, float]:
+        """Of the run so far, by kind: see `weft.observe.ledger`."""
+        return {kind: self.last(f"seconds.{kind}") or 0.0 for kind in KINDS}
+
+    def goodput(self) -> float | None:
+        spent = self.seconds()
+        return goodput(spent) if sum(spent.values()) else None
+
+    def marks(self) -> list[Mark]:
+        """What happened, in its order in time."""
+        noted = [
+            Mark(int(e["step"]), float(e["time"]), str(e["kind"]), str(e["text"]))
+            for e in read_events(self.folder)
+        ]
+        kinds = {mark.kind for mark in noted}
+        told = [mark for mark in self._marks if mark.kind not in kinds]
+        return sorted([*noted, *told], key=lambda mark: mark.time)
+
+    def state(self, now: float, running: bool | None = None) -> tuple[str, str]:
+        """``finished``, ``running``, ``failed``, ``stopped`` or ``not started``, and why.
+
+        Args:
+            now: seconds since the epoch.
+            running: whether it is, if that is known; else by how long nothing was heard of it.
+        """
+        marks = self.marks()
+        if (self.last("step") or 0) >= self.steps:
+            return "finished", ""
+        if running is None:
+            quiet = SILENCE + 10 * (self.last("step_seconds") or 0) * self._interval()
+            heard = max([self.last("time") or 0.0, *(mark.time for mark in marks[-1:])])
+            ended = bool(marks) and marks[-1].kind in FAILURES | {"stop", "end"}
+            running = now - heard < quiet and not ended
+        if running:
+            return "running", ""
+        for mark in reversed(marks):
+            if mark.kind in FAILURES:
+                return "failed", mark.text
+            if mark.kind in ("start", "stop"):
+                return "stopped", mark.text if mark.kind == "stop" else ""
+        return ("stopped" if len(self) else "not started"), ""
+
+    def _interval(self) -> float:
+        """Steps between records."""
+        steps = self.column("step")[-20:]
+        return float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
+
+
+def parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The records among some lines."""
+    try:
+        found = from_json(b"[" + b",".join(lines) + b"]")
+    except ValueError:  # one of them is damaged; that is rare
+        found = [one for line in lines for one in _parsed_line(line)]
+    return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
+
+
+def _parsed_line(line: bytes) -> list[Any]:
+    try:
+        return [from_json(line)]
+    except ValueError:
+        return []
+
+
+def columns_of(records: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, Floats]:
+    """The numbers in records, by the names of `History.columns`."""
+    found: dict[str, Floats] = {}
+    for name in dict.fromkeys(chain.from_iterable(records)):
+        try:
+            values = [*map(itemgetter(name), records)]
+        except KeyError:  # some lack it
+            values = [record.get(name) for record in records]
+        first = next((value for value in values if value is not None), None)
+        if isinstance(first, dict):
+            inner = [value if isinstance(value, dict) else {} for value in values]
+            found |= columns_of(inner, f"{prefix}{name}.")
+        elif isinstance(first, int | float):
+            try:
+                found[prefix + name] = np.array(values, np.float64)  # None becomes NaN
+            except (TypeError, ValueError, OverflowError):  # not all are numbers
+                numbers = [v if isinstance(v, float) else np.nan for v in values]
+                found[prefix + name] = np.array(numbers, np.float64)
+    return found
+
+
+def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
+    """What records tell of events."""
+    found = []
+    for record in records:
+        step, at = record["step"], float(record.get("time") or 0.0)
+        for one in record.get("anomalies") or []:
+            text = f"the {one.get('what')} was {one.get('value')} ({one.get('cause')})"
+            undone = {
+                "skip": "its update was left out",
+                "rewind": f"back to step {one.get('back_to')}",
+            }
+            text += f": {undone.get(one.get('action', ''), 'gone when computed again')}"
+            found.append(Mark(int(one.get("step", step)), at, "anomaly", text))
+        if record.get("slow_rank") is not None:
+            slow = f"rank {record['slow_rank']} needs {record.get('slow_ratio') or 0:.2f} times"
+            found.append(Mark(step, at, "slow rank", f"{slow} as long as the others"))
+        if record.get("eval_loss") is not None:
+            text = f"held-out loss {record['eval_loss']:.4f}"
+            found.append(Mark(step, at, "evaluation", text))
+    return found
+
+
+def fewer(values: Floats, most: int) -> tuple[NDArray[np.intp], Floats | None]:
+    """Which of the values to draw so that no extreme is lost.
+
+    Returns:
+        The indices of at most about ``most`` finite values, rising: of every so many the least and
+        the most, and the first and the last of all; and the mean of the ones that each stands for,
+        None if all are there.
+    """
+    there = np.flatnonzero(np.isfinite(values))
+    if len(there) <= most:
+        return there, None
+    finite = values[there]
+    each = -(-len(there) // (most // 2))
+    starts = np.arange(0, len(there), each)
+    whole = len(there) // each * each
+    table = finite[:whole].reshape(-1, each)
+    rows = np.arange(len(table)) * each
+    tail = finite[whole:]
+    picks = [rows + table.argmin(1), rows + table.argmax(1), np.array([0, len(there) - 1])]
+    if len(tail):
+        picks.append(whole + np.array([tail.argmin(), tail.argmax()]))
+    picked = np.unique(np.concatenate(picks))
+    counts = np.minimum(each, len(there) - starts)
+    means = np.add.reduceat(finite, starts) / counts
+    return there[picked], means[picked // each]

@@ -1,0 +1,191 @@
+"""SPANS: when a rank did what, always on, in a file that Perfetto and chrome://tracing open.
+
+*Phases* last from one site (`weft.resilience.faults.SITES`) to the next, and are called as the
+watchdog calls them (`DOING`).  Inside of them are *spans* that the code names itself: the forward
+and backward pass of each microbatch, called as in a timetable (``2F5``: stage, kind, microbatch),
+loss, gradient norm, clipping, optimizer.
+
+The times are the host's.  On a CPU that is all there is; a GPU computes what its host has asked for
+later, and the host's spans say when it asked.  A profile (`weft.observe.profile`) has both, under
+the same names: while it is taken, each phase and span is a range of torch.profiler, too.
+
+A span costs some microseconds, most of them when it is written: at the site ``record``, where the
+host would wait for the device, and at the end.  A rank that is killed loses what it noted since.
+The file is whole JSON after every write; at `BYTES` it is renamed, and replaces the one renamed
+before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from torch.profiler import record_function
+
+from weft.resilience import faults
+
+BYTES = 2**20  # of a file
+EVENTS = 2000  # that wait to be written, at most
+END = b"\n]\n"
+encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Event(NamedTuple):
+    """What ended, in nanoseconds since the epoch."""
+
+    name: str
+    began: int
+    ended: int
+    args: dict[str, Any]
+
+
+class Spans:
+    """This process's spans, from now until `close`."""
+
+    def __init__(self, path: Path | None, rank: int) -> None:
+        """``path``: of the file; None: nothing is noted, but a profile has its ranges."""
+        global _current
+        if _current is not None:
+            _current.close()  # of a run in this process that failed before it could
+        self.step = 0
+        self.ranges = False  # whether spans are also torch.profiler's
+        self._path, self._rank = path, rank
+        self._events: list[Event] = []
+        self._end = 0  # of what is in the file, but for `END`
+        # Two clocks: one that never jumps, and what it says of the epoch.
+        self._epoch = time.time_ns() - time.perf_counter_ns()
+        self._thread = threading.get_ident()
+        self._phase: span | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._open(path)
+        _current = self
+        faults.listeners.append(self._pass)
+        self._pass("start", None)
+
+    def _pass(self, site: str, step: int | None) -> None:
+        """One phase ends, and another one begins."""
+        if threading.get_ident() != self._thread:
+            return  # what is written in the background
+        name = faults.doing(site)
+        if step is None and self._phase is not None and name == self._phase.name:
+            return
+        if self._phase is not None:
+            self._phase.__exit__()
+        self.step = self.step if step is None else step
+        self._phase = span(name).__enter__()
+        if site == "record":
+            self.flush()
+
+    def note(self, name: str, began: int, args: dict[str, Any]) -> None:
+        """``began``: on the clock that never jumps."""
+        if self._path is not None:
+            now = time.perf_counter_ns()
+            args["step"] = self.step
+            self._events.append(Event(name, self._epoch + began, self._epoch + now, args))
+            if len(self._events) >= EVENTS:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is noted."""
+        if self._path is None or not self._events:
+            return
+        text = b"".join(b",\n" + as_json(event, self._rank) for event in self._events)
+        self._events.clear()
+        try:
+            with self._path.open("r+b") as file:
+                file.seek(self._end)
+                file.write(text + END)  # over the old end
+            self._end += len(text)
+            if self._end > BYTES:
+                self._open(self._path)
+        except OSError as error:  # a full disk is no reason to lose a run
+            print(f"warning: {self._path}: no more spans are written: {error}", flush=True)
+            self._path = None
+
+    def _open(self, path: Path) -> None:
+        """Go on in the file that is there, unless it is full, or torn where a rank was killed."""
+        if path.exists():
+            text = path.read_bytes()
+            if len(text) <= BYTES and text.endswith(END):
+                self._end = len(text) - len(END)
+                return
+            os.replace(path, path.with_suffix(".old.json"))
+        about = {"name": f"rank {self._rank} (times of the host)"}
+        head = {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": about}
+        text = b"[\n" + json.dumps(head).encode()
+        path.write_bytes(text + END)
+        self._end = len(text)
+
+    def close(self) -> None:
+        global _current
+        faults.listeners.remove(self._pass)
+        if self._phase is not None:
+            self._phase.__exit__()
+        _current = None
+        self.flush()
+
+
+_current: Spans | None = None
+
+
+class span:
+    """What happens inside is a span of that name."""
+
+    __slots__ = ("_args", "_began", "_range", "name")
+
+    def __init__(self, name: str, **args: Any) -> None:
+        self.name, self._args = name, args
+
+    def __enter__(self) -> Self:
+        on = _current is not None and _current.ranges
+        self._range = record_function(self.name) if on else None
+        if self._range is not None:
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+        self._began = time.perf_counter_ns()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if _current is not None:
+            _current.note(self.name, self._began, self._args)
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+
+
+def action(stage: int, kind: str, microbatch: int) -> span:
+    """The span of a forward (F) or backward (B) pass of a stage, or half of one (I, W)."""
+    name = f"{stage}{kind}{microbatch}"
+    return span(name, stage=stage, kind=kind, microbatch=microbatch)
+
+
+def set_ranges(on: bool) -> None:
+    """Whether spans that begin from now on are also ranges of torch.profiler."""
+    if _current is not None:
+        _current.ranges = on
+
+
+def as_json(event: Event, rank: int) -> bytes:
+    """In Chrome's trace format; in whole microseconds, which keeps spans inside of others."""
+    began, ended = event.began // 1000, event.ended // 1000
+    entry = {"name": event.name, "ph": "X", "ts": began, "dur": ended - began}
+    entry |= {"pid": rank, "tid": 0, "args": event.args}
+    return encode(entry).encode()
+
+
+def spans_path(folder: Path, rank: int) -> Path:
+    """Where rank ``rank`` of the run in ``folder`` writes its spans."""
+    return folder / "spans" / f"rank-{rank}.json"
+
+
+def read_spans(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What rank ``rank`` of the run in ``folder`` noted, the renamed file first."""
+    path = spans_path(folder, rank)
+    found: list[dict[str, Any]] = []
+    for each in (path.with_suffix(".old.json"), path):
+        if each.is_file():
+            found += json.loads(each.read_text("utf-8"))
+    return [event for event in found if event["ph"] == "X"]

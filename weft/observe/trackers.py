@@ -1,0 +1,114 @@
+"""Records for trackers of experiments: Weights & Biases, and MLflow.
+
+Where they are, and who one is there, they take from the environment as everywhere else: WANDB_MODE,
+WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.  By themselves both
+write into the run's folder.  A run that resumes goes on in the tracker's run of the same name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from pathlib import Path
+from typing import Any
+
+from weft.job import Job, flatten
+from weft.observe.record import StepRecord, scalars
+
+PROJECT = "weft"
+EVERY = 5.0  # seconds between what is sent to MLflow
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, which has a process of its own to send from.
+
+    The step is a metric among others, on which the rest is drawn: of its own count a run that has
+    gone back to a checkpoint could not go back, and would lose records.
+    """
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        import wandb
+
+        known = folder / "wandb" / "run-id"
+        known.parent.mkdir(parents=True, exist_ok=True)
+        if not known.exists():
+            known.write_text(secrets.token_hex(4), "utf-8")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.name,
+            id=known.read_text("utf-8"),
+            resume="allow",
+            dir=folder,
+            config=flatten(job),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: StepRecord) -> None:
+        self._run.log({**scalars(record), "step": record.step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow: records are sent together, now and then, by a thread."""
+
+    def __init__(self, folder: Path, job: Job) -> None:
+        for name in ("mlflow", "alembic"):  # which tell of every table that they make
+            logging.getLogger(name).setLevel(logging.WARNING)
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute()}/mlflow.db"
+        self._client = MlflowClient(tracking_uri=where)
+        known = folder / "mlflow-run-id"
+        if not known.exists():
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            experiment = self._client.get_experiment_by_name(name)
+            number = (
+                experiment.experiment_id if experiment else self._client.create_experiment(name)
+            )
+            run = self._client.create_run(number, run_name=folder.name)
+            params = [Param(key, str(value)) for key, value in flatten(job).items()]
+            for first in range(0, len(params), 100):  # the most that a server takes
+                self._client.log_batch(run.info.run_id, params=params[first : first + 100])
+            known.write_text(run.info.run_id, "utf-8")
+        self._id = known.read_text("utf-8")
+        self._client.update_run(self._id, status="RUNNING")
+        self._waiting: list[Any] = []
+        self._error: Exception | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._send, name="weft-mlflow", daemon=True)
+        self._thread.start()
+
+    def write(self, record: StepRecord) -> None:
+        from mlflow.entities import Metric
+
+        if self._error is not None:
+            raise self._error
+        at = int(1000 * record.time)
+        self._waiting.extend(
+            Metric(name, value, at, record.step) for name, value in scalars(record).items()
+        )
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        self._client.set_terminated(self._id)
+
+    def _send(self) -> None:
+        try:
+            ended = False
+            while not ended:
+                ended = self._end.wait(EVERY)
+                while batch := self._waiting[:1000]:  # again the most
+                    self._client.log_batch(self._id, metrics=batch)
+                    del self._waiting[: len(batch)]
+        except Exception as error:
+            self._error = error
