@@ -25,6 +25,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -515,6 +516,25 @@ def choice_sets(cases: Sequence[Case]) -> list[tuple[float, float, str]]:
     return found
 
 
+def differences(cases: Sequence[Case]) -> str:
+    """How well the planner tells two layouts of a choice set apart; `weft compare` builds on it."""
+    sets: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
+    for case in cases:
+        sets[case.choice].append(case)
+    pairs = [
+        (a.predicted / b.predicted, a.measured / b.measured)
+        for some in sets.values()
+        for a, b in combinations(some, 2)
+    ]
+    off = [max(told / was, was / told) - 1 for told, was in pairs]
+    text = f"{len(pairs)} pairs: ratios off by {percentile(off, 50):.1%}"
+    text += f", p90 {percentile(off, 90):.1%}"
+    for name, far in (("above", True), ("below", False)):
+        right = [(t > 1) == (w > 1) for t, w in pairs if (max(t, 1 / t) > 1.15) == far]
+        text += f"; {name} 15 % apart {len(right)}, direction right {statistics.fmean(right):.0%}"
+    return text
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if len(values) else math.nan
 
@@ -614,6 +634,7 @@ def main() -> None:
     print(*(f"skipped: {why}" for why in skipped), sep="\n")
     for rho, lost, name in sorted(choice_sets([c for c in cases if c.measured])):
         print(f"choice set {name}: rank correlation {rho:.2f}, regret {lost:.1%}")
+    print(differences([c for c in cases if c.measured]))
     print(*by_system(cases), sep="\n")
     print(*(f"{key:36} {value:.3f}" for key, value in found.items()), sep="\n")
 

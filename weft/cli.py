@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,7 +23,7 @@ from weft.job import (
     WeftError,
     recipe_names,
 )
-from weft.launch import FAILED, INTERRUPTED, MISTAKE
+from weft.launch import FAILED, INTERRUPTED, MISTAKE, REQUEUE
 
 if TYPE_CHECKING:
     from weft.plan.resolve import Machine, Plan
@@ -80,6 +81,16 @@ OPTIONS = {
         "--report": 1,
     },
     "verify": {"--ranks": 1, "--steps": 1, "--json": 0},
+    "compare": {
+        "--vary": 1,
+        "--repeat": 1,
+        "--margin": 1,
+        "--price": 1,
+        "--out": 1,
+        "--plan-only": 0,
+        "--cluster": 1,
+        "--json": 0,
+    },
 }
 
 
@@ -192,6 +203,30 @@ def parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object instead")
     sub.epilog = VERIFY_HELP
 
+    sub = add("compare", compare, "Run, or only plan, variants of a recipe; tell which is better.")
+    sub.add_argument(
+        "recipes", metavar="RECIPE", nargs="*", help=f"shipped recipes ({recipes}) or TOML files"
+    )
+    sub.add_argument(
+        "--vary",
+        metavar="KEY=A,B",
+        action="append",
+        default=[],
+        help="values of a key, each a variant; several times: every combination",
+    )
+    sub.add_argument("--repeat", default="3", help="runs of each variant (3)")
+    sub.add_argument(
+        "--margin", default="0.5%", help="losses that close are equivalent: 0.5%%, or nats (0.5%%)"
+    )
+    sub.add_argument("--price", help="of a device's hour, to tell what a billion tokens cost")
+    sub.add_argument("--out", metavar="FOLDER", help="of all the runs (runs/compare-...)")
+    sub.add_argument("--plan-only", action="store_true", help="predict all, run nothing")
+    sub.add_argument(
+        "--cluster", metavar="NxMxNAME", help="with --plan-only: as 'weft plan' has it"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead")
+    sub.epilog = COMPARE_HELP
+
     sub = add("report", report, "Write one page that shows runs, and opens without a network.")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
     sub.add_argument(
@@ -287,6 +322,25 @@ if given so, and replaced otherwise: --compile.enable true, --precision.compute 
 of float8, the smallest difference is a large one).
 
 exit status: 0 the layout holds; 1 it does not, or a rank failed; 2 a mistake in the recipe"""
+
+
+COMPARE_HELP = """\
+Each variant is trained --repeat times, as runs of their own below --out; their order is reversed
+from repeat to repeat, and each repeat has another seed, the same for all variants.  The first
+variant is what the others are compared with.  Interrupted, the same command goes on; with a higher
+--repeat it adds runs.  docs/comparing.md tells what is measured, and what the verdict means.
+
+  weft compare demo --vary optim.lr=1e-3,3e-3
+  weft compare a.toml b.toml --repeat 5 --train.steps 200
+  weft compare llama3-8b --vary parallel.tp=1,2 --vary remat.kind=full,selective \\
+    --plan-only --cluster 2x8xH100 --price 2.5
+
+The runs write no checkpoint but the last and no report of their own, unless --checkpoint.interval
+or --observe.report says otherwise; report.html in the comparison's folder shows all of it.
+Any key is overridden for all variants as --section.key value; 'weft train --help' lists them.
+
+exit status: 0 compared; 1 fewer than two variants could be; 2 a mistake in what was asked;
+75 interrupted, the same command goes on; 130 interrupted twice"""
 
 
 def count(text: str) -> int:
@@ -450,6 +504,54 @@ def verify(options: argparse.Namespace) -> int:
     if options.json:
         print(report.to_json())
     return 0 if report.holds else FAILED
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Train variants, or only plan them, and compare them."""
+    from weft.compare.experiment import (
+        default_folder,
+        parse_margin,
+        parse_price,
+        parse_vary,
+        prepare,
+        read_variants,
+    )
+    from weft.compare.result import Settings, compare, to_json
+    from weft.observe.sinks import quiet_console
+
+    problems = list(options.problems)
+    repeats = between("--repeat", options.repeat, 1, 1000, problems)
+    margin, relative = parse_margin(options.margin, problems)
+    price = parse_price(options.price, problems)
+    if options.cluster and not options.plan_only:
+        rule = "is for --plan-only: runs are started on this machine"
+        problems.append(Problem("--cluster", options.cluster, rule, "add --plan-only"))
+    if not options.recipes:
+        problems.append(Problem("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
+    vary = [pair for text in options.vary for pair in parse_vary(text, problems)]
+    console = quiet_console(sys.stdout, quiet=options.json)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    asked = (options.recipes, vary, options.overrides, problems)
+    if options.plan_only:
+        from weft.compare.planned import compare_plans
+
+        found, able = compare_plans(*asked, options.cluster, price, options.out, say)
+        if options.json:
+            print(json.dumps(found, indent=2))
+        return 0 if able > 1 else FAILED
+    variants = read_variants(*asked, partial(prepare, options.out or "runs"))
+    folder = Path(options.out) if options.out else default_folder(variants)
+    result, stopped = compare(folder, variants, Settings(repeats, margin, relative, price), say)
+    say(f"\n{result.text()}\n\neverything is in {folder}")
+    if options.json:
+        print(to_json(result))
+    if stopped:
+        print("interrupted; the same command goes on with the trial", file=sys.stderr)
+        return REQUEUE if stopped == 1 else INTERRUPTED
+    return 0 if result.judged else FAILED
 
 
 def between(name: str, text: str, least: int, most: int, problems: list[Problem]) -> int:

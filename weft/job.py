@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,12 +150,16 @@ def steps_of(text: str) -> list[range]:
     Raises:
         ValueError: if it is no such text.
     """
-    try:
-        found = [step_range(part.strip()) for part in text.split(",")] if text else []
-    except ValueError:
-        raise ValueError("must be steps such as 7 or 7,20-30") from None
-    if not all(steps and steps[0] > 0 for steps in found):
-        raise ValueError("must be steps from 1, the smaller of a range first")
+    found = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        bounds = [first, last or first] if "-" not in part or last else []
+        if not bounds or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", bound) for bound in bounds):
+            raise ValueError("must be steps such as 7 or 7,20-30")
+        steps = range(int(bounds[0]), int(bounds[1]) + 1)
+        if not steps or steps[0] < 1:
+            raise ValueError("must be steps from 1, the smaller of a range first")
+        found.append(steps)
     return found
 
 
@@ -474,7 +479,7 @@ class ObserveSection(Section):
 class ProfileSection(Section):
     """What torch.profiler sees of some steps; see docs/observing.md."""
 
-    steps: str = key("", "steps to profile into the folder traces: 10, or 10-12; empty: none")
+    steps: Steps = key("", "steps to profile into the folder traces: 10, or 10-12; empty: none")
     memory: bool = key(False, "profile.steps: also where memory is taken")
 
 
@@ -738,20 +743,6 @@ def flatten(job: Job) -> dict[str, Any]:
         for name, section in job.model_dump(mode="json").items()
         for key, value in section.items()
     }
-
-
-def step_range(text: str) -> range:
-    """The steps of ``"10-12"``, ``"10"`` or ``""``.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
-    if not text:
-        return range(0)
-    first, dash, last = text.partition("-")
-    if not all(part.isascii() and part.isdigit() for part in ([first, last] if dash else [first])):
-        raise ValueError(text)
-    return range(int(first), int(last if dash else first) + 1)
 
 
 def difference(job: Job, base: Job) -> dict[str, tuple[Any, Any]]:

@@ -188,7 +188,7 @@ def _be_rank(
 ) -> NoReturn:
     """Everything that a rank does; never returns."""
     try:
-        _die_with_parent(parent)
+        die_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sink = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - while it lives
@@ -231,7 +231,7 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" + "".join(f"\n  | {line}" for line in lines)
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Ask Linux to end this process when the one that forked it ends, however that happens."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from weft.job import Job, step_range
+from weft.job import Job, steps_of
 from weft.observe import breakdown, spans
 from weft.observe.memory import expected_of
 from weft.observe.sinks import replace_text
@@ -46,7 +46,7 @@ class Profile:
     def __init__(
         self, job: Job, plan: Plan, device: torch.device, say: Callable[[str], None]
     ) -> None:
-        self._steps = step_range(job.profile.steps)
+        self._steps = next(iter(steps_of(job.profile.steps)), range(0))
         self._memory, self._plan, self._device, self._say = job.profile.memory, plan, device, say
         self._run = Path(plan.run_dir)
         if self._steps:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.job import InvalidJob, Job, Problem, difference, recipe_names, step_range, steps_of
+from weft.job import InvalidJob, Job, Problem, difference, recipe_names, steps_of
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import peak_flops
 from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
@@ -69,8 +69,8 @@ SAME_RUN = (
     "compile.",
     "checkpoint.",
     "observe.",
-    "debug.",
     "profile.",
+    "debug.",
     "train.steps",
     "train.microbatch",
     "train.eval",
@@ -208,8 +208,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
-    problems += _check_debug(job)
     problems += _check_profile(job)
+    problems += _check_debug(job)
     batch_problems = _check_batch(job, degrees)
     problems += batch_problems
     local = max(1, train.global_batch // degrees.dp)
@@ -509,6 +509,20 @@ def _check_optimizer(job: Job) -> Iterator[Problem]:
         yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
 
 
+def _check_profile(job: Job) -> Iterator[Problem]:
+    key, value, last = "profile.steps", job.profile.steps, job.train.steps
+    chosen = steps_of(value)
+    steps = chosen[0] if chosen else range(0)
+    if len(chosen) > 1:
+        yield Problem(key, value, "is more than one range of steps", "use 10, or 10-12")
+    elif steps and steps[-1] > last:
+        rule = f"ends after the run, which has train.steps = {last}"
+        yield Problem(key, value, rule, f"use {last} or less", ("train.steps",))
+    elif len(steps) > MOST_PROFILED:
+        rule = f"has {len(steps)} steps: traces of more than {MOST_PROFILED} are too large to read"
+        yield Problem(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
+
+
 def _check_debug(job: Job) -> Iterator[Problem]:
     """What would not hold, or tell nothing."""
     key, group = "debug.statistics", "resilience.lighthouse"
@@ -533,23 +547,6 @@ def _check_debug(job: Job) -> Iterator[Problem]:
         key, rule = "debug.autograd_anomaly", "cannot look at gradients that are cut by parallel.tp"
         remedy = "use parallel.tp 1, or --debug.statistics"
         yield Problem(key, True, rule, remedy, ("parallel.tp",))
-
-
-def _check_profile(job: Job) -> Iterator[Problem]:
-    key, value, last = "profile.steps", job.profile.steps, job.train.steps
-    try:
-        steps = step_range(value)
-    except ValueError:
-        yield Problem(key, value, "is neither a step nor a range of steps", "use 10, or 10-12")
-        return
-    if value and (not steps or steps[0] < 1):
-        yield Problem(key, value, "has no steps: the first one is 1", "use 10, or 10-12")
-    elif steps and steps[-1] > last:
-        rule = f"ends after the run, which has train.steps = {last}"
-        yield Problem(key, value, rule, f"use {last} or less", ("train.steps",))
-    elif len(steps) > MOST_PROFILED:
-        rule = f"has {len(steps)} steps: traces of more than {MOST_PROFILED} are too large to read"
-        yield Problem(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
 
 
 def _check_model_against_data(job: Job, model: Any) -> Iterable[Problem]:

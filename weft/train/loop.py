@@ -238,7 +238,6 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     ledger.spent("lost")
                     clock.restart()
                     continue
-                statistics.gradients(step)
                 stopping = stop or step == steps
                 evaluating = due(step, job.train.eval_interval, steps)
                 saving = stopping or again or (groups.leads and saves.due(step))
@@ -246,6 +245,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 recording = logging or evaluating or saving or keeping
                 norms = [layers()] if layers and recording else []
+                statistics.gradients(step)
                 lr = learning_rate(step, steps, job.optim, decay)
                 if anomaly is None or anomaly.action != "skip":
                     with span("clip"):

@@ -1,0 +1,85 @@
+"""Variants that are only predicted, and when a difference of predictions is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.test_cli import rejected
+from weft.cli import main
+from weft.compare.planned import Planned, verdict
+
+
+def planned(label: str, seconds: float, doubts: tuple[str, ...] = (), fits: bool = True) -> Planned:
+    plan: Any = SimpleNamespace(tokens_per_step=1000, world_size=8)
+    seen: Any = SimpleNamespace(
+        plan=plan,
+        step_seconds=seconds,
+        fits=fits,
+        doubts=doubts,
+        error=0.5 if doubts else 0.25,
+        limits=["memory: 90.0 GiB of 80.0"],
+    )
+    return Planned(label, plan, seen, "")
+
+
+def test_small_differences_are_not_called() -> None:
+    lines = verdict(
+        [
+            planned("A", 1.0),
+            planned("B", 0.9),
+            planned("C", 0.8),
+            planned("D", 1.3),
+            planned("E", 0.7, doubts=("cp",)),
+            planned("F", 0.5, doubts=("cp",)),
+            planned("G", 0.5, fits=False),
+        ]
+    )
+    assert lines[0] == "G does not fit: memory: 90.0 GiB of 80.0"
+    assert "B is predicted to be 11.1 % faster than A: too little to tell" in lines[1]
+    assert lines[2] == (
+        "C is predicted to be 25.0 % faster than A (of such predictions 94 % had the direction "
+        "right, and nine of ten were within -3 to +61 %)"
+    )
+    assert lines[3].startswith("D is predicted to be 23.1 % slower than A (of such")
+    assert "too little to tell, with low confidence (within 50 %)" in lines[4]
+    assert lines[5].endswith("100.0 % faster than A, with low confidence (within 50 %)")
+
+
+def test_four_layouts_of_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On two servers, from this machine."""
+    command = ["compare", "llama3-8b", "--plan-only", "--cluster", "2x8xh100", "--price", "2.5"]
+    command += ["--vary", "parallel.tp=1,3,8", "--vary", "remat.kind=none,full"]
+    command += ["--train.seq_len", "4096", "--train.global_batch", "64", "--json"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert json.loads((tmp_path / "out/comparison.json").read_text()) == found
+    variants = {each["label"]: each for each in found["variants"]}
+    assert len(variants) == 6
+    for remat in ("none", "full"):
+        refused = variants[f"tp=3, remat={remat}"]
+        assert refused["forecast"] is None
+        assert "does not divide" in refused["reason"]
+    one, full = (variants[f"tp=1, remat={kind}"]["forecast"] for kind in ("none", "full"))
+    assert one["fits"] is full["fits"] is True
+    assert one["peak_memory_gib"] > 2 * full["peak_memory_gib"]
+    wide = variants["tp=8, remat=none"]
+    assert wide["forecast"]["step_seconds"] > 1.15 * one["step_seconds"]
+    slower = next(line for line in found["verdict"] if line.startswith("tp=8, remat=none"))
+    assert "slower than tp=1, remat=none (of such" in slower
+    speed = wide["forecast"]["tokens_per_second_per_device"]
+    hours = 1e9 / speed / 3600
+    assert wide["device_hours_per_billion_tokens"] == pytest.approx(hours)
+    assert wide["cost_per_billion_tokens"] == pytest.approx(2.5 * hours)
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    vary = ["--vary", "remat.kind=none,full"]
+    lines = rejected(capsys, "compare", "llama3-8b", *vary, "--plan-only", "--cluster", "2x8xh999")
+    assert len(lines) == 1
+    assert lines[0].startswith('--cluster = "2x8xh999"')
