@@ -107,6 +107,7 @@ def test_a_run_that_stands_still_is_asked_and_lives(arguments: list[str], tmp_pa
     while not re.match(SKIPPED, said := ask(tmp_path)):  # it comes to its twelfth step
         assert time.monotonic() < deadline, said
     assert "seen now, in 2 of 2 ranks; none has moved for" in said
+    assert re.match(SKIPPED, ask(tmp_path)), "the second time"
     assert "in exchange" in said
     assert "step_timeout is 0: the run stands until somebody ends it" in said
     assert process.poll() is None
@@ -247,7 +248,9 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    "data", [pickle.dumps(Evil()), b"", b"no pickle", pickle.dumps([1]), pickle.dumps({"a": 1})]
+    "data",
+    [pickle.dumps(Evil()), b"", b"no pickle", pickle.dumps([1]), pickle.dumps({"a": 1})],
+    ids=["a call", "empty", "text", "a list", "another dict"],
 )
 def test_nothing_in_a_dump_is_run(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,10 +54,12 @@ def test_a_whole_run(arguments: list[str], tmp_path: Path) -> None:
         ".lock",
         "checkpoints",
         "environment.json",
+        "events.jsonl",
         "job.toml",
         "logs",
         "metrics.jsonl",
         "plan.json",
+        "spans",
         "tokenizer.json",
     }
     assert {path.name for path in (folder / "logs").iterdir()} == {

@@ -46,7 +46,8 @@ from weft.resilience.heartbeat import Contact, process_began, ranks_text
 from weft.train.setup import home_of
 
 LOOK = 2.0  # seconds between two looks at ranks that live
-TOGETHER = 600.0  # seconds within which what hosts have seen is of the same hang
+TOGETHER = 600.0  # seconds within which what hosts have seen is of the same hang ...
+START = 60.0  # ... and within which the ranks of one start say how they are asked
 FRAMES = 5  # of a stack
 
 
@@ -103,6 +104,7 @@ def explain(folder: Path) -> Told:
     if living:
         return _live(folder, job, living)
     newest = max((host["time"] for host in hosts), default=0.0)
+    hosts = [host for host in hosts if host["time"] > newest - START]  # not of an earlier start
     left = [evidence for path in sorted(logs.glob("hang-*.json")) if (evidence := _read(path))]
     last = max((evidence["time"] for evidence in left), default=0.0)
     left = [evidence for evidence in left if evidence["time"] > last - TOGETHER]
@@ -110,19 +112,19 @@ def explain(folder: Path) -> Told:
     if not left and not dumps:
         return _nothing(folder, job, hosts)
     seen = {one["rank"]: _seen(one) for evidence in left for one in evidence["ranks"]}
-    sizes = [host["world_size"] for host in (*left, *hosts)]
+    known = [host["world_size"] for host in (left or hosts)]
     for path in dumps:
         number = int(path.name.rpartition("-")[2])
         seen.setdefault(number, seen_in_dump(number, path.read_bytes()))
-        sizes.append(number + 1)
     every = [seen[rank] for rank in sorted(seen)]
-    missing, sentence = verdict(every, sizes[0])
+    size = max(known, default=every[-1].rank + 1)
+    missing, sentence = verdict(every, size)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last or dumps[0].stat().st_mtime))
     names = [evidence["host"] for evidence in left]
     by = f"the watchdog{'s' * (len(names) > 1)} of {', '.join(names)}" if left else "NCCL"
     ended = "; the run was ended" if any(evidence["ended"] for evidence in left) else ""
-    source = f"seen at {when} by {by}: {len(every)} of {sizes[0]} ranks{ended}"
-    silent = sorted(set(range(sizes[0])) - set(seen))
+    source = f"seen at {when} by {by}: {len(every)} of {size} ranks{ended}"
+    silent = sorted(set(range(size)) - set(seen))
     advice = [f"nothing was left by {ranks_text(silent)}: its host died, or had no time"] * (
         len(silent) > 0
     )

@@ -106,9 +106,8 @@ class Seen(NamedTuple):
     channel: str  # of the kernel, in which it sleeps, where one may know
     calls: list[Call] | None  # open collectives; None: no answer
     stack: list[str]  # of the main thread, innermost first
-    done: Mapping[str, int] = MappingProxyType(
-        {}
-    )  # of each group, the number of the last collective that is done
+    # Of each group the number of the last collective that is done.
+    done: Mapping[str, int] = MappingProxyType({})
     recent: Sequence[Any] = ()  # collectives: group, number, name, sizes, whether it is open
 
     def to_dict(self) -> dict[str, Any]:
