@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+
 from weft.compare.statistics import interval
 
 EVERYTHING = {
