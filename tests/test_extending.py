@@ -1,4 +1,4 @@
-"""A model, an optimizer and a schedule of the user's own: one file that a recipe names."""
+"""A model, an optimizer, a schedule and a sink of the user's own: one file that a recipe names."""
 
 from __future__ import annotations
 
@@ -53,6 +53,17 @@ def sgd(groups, optim):
 
 def constant(done, optim):
     return 1.0
+
+class Lines:
+    def __init__(self, folder, job, resumed_step):
+        self.file = (folder / "lines.txt").open("a")
+        print("from", resumed_step, "of", job.train.steps, file=self.file)
+
+    def write(self, record):
+        print(record.step, record.loss, file=self.file)
+
+    def close(self):
+        self.file.close()
 """
 
 
@@ -74,7 +85,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         '[optim]\nkind = "mine:sgd"\nschedule = "mine:constant"\nlr = 5.0\nwarmup_steps = 0\n'
         "[data]\nvocab_size = 512\n"
         "[train]\nsteps = 12\nseq_len = 32\nglobal_batch = 8\n"
-        "[checkpoint]\ninterval = 4\n[observe]\ntensorboard = false\n"
+        "[checkpoint]\ninterval = 4\n[observe]\nlog_interval = 1\nsinks = ["mine:Lines"]\n"
     )
     return path
 
@@ -85,6 +96,9 @@ def test_a_file_of_ones_own(recipe: Path, store_path: Path, tmp_path: Path) -> N
     run_ranks(train_mine, 2, str(recipe), str(two), str(store_path))
     assert losses(one) == pytest.approx(losses(two), abs=1e-5)
     assert losses(one)[-1] < losses(one)[0] - 0.05
+    first, *lines = (two / "lines.txt").read_text().splitlines()
+    assert first == "from 0 of 12"
+    assert [float(line.split()[1]) for line in lines] == losses(two)
 
 
 def test_its_mistakes_are_told_like_weft_own(recipe: Path) -> None:
