@@ -85,7 +85,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         '[optim]\nkind = "mine:sgd"\nschedule = "mine:constant"\nlr = 5.0\nwarmup_steps = 0\n'
         "[data]\nvocab_size = 512\n"
         "[train]\nsteps = 12\nseq_len = 32\nglobal_batch = 8\n"
-        "[checkpoint]\ninterval = 4\n[observe]\nlog_interval = 1\nsinks = ["mine:Lines"]\n"
+        '[checkpoint]\ninterval = 4\n[observe]\nlog_interval = 1\nsinks = ["mine:Lines"]\n'
     )
     return path
 
