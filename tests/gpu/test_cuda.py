@@ -6,7 +6,9 @@ python -m pytest tests/gpu
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,17 +16,22 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.small import SMALL
+from tests.small import SMALL, small_job
+from weft.data.store import open_store
 from weft.job import OptimSection
 from weft.models.layers import attend, document_mask
 from weft.models.llama import PRESETS, SHARDING, Llama
 from weft.optim.optimizer import adamw
 from weft.parallel.float8 import apply_float8
 from weft.parallel.tensor import apply_tensor
-from weft.train.setup import fastest_attention
+from weft.plan.resolve import Machine, resolve
+from weft.resilience import faults
+from weft.train.loop import train
+from weft.train.setup import Rank, fastest_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 CUDA = torch.device("cuda", 0)
@@ -172,3 +179,37 @@ def test_a_run_on_the_gpu_is_the_run_on_the_cpu(
         subprocess.run(command, check=True, timeout=300)
         found[device] = losses(tmp_path / device)
     assert found["cuda"] == pytest.approx(found["cpu"], rel=2e-3)
+
+
+def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_path: Path) -> None:
+    """And in no other; the first steps load kernels."""
+    job = small_job(
+        ("run.dir", str(tmp_path)),
+        ("run.device", "cuda"),
+        ("train.steps", "17"),
+        ("observe.log_interval", "4"),
+        ("observe.grad_norms", "true"),
+    )
+    plan = resolve(job, Machine("cuda", 1, torch.cuda.get_device_name(), world_size=1))
+    begun: list[int] = []  # waits until each step
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+
+        def listen(site: str, step: int | None) -> None:
+            if site == "step":
+                begun.append(sum("synchronizing" in str(each.message) for each in waits))
+
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA
+        )
+        faults.listeners.append(listen)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            rank = Rank(0, 0, 1, CUDA)
+            train(job, plan, open_store(store_path), rank, Console(quiet=True))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            faults.listeners.remove(listen)
+            dist.destroy_process_group()
+    counts = [after - before for before, after in pairwise(begun)]
+    assert counts[5:16] == [0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]  # of steps 6 to 16
