@@ -1,18 +1,20 @@
-"""What observing a run costs: step time with it, relative to a silent run's.
+"""What observing a run costs, as a ratio of step times.
 
-    .venv/bin/python benchmarks/observe.py [--rounds 8] [--steps 60] [--workers 2]
+    .venv/bin/python benchmarks/observe.py [--steps 400] [--workers 2]
 
-Real runs of `weft train demo`, a round of each kind after the other, in another order each time, so
-that a machine whose speed drifts slows all alike:
+Two runs differ by more than a record costs, whatever is done about it.  So one run is compared with
+itself: `weft train demo` with every second step recorded, to everything that there is:
+metrics.jsonl, the terminal, TensorBoard, Weights & Biases (offline), MLflow (SQLite), the report,
+and the norms of all layers.  All of it is counted:
 
-    silent    a record of the first step and of the last, no spans
-    records   a record of every step with the norms of all layers, into metrics.jsonl, TensorBoard,
-              Weights & Biases (offline) and MLflow (SQLite), and the report
-    spans     as silent, with the spans of every rank
-    all       as records, with the spans
+    in the step      a recorded step's time relative to the mean of the two around it: the mean of
+                     the logarithms of all such ratios, with Student's interval
+    beside the step  CPU seconds that trackers' threads and processes took meanwhile, as a share of
+                     the wall-clock's: what it costs if no core is free for them (and nothing if
+                     one is); per step as if every step were recorded
+    spans            how many a step has, times what noting and writing one takes here
 
-Seconds a step are taken between the first record and the last.  Every round gives one ratio for
-each kind; the interval is Student's for the mean of their logarithms.
+The step's times come from the spans of rank 0.
 """
 
 from __future__ import annotations
@@ -25,81 +27,147 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 import torch
 
 from weft.compare.statistics import interval
+from weft.job import Job
+from weft.observe.record import StepRecord
+from weft.observe.spans import Spans, read_spans, span, spans_path
+from weft.resilience.faults import doing
 
-EVERYTHING = {
-    "observe.log_interval": "1",
-    "observe.grad_norms": "true",
-    "observe.sinks": "tensorboard,wandb,mlflow",
-    "observe.report": "true",
-}
-NOTHING = {"observe.sinks": "", "observe.report": "false"}
-KINDS = {
-    "silent": NOTHING | {"observe.spans": "false"},
-    "records": EVERYTHING | {"observe.spans": "false"},
-    "spans": NOTHING | {"observe.spans": "true"},
-    "all": EVERYTHING | {"observe.spans": "true"},
-}
+WARM = 40  # steps that are left out
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def step_seconds(kind: str, folder: Path, steps: int, workers: int) -> float:
-    """Of a run in ``folder``."""
+def cpu_seconds(stat: Path) -> float:
+    """User's and system's, of a process or thread, by its file in /proc; 0 if it has ended."""
+    try:
+        after_name = stat.read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(after_name[11]) + int(after_name[12])) / TICKS
+
+
+def trackers_seconds() -> float:
+    """CPU seconds of this process's threads but the main one, and of the trackers' processes."""
+    others = [thread.native_id for thread in threading.enumerate()]
+    mine = [Path(f"/proc/self/task/{other}/stat") for other in others if other != os.getpid()]
+    theirs = [
+        path / "stat"
+        for path in Path("/proc").glob("[0-9]*")
+        if b"wandb" in cmdline(path) and path.name != str(os.getpid())
+    ]
+    return sum(map(cpu_seconds, [*mine, *theirs]))
+
+
+def cmdline(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes().partition(b"\0")[0]
+    except OSError:
+        return b""
+
+
+class Meter:
+    """A sink that measures the others, which are still there when it is closed."""
+
+    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
+        self.path = folder / "meter.json"
+        self.began: tuple[int, float, float] | None = None
+
+    def write(self, record: StepRecord) -> None:
+        self.step = record.step
+        if self.began is None and record.step >= WARM:
+            self.began = record.step, time.time(), trackers_seconds()
+
+    def close(self) -> None:
+        assert self.began is not None
+        step, wall, cpu = self.began
+        found = {
+            "steps": self.step - step,
+            "wall_seconds": time.time() - wall,
+            "cpu_seconds": trackers_seconds() - cpu,
+        }
+        self.path.write_text(json.dumps(found))
+
+
+def train(folder: Path, steps: int, workers: int) -> None:
     keys = {
         "run.dir": str(folder),
         "run.workers": str(workers),
         "train.steps": str(steps),
         "train.eval_sequences": "1",
         "checkpoint.interval": "0",
-        "observe.log_interval": str(steps),
-    } | KINDS[kind]
+        "observe.log_interval": "2",
+        "observe.grad_norms": "true",
+        "observe.sinks": "tensorboard,wandb,mlflow,observe:Meter",
+    }
     words = [word for key, value in keys.items() for word in (f"--{key}", value)]
-    environment = os.environ | {"WANDB_MODE": "offline"}
+    environment = os.environ | {"WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).parent)}
     environment.pop("MLFLOW_TRACKING_URI", None)
     command = [sys.executable, "-m", "weft.cli", "train", "demo", *words]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    first, last = json.loads(lines[0]), json.loads(lines[-1])
-    held_out = last["seconds"]["evaluating"]  # comes before the last record is written
-    return float((last["time"] - first["time"] - held_out) / (last["step"] - first["step"]))
+
+
+def step_seconds(events: list[dict[str, Any]]) -> dict[int, float]:
+    """From where each step waits for its data to where the next one does."""
+    began = {e["args"]["step"]: e["ts"] for e in events if e["name"] == doing("step")}
+    return {a: (began[b] - began[a]) / 1e6 for a, b in pairwise(sorted(began)) if b == a + 1}
+
+
+def span_seconds(folder: Path, count: int = 20000) -> float:
+    """Of one span, noted and written."""
+    spans = Spans(spans_path(folder, 0), 0)
+    began = time.perf_counter()
+    for _ in range(count):
+        with span("a span"):
+            pass
+    spans.close()
+    return (time.perf_counter() - began) / count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     print(f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}, CPU")
-    kinds, logs = list(KINDS), {kind: list[float]() for kind in KINDS if kind != "silent"}
     with tempfile.TemporaryDirectory() as place:
-        for turn in range(-1, options.rounds):
-            order = kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]
-            seconds = {
-                kind: step_seconds(
-                    kind, Path(place) / f"{turn}-{kind}", options.steps, options.workers
-                )
-                for kind in order
-            }
-            if turn < 0:
-                continue  # warms the caches
-            for kind in logs:
-                logs[kind].append(math.log(seconds[kind] / seconds["silent"]))
-            print(
-                *(f"{kind} {1000 * seconds[kind]:.1f} ms" for kind in kinds), sep="  ", flush=True
-            )
-    for kind, values in logs.items():
-        found = interval(values)
-        low, mean, high = (math.exp(x) for x in (found.low, found.mean, found.high))
-        middle = math.exp(median(values))
-        print(f"{kind:8} median {middle:.4f}  mean {mean:.4f}, 95 % {low:.4f} to {high:.4f}")
+        folder = Path(place) / "run"
+        train(folder, options.steps, options.workers)
+        events = read_spans(folder, 0)
+        meter = json.loads((folder / "meter.json").read_text())
+        one = span_seconds(Path(place) / "other")
+    seconds = step_seconds(events)
+    logs = [
+        math.log(seconds[step] / fmean((seconds[step - 1], seconds[step + 1])))
+        for step in range(WARM, options.steps, 2)
+        if {step - 1, step, step + 1} <= seconds.keys()
+    ]
+    found = interval(logs)
+    low, mean, high = (math.exp(x) for x in (found.low, found.mean, found.high))
+    usual = median(seconds[step] for step in seconds if step > WARM)
+    print(
+        f"a step takes {1000 * usual:.1f} ms on {options.workers} ranks; {len(logs)} were recorded"
+    )
+    print(f"in the step      {mean:.4f}, 95 % {low:.4f} to {high:.4f}")
+    share = 2 * meter["cpu_seconds"] / meter["wall_seconds"]  # every second step is recorded
+    print(f"beside the step  {1 + share / (os.cpu_count() or 1):.4f} at most")
+    many = sum(e["args"].get("step", 0) > WARM for e in events) / len(
+        [s for s in seconds if s > WARM]
+    )
+    print(
+        f"spans            {1 + many * one / usual:.5f}: {many:.0f} a step, {1e6 * one:.1f} us each"
+    )
 
 
 if __name__ == "__main__":
