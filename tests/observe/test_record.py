@@ -16,6 +16,7 @@ from weft.observe.events import note_event, read_events
 from weft.observe.record import (
     Clock,
     StepRecord,
+    device_hours,
     mfu,
     scalars,
     spreads,
@@ -50,6 +51,7 @@ def test_formulas() -> None:
     assert tflops_per_device(1000, 0.5, 2, 3e9) == pytest.approx(3.0)
     assert mfu(3.0, 6e12) == pytest.approx(0.5)
     assert mfu(3.0, None) is None
+    assert device_hours(8, 1e9 / 3600) == pytest.approx(8)
 
 
 def test_a_published_mfu() -> None:

@@ -54,7 +54,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = tmp_path / "run"
     folder.mkdir()
     for steps in ((1, 2, 3), (3, 4)):  # the second time from a checkpoint of step 2
-        sink = WeightsAndBiases(folder, small_job())
+        sink = WeightsAndBiases(folder, small_job(), 0)
         for step in steps:
             sink.write(record(step, grad_norms={"layers.0": 0.25}))
         sink.close()
@@ -76,7 +76,7 @@ def test_mlflow_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = tmp_path / "run"
     folder.mkdir()
     for steps in ((1, 2, 3), (3, 4)):
-        sink = MLflow(folder, small_job())
+        sink = MLflow(folder, small_job(), 0)
         for step in steps:
             sink.write(record(step, grad_norms={"layers.0": 0.25}))
         sink.close()
@@ -100,7 +100,7 @@ def test_mlflow_tells_that_its_server_is_gone(
     """What the thread meets comes out at the next record, or at the end."""
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    sink = MLflow(tmp_path, small_job())
+    sink = MLflow(tmp_path, small_job(), 0)
     (tmp_path / "mlflow.db").write_bytes(b"no database")
     sink.write(record(1))
     with pytest.raises(Exception, match=r"not a database|malformed|disk image"):

@@ -31,6 +31,7 @@ from weft.compare.statistics import (
     p_equivalent,
     pairs_needed,
 )
+from weft.observe.record import device_hours
 from weft.observe.sinks import read_records
 
 Record = Mapping[str, Any]
@@ -66,7 +67,7 @@ class Trial:
         """Of a billion tokens."""
         if self.tokens_per_second is None:
             return None
-        return self.devices / self.tokens_per_second * 1e9 / 3600
+        return device_hours(self.devices, self.tokens_per_second)
 
 
 @dataclass(frozen=True)
@@ -267,46 +268,53 @@ def judge(
     ]
 
 
-def _speed_claims(families: Sequence[Sequence[float]]) -> list[Claim]:
+Family = Sequence[float]  # differences of the pairs of one comparison
+
+
+def _claims(
+    families: Sequence[Family],
+    tests: Sequence[Callable[[Family], float]],
+    answer: Callable[..., Claim],
+) -> list[Claim]:
+    """A claim for each family: of its differences and its p-values, corrected for their number."""
+    able = [family for family in families if len(family) > 1]
+    corrected = zip(*(holm([test(family) for family in able]) for test in tests), strict=True)
+    return [
+        answer(family, *next(corrected))
+        if len(family) > 1
+        else Claim(tuple(family), None, None, "too few pairs")
+        for family in families
+    ]
+
+
+def _speed_claims(families: Sequence[Family]) -> list[Claim]:
     """Faster, slower, or none found."""
-    able = [family for family in families if len(family) > 1]
-    corrected = iter(holm([p_different(family) for family in able]))
-    claims = []
-    for family in families:
-        if len(family) < 2:
-            claims.append(Claim(tuple(family), None, None, "too few pairs"))
-            continue
-        found, p = interval(family), next(corrected)
-        answer = "no difference found"
+
+    def answer(family: Family, p: float) -> Claim:
+        found, said = interval(family), "no difference found"
         if p < LEVEL:
-            answer = "faster" if found.mean > 0 else "slower"
+            said = "faster" if found.mean > 0 else "slower"
         elif found.low > 0 or found.high < 0:
-            answer = "not claimed"  # for one comparison it would be
-        claims.append(Claim(tuple(family), found, p, answer))
-    return claims
+            said = "not claimed"  # for one comparison it would be
+        return Claim(tuple(family), found, p, said)
+
+    return _claims(families, [p_different], answer)
 
 
-def _loss_claims(families: Sequence[Sequence[float]], margin: float) -> list[Claim]:
+def _loss_claims(families: Sequence[Family], margin: float) -> list[Claim]:
     """Equivalent, higher, lower, or undecided."""
-    able = [family for family in families if len(family) > 1]
-    equivalent = iter(holm([p_equivalent(family, margin) for family in able]))
-    different = iter(holm([p_different(family) for family in able]))
-    claims = []
-    for family in families:
-        if len(family) < 2:
-            claims.append(Claim(tuple(family), None, None, "too few pairs"))
-            continue
-        same, other = next(equivalent), next(different)
+
+    def answer(family: Family, same: float, other: float) -> Claim:
         found = interval(family)
         if same < LEVEL:
             # The interval that belongs to two tests of 5 % each.
-            claims.append(Claim(tuple(family), interval(family, 1 - 2 * LEVEL), same, "equivalent"))
-        elif other < LEVEL:
-            answer = "higher" if found.mean > 0 else "lower"
-            claims.append(Claim(tuple(family), found, other, answer))
-        else:
-            claims.append(Claim(tuple(family), found, min(same, other), "undecided"))
-    return claims
+            return Claim(tuple(family), interval(family, 1 - 2 * LEVEL), same, "equivalent")
+        if other < LEVEL:
+            said = "higher" if found.mean > 0 else "lower"
+            return Claim(tuple(family), found, other, said)
+        return Claim(tuple(family), found, min(same, other), "undecided")
+
+    return _claims(families, [lambda family: p_equivalent(family, margin), p_different], answer)
 
 
 # --------------------------------------------------------------------------- in words

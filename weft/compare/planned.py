@@ -21,6 +21,7 @@ from weft.compare.experiment import COMPARISON, Overrides, read_variants
 from weft.compare.judge import percent
 from weft.compare.verify import layout
 from weft.job import Job, Problem
+from weft.observe.record import device_hours
 from weft.observe.report import FILE
 from weft.observe.report import document as document_of
 from weft.observe.report import table as html_table
@@ -59,7 +60,7 @@ class Planned:
         """Of a billion tokens."""
         if self.speed is None or self.plan is None:
             return None
-        return self.plan.world_size / self.speed * 1e9 / 3600
+        return device_hours(self.plan.world_size, self.speed)
 
 
 def compare_plans(

@@ -45,6 +45,7 @@ from weft.job import WeftError, difference, flatten
 from weft.observe.report import FILE, Section, report_page
 from weft.observe.report import table as html_table
 from weft.observe.sinks import replace_text
+from weft.plan.placement import AXES
 from weft.plan.stages import align
 
 
@@ -292,7 +293,7 @@ def _table(
         cells = [
             label,
             str(len(mine)),
-            layout({axis: plan[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}),
+            layout({axis: plan[axis] for axis in AXES}),
             f"{mine[0].num_params:,}",
             _mean([t.step_seconds for t in mine], ".4g", geometric_mean),
             _mean([t.tokens_per_second for t in mine], ",.0f", geometric_mean),

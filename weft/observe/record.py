@@ -28,6 +28,11 @@ def tflops_per_device(tokens: int, seconds: float, devices: int, flops_per_token
     return tokens * flops_per_token / seconds / devices / 1e12
 
 
+def device_hours(devices: int, tokens_per_second: float) -> float:
+    """What a billion tokens cost, at so many of the whole job per second."""
+    return devices / tokens_per_second * 1e9 / 3600
+
+
 def mfu(tflops: float, peak_flops: float | None) -> float | None:
     """Model FLOPs utilisation in [0, 1]: None where the device's peak is unknown."""
     return None if peak_flops is None else tflops * 1e12 / peak_flops

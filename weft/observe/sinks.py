@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from weft.job import Job, WeftError, lookup
 from weft.observe.record import StepRecord, scalars
+from weft.observe.trackers import MLflow, WeightsAndBiases
 
 
 class Sink(Protocol):
@@ -178,21 +179,11 @@ class TensorBoard:
         self._writer.close()
 
 
-def wandb(folder: Path, job: Job, resumed_step: int) -> Sink:
-    """Weights & Biases."""
-    from weft.observe.trackers import WeightsAndBiases
-
-    return WeightsAndBiases(folder, job)
-
-
-def mlflow(folder: Path, job: Job, resumed_step: int) -> Sink:
-    """MLflow."""
-    from weft.observe.trackers import MLflow
-
-    return MLflow(folder, job)
-
-
-SINKS: dict[str, MakeSink] = {"tensorboard": TensorBoard, "wandb": wandb, "mlflow": mlflow}
+SINKS: dict[str, MakeSink] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
 
 
 class _QuietConsole(Console):

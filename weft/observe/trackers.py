@@ -28,7 +28,7 @@ class WeightsAndBiases:
     gone back to a checkpoint could not go back, and would lose records.
     """
 
-    def __init__(self, folder: Path, job: Job) -> None:
+    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
         import wandb
 
         known = folder / "wandb" / "run-id"
@@ -57,7 +57,7 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow: records are sent together, now and then, by a thread."""
 
-    def __init__(self, folder: Path, job: Job) -> None:
+    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
         for name in ("mlflow", "alembic"):  # which tell of every table that they make
             logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow.entities import Param

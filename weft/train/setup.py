@@ -72,7 +72,7 @@ from weft.train.step import Engine
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
 FIXED = ("model.", "train.seed", "train.seq_len", "data.packing", "optim.kind")
 # What sinks need that weft does not bring.
-TRACKERS = {"wandb": "wandb", "mlflow": "mlflow"}
+TRACKERS = ("wandb", "mlflow")
 # Before the first step of a run on imported weights, only what those hang on.
 FIXED_AT_0 = ("model.", "data.tokenizer")
 
@@ -261,9 +261,9 @@ def check_names(job: Job) -> Iterator[Problem]:
             yield Problem("precision.float8", recipe, rule, remedy)
         if (states := job.optim.states) == "8bit":
             yield Problem("optim.states", states, rule, remedy)
-    for name, package in TRACKERS.items():
-        if name in job.observe.sinks and importlib.util.find_spec(package) is None:
-            yield Problem("observe.sinks", name, f"needs {package}", f"pip install 'weft[{name}]'")
+    for name in TRACKERS:
+        if name in job.observe.sinks and importlib.util.find_spec(name) is None:
+            yield Problem("observe.sinks", name, f"needs {name}", f"pip install 'weft[{name}]'")
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
