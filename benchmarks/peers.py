@@ -62,7 +62,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from weft.data.loader import sample_index
+from weft.data.order import sample_index
 from weft.data.prepare import prepare
 from weft.data.store import open_store
 from weft.job import Job, read_job

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.checkpoint.state import named_parameters
-from weft.data.loader import Loader
+from weft.data.loader import Loader, Mixture, Windows
 from weft.data.store import TokenStream
 from weft.job import read_job
 from weft.optim.optimizer import clip, grad_norm, step_unless
@@ -101,7 +101,8 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
     start = (time.process_time() - began) * 1e3
 
     stream = TokenStream([np.zeros(8 << 20, np.uint16)])
-    loader = Loader(stream, 8, 0, "windows", 0, ranks, mesh.dp_rank, plan.dp_size, plan.microbatch)
+    samples = Mixture([Windows(stream, seq_len=8, packing="windows", separator=0)])
+    loader = Loader(samples, 0, ranks, mesh.dp_rank, plan.dp_size, plan.microbatch)
     params = [param for _, param in named_parameters(parts)]
     spent = {"others": 0.0}
 

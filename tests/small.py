@@ -16,7 +16,7 @@ from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.checkpoint.shards import overlaps, parse_contents, read_shards
 from weft.checkpoint.state import named_parameters
 from weft.data.loader import Loader
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import Job, read_job
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
@@ -65,7 +65,7 @@ def this_rank() -> Rank:
 def train_rank(overrides: Overrides, store: str) -> None:
     """Train as weft's own ranks do, but in a process group that is already up."""
     job = small_job(*overrides)
-    train(job, plan_here(job), open_store(Path(store)), this_rank(), Console(quiet=True))
+    train(job, plan_here(job), open_text(store), this_rank(), Console(quiet=True))
 
 
 # Where FSDP and tensor parallelism cut one dim, it says that gathering takes two steps.
@@ -108,13 +108,9 @@ def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
-    opened = open_store(Path(store))
     return Loader(
-        opened.tokens("train"),
-        seq_len=job.train.seq_len,
+        open_text(store).samples("train", job.train.seq_len, job.data.packing),
         seed=job.train.seed,
-        packing=job.data.packing,
-        separator=opened.manifest.separator,
         global_batch=job.train.global_batch,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,

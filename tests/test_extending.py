@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.harness import run_ranks
 from tests.small import losses, plan_here, this_rank
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import read_job
 from weft.models import resolve_model
 from weft.train.loop import train
@@ -70,7 +70,7 @@ class Lines:
 def train_mine(recipe: str, folder: str, store: str) -> None:
     job, _, problems = read_job(recipe, [("run.dir", folder)])
     assert problems == []
-    train(job, plan_here(job), open_store(Path(store)), this_rank(), Console(quiet=True))
+    train(job, plan_here(job), open_text(Path(store)), this_rank(), Console(quiet=True))
 
 
 @pytest.fixture

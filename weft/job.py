@@ -216,6 +216,11 @@ class DataSection(Section):
         "python-stdlib",
         "text to train on: a file, a folder, a prepared store, or python-stdlib",
     )
+    mixture: dict[Text, Annotated[float, Field(gt=0)]] = key(
+        {},
+        "instead of data.path several texts, each with its weight in the tokens trained on: "
+        '{"web/" = 0.7, "code/" = 0.3}; on the command line web/=0.7,code/=0.3',
+    )
     tokenizer: Text = key("train", "path of a tokenizer.json; train: make one from the text")
     vocab_size: Annotated[int, Field(ge=257, le=MOST)] = key(
         4096, "entries of the tokenizer that is trained from the text"
@@ -624,10 +629,15 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
         tree.setdefault(section, {})[last] = _literal(text)
         return
     literal = _literal(text)
-    if get_origin(model.model_fields[last].annotation) is tuple and not isinstance(literal, list):
-        literal = [_literal(part.strip()) for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    origin = get_origin(model.model_fields[last].annotation)
+    if origin is tuple and not isinstance(literal, list):
+        literal = [_literal(part) for part in parts]
+    elif origin is dict and not isinstance(literal, dict):
+        pairs = [part.rpartition("=") for part in parts]
+        literal = {name or value: _literal(value) for name, _, value in pairs}
     try:
-        if isinstance(literal, list):
+        if isinstance(literal, list | dict):
             model.model_validate_json(json.dumps({last: literal}), strict=True)
             value: Any = literal
         else:

@@ -21,7 +21,7 @@ from tests.small import Overrides, loader_of, plan_here, read_state, small_job, 
 from weft.checkpoint.manifest import checkpoints
 from weft.checkpoint.state import model_state, named_parameters, optimizer_state
 from weft.checkpoint.store import save
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import Job
 from weft.optim.optimizer import set_learning_rate
 from weft.train.setup import Built, Position, build, resume
@@ -69,7 +69,7 @@ def hand_on(
     built.optimizer.step()
     built.optimizer.zero_grad()
     at = Position(at.step + 1, at.samples + BATCH)
-    manifest = at.manifest(plan_here(job), open_store(Path(store)))
+    manifest = at.manifest(plan_here(job), open_text(Path(store)))
     save(Path(target) / "checkpoints", built.parts, built.optimizer, manifest, keep=1)
     state = in_memory(built)
     said = {"at": at, "state": state, "loss": backward(job, built, at, store)}

@@ -39,7 +39,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import Saver, save
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import CheckpointSection
 from weft.resilience.faults import arm
 from weft.train.loop import train
@@ -135,7 +135,7 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     job = small_job(*overrides)
     with open(f"{said}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
-        train(job, plan_here(job), open_store(Path(store)), this_rank(), console)
+        train(job, plan_here(job), open_text(Path(store)), this_rank(), console)
 
 
 def steps_saved(run: Path) -> list[int]:

@@ -14,12 +14,14 @@ from weft.data.loader import (
     Ahead,
     Batch,
     Loader,
+    Mixture,
     Packing,
+    Windows,
+    check_length,
     evaluation_batches,
-    sample_index,
 )
+from weft.data.order import sample_index
 from weft.data.store import TokenStream
-from weft.job import InvalidJob
 
 SEPARATOR = 0
 PACKINGS: list[Packing] = ["windows", "documents"]
@@ -41,13 +43,14 @@ def loader(stream: TokenStream, **changes: object) -> Loader:
         "seq_len": 8,
         "seed": 1,
         "packing": "documents",
-        "separator": SEPARATOR,
         "global_batch": 24,
         "dp_rank": 0,
         "dp_size": 1,
         "microbatch": 24,
     }
-    return Loader(stream, **(settings | changes))  # type: ignore[arg-type]
+    settings |= changes
+    samples = Windows(stream, settings.pop("seq_len"), settings.pop("packing"), SEPARATOR)  # type: ignore[arg-type]
+    return Loader(Mixture([samples]), **settings)  # type: ignore[arg-type]
 
 
 def join(batches: list[Batch]) -> list[torch.Tensor | None]:
@@ -133,7 +136,7 @@ FROZEN = [1, 4, 8, 6, 5, 0, 9, 3]
 def test_an_epoch_reads_every_window_once() -> None:
     stream = make_stream(24 * 8 * 4 + 1)
     data = loader(stream, packing="windows")
-    assert data.num_windows == 96
+    assert len(data.mixture.sources[0]) == 96
     rows = torch.cat([data.batch(c)[0].tokens_BT for c in range(0, 96, 24)]).numpy()
     expected = flat(stream)[:-1].reshape(96, 8)
     assert sorted(map(tuple, rows)) == sorted(map(tuple, expected))
@@ -229,7 +232,9 @@ def test_documents_are_kept_apart() -> None:
     ids = flat(stream)
     for consumed in range(0, 120, 24):
         [batch] = data.batch(consumed)
-        places = sample_index(np.arange(consumed, consumed + 24), data.num_windows, data.seed)
+        places = sample_index(
+            np.arange(consumed, consumed + 24), len(data.mixture.sources[0]), data.seed
+        )
         for i, place in enumerate(places.tolist()):
             row = ids[place * 16 : place * 16 + 17].tolist()
             assert batch.tokens_BT[i].tolist() == row[:-1]
@@ -242,10 +247,8 @@ def test_documents_are_kept_apart() -> None:
 
 
 def test_too_short_a_text_is_a_problem_of_seq_len() -> None:
-    assert loader(make_stream(9)).num_windows == 1
-    with pytest.raises(InvalidJob) as caught:
-        loader(make_stream(8))
-    [problem] = caught.value.problems
+    assert check_length(9, 8) == []
+    [problem] = check_length(8, 8)
     assert problem.key == "train.seq_len"
     assert "8 tokens" in problem.rule
     assert "at most 7" in problem.remedy
@@ -266,8 +269,9 @@ def test_evaluation_counts_each_window_once(
     packing: Packing, sequences: int, dp_size: int, microbatch: int
 ) -> None:
     stream = make_stream(13 * 8 + 5)
+    held_out = Mixture([Windows(stream, 8, packing, SEPARATOR)])
     per_rank = [
-        list(evaluation_batches(stream, 8, packing, SEPARATOR, sequences, r, dp_size, microbatch))
+        list(evaluation_batches(held_out, sequences, r, dp_size, microbatch))
         for r in range(dp_size)
     ]
     assert len({tuple(b.tokens_BT.shape for b in rank) for rank in per_rank}) == 1
@@ -292,9 +296,10 @@ def test_evaluation_counts_each_window_once(
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
     stream = TokenStream([np.array([5, 6, 7, SEPARATOR], np.uint16)])
+    held_out = Mixture([Windows(stream, 8, packing, SEPARATOR)])
     counted = 0
     for rank in range(2):
-        [batch] = evaluation_batches(stream, 8, packing, SEPARATOR, 64, rank, 2, 4)
+        [batch] = evaluation_batches(held_out, 64, rank, 2, 4)
         assert batch.tokens_BT.shape == (1, 8)
         if rank == 0:
             assert batch.tokens_BT[0, :4].tolist() == [5, 6, 7, SEPARATOR]

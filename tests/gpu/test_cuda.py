@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.small import SMALL, small_job
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import OptimSection
 from weft.models.layers import attend, document_mask
 from weft.models.llama import PRESETS, SHARDING, Llama
@@ -206,7 +206,7 @@ def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_pa
         torch.cuda.set_sync_debug_mode("warn")
         try:
             rank = Rank(0, 0, 1, CUDA)
-            train(job, plan, open_store(store_path), rank, Console(quiet=True))
+            train(job, plan, open_text(store_path), rank, Console(quiet=True))
         finally:
             torch.cuda.set_sync_debug_mode("default")
             faults.listeners.remove(listen)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, plan_here, small_job, this_rank, train_rank
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import InvalidJob
 from weft.observe import breakdown
 from weft.observe.breakdown import axis_between
@@ -126,7 +126,7 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     job = small_job(*overrides)
     with open(said, "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
-        train(job, plan_here(job), open_store(Path(store)), this_rank(), console)
+        train(job, plan_here(job), open_text(Path(store)), this_rank(), console)
 
 
 def test_a_run_that_is_stopped_and_goes_on(store_path: Path, tmp_path: Path) -> None:

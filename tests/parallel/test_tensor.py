@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.harness import RankError, run_ranks
 from tests.small import whole
 from weft.models.llama import SHARDING, Llama, LlamaConfig, Split
-from weft.parallel.tensor import apply_tensor, overlap_exchanges, vocabulary_cross_entropy_sum
+from weft.parallel.tensor import apply_tensor, overlap_exchanges, vocabulary_cross_entropy
 
 
 def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
@@ -25,11 +25,17 @@ def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
     slice_BTV = logits_BTV.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone()
     slice_BTV.requires_grad_()
     with torch.profiler.profile(record_shapes=True) as profile:
-        loss = vocabulary_cross_entropy_sum(slice_BTV, targets_BT, -100, dist.group.WORLD)
-        (3.0 * loss).backward()
+        losses_BT = vocabulary_cross_entropy(slice_BTV, targets_BT, -100, dist.group.WORLD)
+        loss = weighted(losses_BT)
+        loss.backward()
     sent = [e.input_shapes for e in profile.events() if e.name == "c10d::allreduce_"]
     assert slice_BTV.grad is not None
     return loss.item(), slice_BTV.grad, [len(sent)]
+
+
+def weighted(losses_BT: torch.Tensor) -> torch.Tensor:
+    """Each token counts by its own weight."""
+    return (losses_BT * torch.arange(1.0, 1.0 + losses_BT.numel()).view_as(losses_BT)).sum()
 
 
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,10 +52,11 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_loss_over_a_cut_vocabulary(ranks: int, dtype: torch.dtype) -> None:
     logits_BTV, targets_BT = example(dtype)
     logits_BTV.requires_grad_()
-    expected = F.cross_entropy(
-        logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction="sum"
+    losses_N = F.cross_entropy(
+        logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction="none"
     )
-    (3.0 * expected).backward()
+    expected = weighted(losses_N.view_as(targets_BT))
+    expected.backward()
     results = run_ranks(loss_of_slices, ranks, dtype)
     for loss, _, exchanges in results:
         assert loss == pytest.approx(expected.item(), rel=1e-6)

@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import InvalidJob, read_job
 from weft.resilience.faults import SITES
 from weft.train.loop import train
@@ -87,7 +87,7 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
     job = small_job(*overrides)
     with open(f"{said}-{this_rank().rank}", "w", encoding="utf-8") as file:
         console = Console(file=file, width=10_000)
-        train(job, plan_here(job), open_store(Path(store)), this_rank(), console)
+        train(job, plan_here(job), open_text(Path(store)), this_rank(), console)
 
 
 @pytest.mark.parametrize(

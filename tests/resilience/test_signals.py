@@ -22,7 +22,7 @@ from tests.small import (
     train_rank,
 )
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.resilience.signals import listen
 from weft.train.loop import train
 
@@ -47,7 +47,7 @@ def train_with_a_signal(overrides: Overrides, store: str, number: int, run: str)
             os.kill(os.getpid(), number)
 
         threading.Thread(target=send, daemon=True).start()
-    return train(job, plan_here(job), open_store(Path(store)), rank, Console(quiet=True))
+    return train(job, plan_here(job), open_text(Path(store)), rank, Console(quiet=True))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, small_job, train_rank
 from weft.data.loader import Ahead
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.plan.resolve import Machine, resolve
 from weft.train import loop
 from weft.train.setup import Rank, keep_freed_memory
@@ -95,7 +95,7 @@ def train_on_gpu_without_waiting(overrides: Overrides, store: str) -> None:
     job = small_job(*overrides)
     rank = Rank(0, 0, 1, torch.device("cuda", 0))
     plan = resolve(job, Machine("cuda", devices=1, world_size=1))
-    loop.train(job, plan, open_store(Path(store)), rank, Console(quiet=True))
+    loop.train(job, plan, open_text(Path(store)), rank, Console(quiet=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA whether the host waits")

@@ -36,14 +36,14 @@ from weft.checkpoint.export import INDEX, publishing, split, write_model
 from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
 from weft.cli import main
 from weft.data.prepare import Progress
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import WeftError, replace, to_toml
 from weft.models import resolve_model
 from weft.models.huggingface import shapes, their_name, to_config
 from weft.models.llama import LlamaConfig
 from weft.train.generate import generate, load_checkpoint
 from weft.train.interchange import export_checkpoint, import_model
-from weft.train.setup import build, check_store, prepare_job
+from weft.train.setup import build, check_text, prepare_job
 
 # Grouped heads, scaled positions; a large learning rate, so that attention is far from uniform.
 MODEL: Overrides = [
@@ -454,7 +454,7 @@ def test_a_run_of_it(store_path: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*train, *mine]) == 0
     changes = [("run.workers", "2"), ("train.global_batch", "8"), ("data.path", str(store_path))]
     going_on, _, plan = prepare_job(job, changes)
-    check_store(going_on, plan, open_store(store_path))  # a text that it has not seen
+    check_text(going_on, plan, open_text(store_path))  # a text that it has not seen
     capsys.readouterr()
     other = ["--data.tokenizer", "train", "--data.vocab_size", "512"]
     assert main([*train, "--model.rope_theta", "99", *other]) == 2

@@ -15,7 +15,7 @@ from tests.parallel.test_layouts import MODEL, TOLERANCE
 from tests.small import Overrides, gradients, merged
 from weft.data.loader import IGNORE
 from weft.train import loss
-from weft.train.loss import chunk_tokens, cross_entropy_sum, linear_cross_entropy_sum
+from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -26,18 +26,22 @@ def test_it_is_the_same(size: int, dtype: torch.dtype) -> None:
     weight = torch.randn(50, 16).to(dtype).requires_grad_()
     targets = torch.randint(0, 50, (3, 8))
     targets[0, :5] = IGNORE
-    plain = cross_entropy_sum(F.linear(x, weight), targets) / 7
+    each = cross_entropy(F.linear(x, weight), targets)
+    plain = each.sum() / 7
     expected = torch.autograd.grad(plain, (x, weight))
-    ours = linear_cross_entropy_sum(x, weight, targets, cross_entropy_sum, size) / 7
+    total, of_tokens = linear_cross_entropy(x, weight, targets, cross_entropy, size)
+    ours = total / 7
     found = torch.autograd.grad(ours, (x, weight))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_tokens, each.detach(), rtol=1e-5, atol=1e-5)
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
-        again = linear_cross_entropy_sum(x, weight, targets, cross_entropy_sum, size) / 7
-    torch.testing.assert_close(again, plain.detach(), rtol=1e-5, atol=1e-5)
+        again, of_tokens = linear_cross_entropy(x, weight, targets, cross_entropy, size)
+    torch.testing.assert_close(again / 7, plain.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_tokens, each.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_how_many_at_a_time() -> None:

@@ -39,7 +39,7 @@ from tests.small import (
 from weft.checkpoint.manifest import checkpoints
 from weft.checkpoint.replicas import ReplicasDiffer
 from weft.checkpoint.state import named_parameters
-from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import Job
 from weft.optim.optimizer import grad_norm
 from weft.plan.resolve import Machine, resolve
@@ -108,7 +108,7 @@ def group_gradients(
     job = small_job(*overrides, ("resilience.lighthouse", lighthouse), shared)
     plan, rank = plan_here(job), this_rank()
     parts, mesh, engine, optimizer, _ = build(job, plan, rank)
-    groups = join_groups(job, plan, open_store(Path(store)), rank, print)
+    groups = join_groups(job, plan, open_text(Path(store)), rank, print)
     groups.meet(Position(0, 0), parts, optimizer)
     loader = loader_of(job, plan, store, mesh)
     loss = engine.forward_backward(loader.batch(0, groups.place, groups.count), groups.sum)
@@ -158,7 +158,7 @@ def train_group(size: int, meeting: str, overrides: Overrides, other: Overrides,
         time.sleep(1.0)  # it is not the first
     job = small_job(*overrides, ("run.dir", f"{meeting}/{group}"), *more)
     try:
-        train(job, plan_here(job), open_store(Path(store)), this_rank(), Console(quiet=True))
+        train(job, plan_here(job), open_text(Path(store)), this_rank(), Console(quiet=True))
     except (GroupsError, ReplicasDiffer) as error:
         return str(error)
     return "trained"

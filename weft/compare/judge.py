@@ -40,7 +40,7 @@ WARM_UP = 0.1  # of the records of a start
 WINDOW = 0.1  # of the tokens so far, over which a train loss is a mean
 CURVE = 10  # points of a loss curve
 # Of the text: between models of other tokens, nats per token mean something else.
-OF_THE_TEXT = ("data.path", "data.tokenizer", "data.vocab_size", "data.holdout")
+OF_THE_TEXT = ("data.path", "data.mixture", "data.tokenizer", "data.vocab_size", "data.holdout")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.state import named_parameters
-from weft.data.loader import IGNORE, Batch, Loader, evaluation_batches
+from weft.data.loader import IGNORE, Batch, Loader, Mixture, Windows, evaluation_batches
 from weft.data.store import TokenStream
 from weft.job import Job
 from weft.models import load_family
@@ -281,23 +281,21 @@ def apart(ours: Sums, theirs: Sums) -> float:
 # --------------------------------------------------------------------------- data
 
 
-def _stream(job: Job, plan: Plan, name: int, rows: int) -> TokenStream:
-    """Tokens for so many rows, drawn from the seed."""
+def _noise(job: Job, plan: Plan, name: int, rows: int) -> Mixture:
+    """Samples for so many rows, drawn from the seed."""
     generator = np.random.default_rng([job.train.seed, name])
     size = rows * job.train.seq_len + 1
     tokens = generator.integers(1, plan.model.vocab_size, size)
     tokens[generator.random(size) < 1 / DOCUMENT_TOKENS] = SEPARATOR
-    return TokenStream([tokens])
+    windows = Windows(TokenStream([tokens]), job.train.seq_len, job.data.packing, SEPARATOR)
+    return Mixture([windows])
 
 
 def _loader(job: Job, plan: Plan, mesh: Mesh) -> Loader:
     """The loader that trains, over noise: each row is seen once."""
     return Loader(
-        _stream(job, plan, 0, job.train.steps * job.train.global_batch),
-        seq_len=job.train.seq_len,
+        _noise(job, plan, 0, job.train.steps * job.train.global_batch),
         seed=job.train.seed,
-        packing=job.data.packing,
-        separator=SEPARATOR,
         global_batch=job.train.global_batch,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
@@ -307,10 +305,7 @@ def _loader(job: Job, plan: Plan, mesh: Mesh) -> Loader:
 
 def _held_out(job: Job, plan: Plan, mesh: Mesh) -> Iterator[Batch]:
     batches = evaluation_batches(
-        _stream(job, plan, 1, job.train.eval_sequences),
-        seq_len=job.train.seq_len,
-        packing=job.data.packing,
-        separator=SEPARATOR,
+        _noise(job, plan, 1, job.train.eval_sequences),
         sequences=job.train.eval_sequences,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,

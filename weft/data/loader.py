@@ -1,125 +1,131 @@
-"""Which tokens come when: a pure function of the seed and of how many samples went before.
+"""Microbatches of any global batch, for any rank.
 
-The problem.  A run must resume exactly, on any number of ranks, however many it had before.  A
-loader that keeps state per rank or per worker (positions, buffers of a shuffle, generators) makes
-that hard: the states of 8 ranks do not tell what 6 ranks should read next.  So there is no state
-but one integer, ``consumed``: how many samples the run has trained on, over all ranks.
+*Samples.*  A sample is one row of a batch.  Sample ``w`` of a token stream is the fixed window of
+tokens [w T, w T + T + 1), where T is ``seq_len``; neighbours share a token, which is one's last
+target and the other's first input.  There are (tokens - 1) // T samples; what is left over at the
+end is never read.  A window may begin in the middle of a document; with ``packing="documents"``
+attention and loss still stay inside one.
 
-*Samples.*  Sample ``w`` is the fixed window of tokens [w T, w T + T + 1) of the train stream,
-where T is ``seq_len``; neighbours share a token, which is one's last target and the other's first
-input.  There are N = (tokens - 1) // T samples; what is left over at the end is never read.
-
-*Order.*  The sample at place ``c`` of the run belongs to epoch c // N, and each epoch visits every
-sample once, in an order of its own.  A shuffled list would take O(N) memory in every process and
-O(N) time at each start.  Instead the order is a permutation that can be evaluated anywhere: a
-Feistel network, the construction of block ciphers, keyed by seed and epoch.  It permutes
-0 .. 4^h - 1 for some h; to permute 0 .. N - 1 it is applied again as long as the result falls
-outside (*cycle walking*), which takes less than four rounds on average.
-
-*Ranks.*  The global batch at ``consumed`` is the samples at places consumed .. consumed + GB - 1,
-in that order.  Only then is it cut, first over ranks and then into microbatches, so neither
-number of ranks nor microbatch size can change what a step trains on.
-
-Left out: mixing sources by weight, and packing documents whole.  A window may begin in the middle
-of a document; with ``packing="documents"`` attention and loss still stay inside one.
+*Ranks.*  The global batch at ``consumed`` is the samples at places consumed .. consumed + GB - 1
+of the run's order, which `weft.data.order` tells.  Only then is it cut, first over ranks and then
+into microbatches, so neither number of ranks nor microbatch size can change what a step trains on.
 
 Shapes: B rows of a microbatch, T tokens of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from weft.data.order import Ints, Turns, parts, sample_index
 from weft.data.store import TokenStream
-from weft.job import InvalidJob, Problem
+from weft.job import Problem
 
 AT_ONCE = 512  # places whose samples are looked up at a time
 IGNORE = -100  # a target without loss; what torch's cross_entropy ignores by default
 
-Ints = NDArray[np.int64]
-Words = NDArray[np.uint64]
 Packing = Literal["windows", "documents"]
 
-# --------------------------------------------------------------------------- order
-
-_ROUNDS = 8
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def sample_index(consumed: Ints, num_windows: int, seed: int) -> Ints:
-    """The windows that come at the given places of the run.
-
-    Args:
-        consumed: places, int64 (n,): how many samples come before.
-        num_windows: windows in the stream, 1 to 2**40.
-        seed: a non-negative integer.
-
-    Returns:
-        int64 (n,) in 0 .. num_windows - 1.  Over each epoch, of ``num_windows`` places, this is a
-        permutation, another one in each epoch.
-    """
-    if not 1 <= num_windows <= 1 << 40:
-        raise ValueError(f"num_windows = {num_windows} must be from 1 to 2**40")
-    epoch, place = np.divmod(np.asarray(consumed, np.int64), num_windows)
-    start = np.array([seed % (1 << 64)], np.uint64)
-    keys = _mix(_mix(start) + epoch.astype(np.uint64) * _GOLDEN)
-    half_bits = max(1, ((num_windows - 1).bit_length() + 1) // 2)
-    index = _feistel(place.astype(np.uint64), keys, half_bits)
-    while len(outside := np.flatnonzero(index >= num_windows)):
-        index[outside] = _feistel(index[outside], keys[outside], half_bits)
-    return index.astype(np.int64)
-
-
-def _feistel(value: Words, keys: Words, half_bits: int) -> Words:
-    """A permutation of 0 .. 4**half_bits - 1 for each key."""
-    bits, low = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = value >> bits, value & low
-    for number in range(_ROUNDS):
-        noise = _mix(_mix(keys + np.uint64(number + 1)) + right)
-        left, right = right, left ^ (noise & low)
-    return (left << bits) | right
-
-
-def _mix(value: Words) -> Words:
-    """The splitmix64 step: every bit of the input reaches every bit of the output."""
-    value = value + _GOLDEN
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
-
-
-# --------------------------------------------------------------------------- batches
+# --------------------------------------------------------------------------- samples
 
 
 class Batch(NamedTuple):
-    """One microbatch.  All int64 (B, T); the last two only with ``packing="documents"``.
+    """Rows of samples: int64 (B, T), but ``sources_B``, which is (B,).
 
     ``targets_BT`` is the next token, or IGNORE.  ``documents_BT`` numbers the documents of each
     row from 0, and ``positions_BT`` counts from 0 inside each; the separator belongs to the
-    document that it ends.
+    document that it ends.  Both are there only where documents are kept apart, and ``sources_B``,
+    the number of each row's source, only in a mixture.
     """
 
     tokens_BT: torch.Tensor
     targets_BT: torch.Tensor
     documents_BT: torch.Tensor | None
     positions_BT: torch.Tensor | None
+    sources_B: torch.Tensor | None = None
 
 
-def check_length(tokens: int, seq_len: int) -> list[Problem]:
+class Samples(Protocol):
+    """A source of samples, all of one length."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, samples: Ints) -> Batch:
+        """The samples of these numbers, int64 (n,), each from 0 to ``len(self) - 1``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A stream of tokens, cut into windows.
+
+    Args:
+        stream: at least one token.  If it is shorter than one window, that is filled up, with
+            IGNORE for targets.
+        seq_len: tokens per sample, T.
+        packing: ``documents`` keeps attention (by ``documents_BT``) and loss inside a document.
+        separator: id of the token that ends a document.
+    """
+
+    stream: TokenStream
+    seq_len: int
+    packing: Packing
+    separator: int
+
+    def __len__(self) -> int:
+        return max(1, (len(self.stream) - 1) // self.seq_len)
+
+    def rows(self, samples: Ints) -> Batch:
+        length = min(self.seq_len + 1, len(self.stream))
+        found = self.stream.window(samples * self.seq_len, length)
+        if missing := self.seq_len + 1 - length:
+            found = np.pad(found, ((0, 0), (0, missing)), constant_values=self.separator)
+        batch = _batch(found, self.packing, self.separator)
+        if missing:
+            batch.targets_BT[:, -missing:] = IGNORE
+        return batch
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources of samples, and the share that each has in what a run sees, summing to one."""
+
+    sources: Sequence[Samples]
+    shares: Sequence[float] = (1.0,)
+
+    def rows(self, sources: Ints, samples: Ints) -> Batch:
+        """Samples by source and number, both int64 (n,)."""
+        if len(self.sources) == 1:
+            return self.sources[0].rows(samples)
+        order = np.argsort(sources, kind="stable")
+        found = [
+            self.sources[source].rows(samples[sources == source])
+            for source in range(len(self.sources))
+            if (sources == source).any()
+        ]
+        back = torch.from_numpy(np.argsort(order, kind="stable"))
+        columns = zip(*(batch[:4] for batch in found), strict=True)
+        together = (None if c[0] is None else torch.cat(c)[back] for c in columns)
+        return Batch._make([*together, torch.from_numpy(sources)])
+
+
+def check_length(tokens: int, seq_len: int, what: str = "the train text") -> list[Problem]:
     """Whether a train text of so many tokens has at least one sample."""
     if tokens > seq_len:
         return []
-    rule = f"the train text has {tokens} tokens, one sequence takes {seq_len + 1}"
+    rule = f"{what} has {tokens} tokens, one sequence takes {seq_len + 1}"
     fewer = f"use at most {tokens - 1}, or " if tokens > 1 else ""
     return [Problem("train.seq_len", seq_len, rule, f"{fewer}give more text")]
+
+
+# --------------------------------------------------------------------------- batches
 
 
 @dataclass(frozen=True)
@@ -127,43 +133,31 @@ class Loader:
     """This rank's microbatches of any global batch.
 
     Args:
-        stream: the train tokens.
-        seq_len: tokens per sample, T.
+        mixture: the train samples.
         seed: decides the order.
-        packing: ``documents`` keeps attention (by ``documents_BT``) and loss inside a document.
-        separator: id of the token that ends a document.
         global_batch: samples per step over all ranks.
         dp_rank, dp_size: this rank among those that read different samples.
         microbatch: rows per Batch.
 
     Raises:
-        InvalidJob: the stream is shorter than one sample.
         ValueError: ranks do not divide the global batch.
     """
 
-    stream: TokenStream
-    seq_len: int
+    mixture: Mixture
     seed: int
-    packing: Packing
-    separator: int
     global_batch: int
     dp_rank: int
     dp_size: int
     microbatch: int
+    _turns: Turns = field(init=False, compare=False)
     _known: dict[tuple[int, int], Ints] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if problems := check_length(len(self.stream), self.seq_len):
-            raise InvalidJob(problems)
         if self.global_batch % self.dp_size:
             raise ValueError(
                 f"global_batch = {self.global_batch} is not a multiple of dp_size = {self.dp_size}"
             )
-
-    @property
-    def num_windows(self) -> int:
-        """Samples of one epoch."""
-        return (len(self.stream) - 1) // self.seq_len
+        object.__setattr__(self, "_turns", Turns(self.mixture.shares))  # frozen
 
     def batch(self, consumed: int, group: int = 0, groups: int = 1) -> list[Batch]:
         """This rank's microbatches of the global batch that begins at sample ``consumed``.
@@ -180,29 +174,34 @@ class Loader:
         begin, end = (rows_per_rank * n // groups for n in (group, group + 1))
         share = max(1, end - begin)
         first = consumed + begin * self.dp_size + self.dp_rank * share
-        rows = self.stream.window(self._starts(first, share), self.seq_len + 1)
-        batches = [
-            _batch(rows[i : i + self.microbatch], self.packing, self.separator)
-            for i in range(0, share, self.microbatch)
-        ]
+        rows = self.mixture.rows(*self._samples(first, share))
         if begin == end:
-            batches[0].targets_BT.fill_(IGNORE)
-        return batches
+            rows.targets_BT.fill_(IGNORE)
+        starts = range(0, share, self.microbatch)
+        return [_slice(rows, start, start + self.microbatch) for start in starts]
 
-    def _starts(self, first: int, share: int) -> Ints:
-        """Where in the stream the samples at places ``first .. first + share - 1`` begin."""
-        starts = self._known.get((first, share))
-        if starts is None:
+    def _samples(self, first: int, share: int) -> Ints:
+        """Source and number of the samples at places ``first .. first + share - 1``: (2, share)."""
+        found = self._known.get((first, share))
+        if found is None:
             # For the steps to come as well: numpy takes about as long for many as for a few.
             firsts = first + self.global_batch * np.arange(max(1, AT_ONCE // share))
             places = (firsts[:, None] + np.arange(share)).ravel()
-            found = sample_index(places, self.num_windows, self.seed) * self.seq_len
-            rows = found.reshape(-1, share)
+            every = self.locate(places).reshape(2, -1, share)
             self._known.clear()
-            keys = [(n, share) for n in firsts.tolist()]
-            self._known.update(zip(keys, rows, strict=True))
-            starts = rows[0]
-        return starts
+            for place, each in zip(firsts.tolist(), every.transpose(1, 0, 2), strict=True):
+                self._known[place, share] = each
+            found = every[:, 0]
+        return found
+
+    def locate(self, places: Ints) -> Ints:
+        """Source and number of the samples at places of the run, int64 (n,): int64 (2, n)."""
+        sources, before = self._turns.at(places)
+        samples = np.empty_like(before)
+        for source, of in enumerate(self.mixture.sources):
+            here = sources == source
+            samples[here] = sample_index(before[here], len(of), self.seed)
+        return np.stack((sources, samples))
 
 
 class Ahead:
@@ -260,40 +259,39 @@ class Ahead:
 
 
 def evaluation_batches(
-    stream: TokenStream,
-    seq_len: int,
-    packing: Packing,
-    separator: int,
-    sequences: int,
-    dp_rank: int,
-    dp_size: int,
-    microbatch: int,
+    mixture: Mixture, sequences: int, dp_rank: int, dp_size: int, microbatch: int
 ) -> Iterator[Batch]:
-    """This rank's share of ``sequences`` windows (or all there are), the same ones every time.
+    """This rank's share of ``sequences`` held-out samples (or all there are), always the same.
 
-    They are spread evenly over the stream, whose documents may differ from one end to the other.
+    Each source has its share of them, but one at least, spread evenly over it: its documents may
+    differ from one end to the other.
 
     Every rank yields the same number of batches, of one shape, since collectives need all ranks:
     rows are added at the end, with every target IGNORE, until that is so.  Rank r has the r-th
-    contiguous slice.  A stream that is shorter than one window gives one row, padded likewise.
+    contiguous slice.
     """
-    length = seq_len + 1
-    available = max(1, (len(stream) - 1) // seq_len)
-    windows = min(sequences, available)
-    share = -(-windows // dp_size)
+    wanted = parts(mixture.shares, max(sequences, len(mixture.sources)))
+    sources, samples = [], []
+    for source, (of, most) in enumerate(zip(mixture.sources, wanted.tolist(), strict=True)):
+        count = min(most, len(of))
+        sources.append(np.full(count, source))
+        samples.append(np.arange(count) * len(of) // count)
+    chosen = np.stack((np.concatenate(sources), np.concatenate(samples)))
+    share = -(-chosen.shape[1] // dp_size)
     rows_per_batch = min(microbatch, share)
     share = -(-share // rows_per_batch) * rows_per_batch
     for first in range(dp_rank * share, (dp_rank + 1) * share, rows_per_batch):
-        rows = np.full((rows_per_batch, length), separator, np.int64)
-        valid = np.zeros(rows_per_batch, np.int64)  # targets of each row
-        present = np.arange(first, min(first + rows_per_batch, windows), dtype=np.int64)
-        tokens = min(length, len(stream))
-        starts = present * available // windows * seq_len
-        rows[: len(present), :tokens] = stream.window(starts, tokens)
-        valid[: len(present)] = tokens - 1
-        batch = _batch(rows, packing, separator)
-        padding_BT = torch.arange(seq_len) >= torch.from_numpy(valid)[:, None]
-        yield batch._replace(targets_BT=batch.targets_BT.masked_fill(padding_BT, IGNORE))
+        here = chosen[:, first : first + rows_per_batch]
+        missing = rows_per_batch - here.shape[1]
+        filled = np.concatenate((here, np.repeat(chosen[:, :1], missing, axis=1)), axis=1)
+        batch = mixture.rows(*filled)
+        if missing:
+            batch.targets_BT[-missing:] = IGNORE
+        yield batch
+
+
+def _slice(rows: Batch, first: int, end: int) -> Batch:
+    return Batch._make(column if column is None else column[first:end] for column in rows)
 
 
 def _pinned(batch: Batch) -> Batch:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +49,9 @@ from weft.data.store import (
     Store,
     map_shard,
     open_store,
+    write_file,
 )
+from weft.data.text import Source, Text, write_mixture
 from weft.data.tokenizer import load_tokenizer, separator_id, train_tokenizer, vocab_entries
 from weft.job import DataSection, InvalidJob, Problem
 
@@ -73,6 +74,57 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
+def prepare_text(section: DataSection, cache: Path, progress: Report | None = None) -> Text:
+    """What ``section`` wants a run to train on, prepared now unless it was before.
+
+    Args, and errors of ``data.mixture`` too: see `prepare`.
+    """
+    if not section.mixture:
+        store = prepare(section, cache, progress)
+        return Text(store.path, (Source(store.path.name, 1.0, store),))
+    report = progress or (lambda _: None)
+    one_by_one = [section.model_copy(update={"path": path}) for path in section.mixture]
+    problems: list[Problem] = []
+    given, readings = None, []
+    for one in one_by_one:
+        with _noting(problems):
+            given = _given(one)
+            readings.append(None if is_store(one.path) else _read(one, report))
+    if problems:
+        raise InvalidJob({str(found): found for found in problems}.values())
+    if given is None:
+        found = [one.path for one in one_by_one if is_store(one.path)]
+        file = (
+            Path(found[0]) / TOKENIZER_FILE if found else _train(section, readings, cache, report)
+        )
+        one_by_one = [one.model_copy(update={"tokenizer": str(file)}) for one in one_by_one]
+        given = load_tokenizer(file)
+    stores = []
+    for one, reading in zip(one_by_one, readings, strict=True):
+        with _noting(problems):
+            stores.append(
+                _open_given(one, given)
+                if reading is None
+                else _prepare(one, reading, given, cache, SHARD_BYTES, report)
+            )
+    if problems:
+        raise InvalidJob({str(found): found for found in problems}.values())
+    with _cache_problems(cache):
+        return write_mixture(section.mixture, stores, cache / "mixtures")
+
+
+@contextmanager
+def _noting(problems: list[Problem]) -> Iterator[None]:
+    """Problems of a source of a mixture, for later."""
+    try:
+        yield
+    except InvalidJob as invalid:
+        problems += [
+            replace(found, key="data.mixture") if found.key == "data.path" else found
+            for found in invalid.problems
+        ]
+
+
 def prepare(
     section: DataSection,
     cache: Path,
@@ -80,7 +132,7 @@ def prepare(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Store:
-    """The store of ``section``'s text, prepared now unless it was before.
+    """The store of the text at ``section.path``, prepared now unless it was before.
 
     Any number of processes may call this at once, on any machines that share ``cache``: one
     prepares, the others wait for it.
@@ -95,8 +147,19 @@ def prepare(
         InvalidJob: problems of ``data.path``, ``data.tokenizer`` or ``data.cache``.
     """
     report = progress or (lambda _: None)
+    given = _given(section)
+    if is_store(section.path):
+        return _open_given(section, given)
+    return _prepare(section, _read(section, report), given, cache, shard_bytes, report)
+
+
+Given = tuple[Tokenizer, str]  # a tokenizer and its hash
+
+
+def _given(section: DataSection) -> Given | None:
+    """The tokenizer that the user gives, if any; every problem of it and of the path at once."""
     problems = check_path(section.path)
-    given: tuple[Tokenizer, str] | None = None
+    given: Given | None = None
     if section.tokenizer != "train":
         try:
             given = load_tokenizer(section.tokenizer)
@@ -105,9 +168,24 @@ def prepare(
             problems += invalid.problems
     if problems:
         raise InvalidJob(problems)
-    if is_store(section.path):
-        return _open_given(section, given)
+    return given
 
+
+class _Reading(NamedTuple):
+    """A text that was read once, and what of it is trained on and held out."""
+
+    kept: list[Scan]
+    train: list[Part]
+    validation: list[Part]
+    skipped_files: int
+    replaced_files: int
+
+    @property
+    def content(self) -> list[tuple[str, str]]:
+        return [(s.document.name, s.content_hash) for s in self.kept]
+
+
+def _read(section: DataSection, report: Report) -> _Reading:
     scans = _scan_all(section, report)
     kept = keep_text(scans, section.invalid_utf8, section.path)
     train, validation = split(kept, section.holdout)
@@ -121,17 +199,41 @@ def prepare(
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
         report(Progress(f"left out {len(skipped)} files that are not UTF-8 text: {names}"))
+    return _Reading(kept, train, validation, len(skipped), len(faulty) - len(skipped))
 
+
+def _train(
+    section: DataSection, readings: Sequence[_Reading | None], cache: Path, report: Report
+) -> Path:
+    """A tokenizer for several texts, trained now unless it was before."""
+    texts = [reading for reading in readings if reading is not None]
+    content = [section.vocab_size, TRAINING_BYTES, [reading.content for reading in texts]]
+    key = xxh3_128_hexdigest(json.dumps(content).encode())
+    folder = cache / "tokenizers" / key
+    train = [part for reading in texts for part in reading.train]
+    with _cache_problems(cache), _lock(folder, report):
+        _settle_encoder(folder, None, train, section.vocab_size, report)
+    return folder / TOKENIZER_FILE
+
+
+def _prepare(
+    section: DataSection,
+    reading: _Reading,
+    given: Given | None,
+    cache: Path,
+    shard_bytes: int,
+    report: Report,
+) -> Store:
     settings = [FORMAT, PIECE_BYTES, shard_bytes, section.holdout, section.invalid_utf8]
     recipe = given[1] if given else ["train", section.vocab_size, TRAINING_BYTES]
-    content = [(s.document.name, s.content_hash) for s in kept]
-    key = xxh3_128_hexdigest(json.dumps([settings, recipe, content]).encode())
+    key = xxh3_128_hexdigest(json.dumps([settings, recipe, reading.content]).encode())
     folder = cache / "stores" / key
     if is_store(folder):
         return open_store(folder)
     with _cache_problems(cache), _lock(folder, report):
         if not is_store(folder):  # another process may have made it while this one waited
             file = Path(section.tokenizer).expanduser() if given else None
+            train, validation = reading.train, reading.validation
             encoder = _settle_encoder(folder, file, train, section.vocab_size, report)
             splits = _build(folder, encoder, train, validation, shard_bytes, report)
             manifest = Manifest(
@@ -143,16 +245,16 @@ def prepare(
                 separator=encoder.separator,
                 tokenizer_hash=encoder.hash,
                 unigram_entropy_nats=_unigram_entropy(folder, encoder, splits[0]),
-                skipped_files=len(skipped),
-                replaced_files=len(faulty) - len(skipped),
+                skipped_files=reading.skipped_files,
+                replaced_files=reading.replaced_files,
                 train=splits[0],
                 validation=splits[1],
             )
-            _write(folder / STORE_FILE, json.dumps(asdict(manifest), indent=1).encode())
+            write_file(folder / STORE_FILE, json.dumps(asdict(manifest), indent=1).encode())
     return open_store(folder)
 
 
-def _open_given(section: DataSection, given: tuple[Tokenizer, str] | None) -> Store:
+def _open_given(section: DataSection, given: Given | None) -> Store:
     store = open_store(section.path)
     if given and given[1] != store.manifest.tokenizer_hash:
         rule = f"does not match the store {section.path}, which was prepared with another"
@@ -186,11 +288,11 @@ def _settle_encoder(
     """Put the tokenizer into the store, unless an earlier attempt did, and load it from there."""
     file = folder / TOKENIZER_FILE
     if given:
-        _write(file, given.read_bytes())
+        write_file(file, given.read_bytes())
     elif not file.exists():
         report(Progress("training the tokenizer"))
         trained = train_tokenizer(_training_texts(train), vocab_size)
-        _write(file, trained.to_str(pretty=True).encode())
+        write_file(file, trained.to_str(pretty=True).encode())
     tokenizer, digest = load_tokenizer(file)
     entries = vocab_entries(tokenizer)
     dtype: Dtype = "uint16" if entries <= 1 << 16 else "uint32"
@@ -253,8 +355,8 @@ def _build(
             tokens = _finished(file, encoder)
             if tokens is None:
                 tokens = _encode(encoder, pieces, advance)
-                _write(file, tokens.data)
-                _write(file.with_suffix(".json"), _receipt(file, encoder, tokens))
+                write_file(file, tokens.data)
+                write_file(file.with_suffix(".json"), _receipt(file, encoder, tokens))
             else:
                 advance(sum(piece.end - piece.begin for piece in pieces))
             shards.append(_describe(file, tokens))
@@ -321,26 +423,6 @@ def _finished(file: Path, encoder: _Encoder) -> Tokens | None:
     except FileNotFoundError:
         return None
     return tokens if receipt == _receipt(file, encoder, tokens) else None
-
-
-def _write(path: Path, data: bytes | memoryview[Any]) -> None:
-    """All of it or nothing, and still there after a power cut."""
-    temporary = path.with_name(path.name + ".tmp")  # the lock is held: nobody else writes it
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some file systems cannot flush a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

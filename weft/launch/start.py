@@ -22,8 +22,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 import weft
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
 from weft.data.prepare import Progress as Preparation
-from weft.data.prepare import prepare
-from weft.data.store import Store, open_store
+from weft.data.prepare import prepare_text
+from weft.data.text import Text, open_text
 from weft.job import InvalidJob, Job, Problem, WeftError, difference, read_job, to_toml
 from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
@@ -41,7 +41,7 @@ from weft.predict.check import Expected, expect, note
 from weft.predict.sections import sections
 from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.loop import train
-from weft.train.setup import Rank, check_store, connect, detect_machine, home_of
+from weft.train.setup import Rank, check_text, connect, detect_machine, home_of
 
 # Seconds of a run after which its end may take some more, and the ranks of a pipeline, each of
 # which takes about one, that are traced then.
@@ -58,11 +58,11 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     for number in STOP_SIGNALS:  # until there are ranks that can save
         signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
     expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
-    store = prepare_text(job, plan, console)
+    text = prepared(job, plan, console)
     with owning(folder, shared=plan.node_counts[-1] > 1), reporting(folder, job, plan, console):
         describe(plan, recipe, console, expected, doubt)
         changes = changes_since(folder, job)
-        open_run(folder, job, base, recipe, store, expected)
+        open_run(folder, job, base, recipe, text, expected)
         home = home_of(job.checkpoint.dir, folder)
         done = checkpoints(home)[-1:]
         step = checkpoint_step(done[0]) if done else 0
@@ -73,7 +73,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
                 failure = launch(
                     job,
                     plan,
-                    store.path,
+                    text.path,
                     lambda text: console.print(text, soft_wrap=True),
                     lambda failure: show_restart(failure, home, folder),
                 )
@@ -91,7 +91,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
-        show_end(folder, recipe, store, console)
+        show_end(folder, recipe, text, console)
     return 0
 
 
@@ -176,20 +176,20 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
             if rank == 0:  # before there is a process group, for tracing makes another one
                 expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
-            store = prepared_on_this_host(job, plan, console, ranks)
+            text = prepared_on_this_host(job, plan, console, ranks)
             if rank == 0:
                 stack.enter_context(owning(folder))
                 describe(plan, recipe, console, expected, doubt)
-                open_run(folder, job, base, recipe, store, expected)
+                open_run(folder, job, base, recipe, text, expected)
             dist.barrier()
             watch(job, folder, ranks)
-            whole = train(job, plan, store, ranks, console)
+            whole = train(job, plan, text, ranks, console)
             dist.barrier()  # a launcher kills the others as soon as one leaves before the end
             if rank == 0 and not whole:
                 newest = how_to_go_on(checkpoints(home_of(job.checkpoint.dir, folder)))
                 console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
-                show_end(folder, recipe, store, console)
+                show_end(folder, recipe, text, console)
             if not whole:
                 why = "stopped and saved; the same command goes on"
                 tell_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), why, why)
@@ -204,13 +204,13 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     leave(0 if whole else REQUEUE)
 
 
-def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) -> Store:
-    """The store; one rank of each host prepares it while the others wait, however long it takes."""
+def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) -> Text:
+    """The text; one rank of each host prepares it while the others wait, however long it takes."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     path, problems = "", []
     if rank.local_rank == 0:
         try:
-            path = str(prepare_text(job, plan, console).path)
+            path = str(prepared(job, plan, console).path)
         except InvalidJob as error:
             problems = error.problems
     answers: list[Any] = [None] * rank.world_size
@@ -219,19 +219,19 @@ def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) ->
     if found:
         raise InvalidJob({str(problem): problem for problem in found}.values())
     # A launcher numbers the ranks of one host consecutively.
-    return open_store(Path(answers[rank.rank - rank.local_rank][0]))
+    return open_text(Path(answers[rank.rank - rank.local_rank][0]))
 
 
-def prepare_text(job: Job, plan: Plan, console: Console) -> Store:
+def prepared(job: Job, plan: Plan, console: Console) -> Text:
     """The tokenised text of the job, prepared now if it is not there yet."""
     cache = Path(job.data.cache)
     if job.data.cache == "auto":
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         cache = Path(home) / "weft"
     with showing(console) as show:
-        store = prepare(job.data, cache, show)
-    check_store(job, plan, store)
-    return store
+        text = prepare_text(job.data, cache, show)
+    check_text(job, plan, text)
+    return text
 
 
 @contextmanager
@@ -267,7 +267,7 @@ def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
 
 
 def open_run(
-    folder: Path, job: Job, base: Job, recipe: str, store: Store, expected: Expected | None
+    folder: Path, job: Job, base: Job, recipe: str, text: Text, expected: Expected | None
 ) -> None:
     """Write into the run's folder what makes it stand alone, the job and the tokenizer, and what
     was expected of it."""
@@ -277,7 +277,7 @@ def open_run(
         itself = Path(recipe).exists() and path.exists() and path.samefile(recipe)
         if job != base or not itself:
             replace_text(path, to_toml(job, recipe, base))
-        tokenizer = (store.path / "tokenizer.json").read_text("utf-8")
+        tokenizer = (text.path / "tokenizer.json").read_text("utf-8")
         replace_text(folder / "tokenizer.json", tokenizer)
         note(expected, folder)
     except OSError as error:
@@ -337,7 +337,7 @@ def shown(path: Path) -> str:
     return str(path) if from_here.startswith("..") else from_here
 
 
-def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
+def show_end(folder: Path, recipe: str, text: Text, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
     records = read_records(folder / "metrics.jsonl")
     if not records:
@@ -369,7 +369,7 @@ def show_end(folder: Path, recipe: str, store: Store, console: Console) -> None:
         "losses in nats per token:\n"
         f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records\n"
         f"{held_out_line}"
-        f"  unigram  {store.manifest.unigram_entropy_nats:.3f}   "
+        f"  unigram  {text.unigram_entropy_nats:.3f}   "
         "what guessing by the tokens' frequencies alone would give\n"
         f"{spent}{beside}"
         f"the run lies in {where}\n"

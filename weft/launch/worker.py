@@ -127,7 +127,7 @@ def status(process: int) -> dict[str, str]:
 
 def main() -> None:
     """Be one rank, from its arguments and the launcher's environment."""
-    folder, store_folder = Path(sys.argv[1]), Path(sys.argv[2])
+    folder, text_folder = Path(sys.argv[1]), Path(sys.argv[2])
     rank = int(os.environ["RANK"])
     die_with_parent()
     listen()
@@ -136,7 +136,7 @@ def main() -> None:
     try:
         import torch.distributed as dist
 
-        from weft.data.store import open_store
+        from weft.data.text import open_text
         from weft.job import read_job
         from weft.launch.watchdog import watch
         from weft.observe.sinks import quiet_console
@@ -148,7 +148,7 @@ def main() -> None:
         plan = resolve(job, detect_machine(job.run.device))
         with connect(plan, job.debug.deterministic) as ranks:
             watch(job, folder, ranks)
-            whole = train(job, plan, open_store(store_folder), ranks, quiet_console(terminal))
+            whole = train(job, plan, open_text(text_folder), ranks, quiet_console(terminal))
             # The launcher kills the others as soon as one leaves before the end.
             dist.barrier()
     except BaseException as error:

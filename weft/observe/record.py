@@ -93,6 +93,9 @@ class StepRecord:
     # Of several ranks what they need and have, see `spreads`.
     ranks: dict[str, dict[str, float]] | None = None
     grad_norms: dict[str, float] | None = None  # of each layer, before clipping; if asked for
+    # Of a mixture the loss of each source: mean since the last record, and of its held-out text.
+    source_losses: dict[str, float] | None = None
+    source_eval_losses: dict[str, float] | None = None
 
     @classmethod
     def of(
@@ -159,6 +162,8 @@ NAMES = {
     "memory_peak_gib": "memory/peak_gib",
     "grad_norms": "grad_norm",
     "ranks": "ranks",
+    "source_losses": "train/loss_of",
+    "source_eval_losses": "eval/loss_of",
 }
 
 

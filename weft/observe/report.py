@@ -96,6 +96,7 @@ STACKED = {"parts", "ledger"}
 GROUPED = {
     "grad_norms": ("Gradient norm by group", "before clipping"),
     "source_losses": ("Loss by source", "nats per token"),
+    "source_eval_losses": ("Held-out loss by source", "nats per token"),
     "ranks.memory_peak_gib": ("Memory over the ranks", "GiB, most so far"),
     "ranks.compute_seconds": ("Computing over the ranks", "seconds of a step"),
     "ranks.data_seconds": ("Waiting for data over the ranks", "seconds of a step"),

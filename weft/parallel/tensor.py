@@ -267,10 +267,10 @@ def overlap_exchanges(group: dist.ProcessGroup) -> None:
 # --------------------------------------------------------------------------- loss
 
 
-def vocabulary_cross_entropy_sum(
+def vocabulary_cross_entropy(
     logits_BTV: Tensor, targets_BT: Tensor, ignore: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """Summed cross-entropy in nats of logits whose vocabulary is cut over ``group``.
+    """Cross-entropy of each token in nats, of logits whose vocabulary is cut over ``group``.
 
     Exchanged are three numbers per token (maximum, sum of exponentials, logit of the target),
     never logits.
@@ -280,7 +280,7 @@ def vocabulary_cross_entropy_sum(
         targets_BT: int64 ids of the whole vocabulary; ``ignore`` where there is no loss.
 
     Returns:
-        A float32 scalar, the same on every rank of ``group``.
+        float32 (B, T), the same on every rank of ``group``; 0 where there is no loss.
     """
     return _apply(_CrossEntropy, logits_BTV, targets_BT, ignore, group)
 
@@ -309,11 +309,12 @@ class _CrossEntropy(torch.autograd.Function):
 
         ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), columns_N, mine_N, valid_N)
         ctx.shape, ctx.dtype = logits_BTV.shape, logits_BTV.dtype
-        return losses_N.masked_fill(~valid_N, 0.0).sum()
+        return losses_N.masked_fill(~valid_N, 0.0).view_as(targets_BT)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None, None, None]:
         softmax_NV, columns_N, mine_N, valid_N = ctx.saved_tensors
-        grad_NV = softmax_NV * (grad * valid_N).unsqueeze(1)
-        grad_NV.scatter_add_(1, columns_N.unsqueeze(1), -(grad * mine_N).unsqueeze(1))
+        grad_N = grad_BT.flatten()
+        grad_NV = softmax_NV * (grad_N * valid_N).unsqueeze(1)
+        grad_NV.scatter_add_(1, columns_N.unsqueeze(1), -(grad_N * mine_N).unsqueeze(1))
         return grad_NV.to(ctx.dtype).view(ctx.shape), None, None, None

@@ -27,7 +27,7 @@ from weft.checkpoint.replicas import compare_replicas
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import Saver
 from weft.data.loader import Ahead, Batch, Loader
-from weft.data.store import Store
+from weft.data.text import Text
 from weft.job import Job, WeftError
 from weft.models import load_family
 from weft.observe.backward import naming_backward
@@ -44,6 +44,7 @@ from weft.observe.memory import (
 from weft.observe.profile import Profile
 from weft.observe.record import Clock, StepRecord, spreads
 from weft.observe.sinks import Sink, open_sinks, read_records
+from weft.observe.sources import SourceLosses
 from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
@@ -75,13 +76,13 @@ class TrainingError(WeftError):
     """The run cannot go on; the message says why, for people."""
 
 
-def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> bool:
+def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> bool:
     """Train until ``train.steps``, from the newest checkpoint of the run if there is one.
 
     On a signal or at ``resilience.time_limit`` the step is finished and a checkpoint saved.
 
     Args:
-        store: the tokenised text.
+        text: what to train on, tokenised.
         rank: this process, in a process group that is already up.
         console: where rank 0 shows progress; the other ranks show nothing.
 
@@ -115,11 +116,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     home = home_of(job.checkpoint.dir, folder)
     at = resume(home, job.checkpoint.local, parts, optimizer, say)
     loader = Loader(
-        store.tokens("train"),
-        seq_len=job.train.seq_len,
+        text.samples("train", job.train.seq_len, job.data.packing),
         seed=job.train.seed,
-        packing=job.data.packing,
-        separator=store.manifest.separator,
         global_batch=job.train.global_batch,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
@@ -129,6 +127,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
     stages = mesh.group("pp") if plan.pp > 1 else None
     family = load_family(job.model.kind)
     layers = LayerNorms(parts, family.blocks, plan.pp) if job.observe.grad_norms else None
+    sources = SourceLosses(text, rank.device)
     statistics = open_statistics(job, plan, mesh, parts)
 
     def backward(rows: list[int]) -> AbstractContextManager[None]:
@@ -137,7 +136,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         return naming_backward(statistics.layers, rows)
 
     copies = job.resilience.replica_check
-    groups = join(job, plan, store, rank, say)
+    groups = join(job, plan, text, rank, say)
 
     def no_memory(error: Exception) -> OutOfMemory:
         """What took it."""
@@ -162,7 +161,8 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
         with statistics.forward(step, rows), backward(rows):
             share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
-        groups.sum(chain([share], (param.grad for param in params if param.grad is not None)))
+        losses = [share] if engine.by_source is None else [share, engine.by_source]
+        groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
         with span("gradient norm"):
             norms = grad_norm(params, stages)
         return gather(share, *norms)
@@ -185,6 +185,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
             stack.close()
             ledger.back_to(step, recorded())
             statistics.back_to(step)
+            sources.forget()
             sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
             for sink in sinks:
                 stack.enter_context(closing(sink))
@@ -253,6 +254,7 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     set_learning_rate(optimizer, lr)
                     with span("optimizer"):
                         step_unless(optimizer, ~trial.told.isfinite().all())
+                    sources.add(engine.by_source)
                 drop_gradients()
                 statistics.parameters(step)
                 at = Position(step, samples, watch.state())
@@ -271,9 +273,10 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 reach("record")
                 probe = Probe(rank.device) if rank.device.type == "cuda" else None
                 with clock.waiting_for_device():
-                    loss, norm, *of_layers = watch.check(trial.told, *norms)
+                    loss, norm, *more = watch.check(trial.told, *norms, *sources.since())
                 reach("tell")
-                times, eval_loss = clock.read(), None
+                times, eval_loss, eval_losses = clock.read(), None, None
+                named = layers.names if layers else []
                 ledger.spent("productive")
                 measured(times[0])
                 data_seconds, compute_seconds = clock.own()
@@ -286,8 +289,10 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                 )
                 if evaluating:
                     reach("evaluate")
-                    held_out_text = held_out(job, plan, store, mesh)
+                    held_out_text = held_out(job, plan, text, mesh)
                     eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
+                    means = sources.means(engine.by_source)
+                    eval_losses = sources.named([mean for of in means for mean in of.tolist()])
                     ledger.spent("evaluating")
                     note("evaluation", f"held-out loss {eval_loss:.4f}", warning=False)
                 record = StepRecord.of(
@@ -311,13 +316,15 @@ def train(job: Job, plan: Plan, store: Store, rank: Rank, console: Console) -> b
                     expected_memory_gib=expected.get("memory_gib"),
                     expected_step_seconds=expected.get("step_seconds"),
                     ranks=spreads(table),
-                    grad_norms=dict(zip(layers.names, of_layers, strict=True)) if layers else None,
+                    grad_norms=dict(zip(named, more, strict=False)) or None,
+                    source_losses=sources.named(more[len(named) :]),
+                    source_eval_losses=eval_losses,
                 )
                 anomalies = []
                 for sink in sinks:
                     sink.write(record)
                 if groups.leads and (saving or keeping):
-                    saver.save(parts, optimizer, at.manifest(plan, store), home=saving)
+                    saver.save(parts, optimizer, at.manifest(plan, text), home=saving)
                     watch.saved()
                 if groups.leads and saving:
                     held = f"saving it held training up for {saver.stall_seconds:.2g} s"

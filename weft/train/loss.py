@@ -4,7 +4,7 @@ A mean of means would weigh a token by the microbatch and rank that it happens t
 and would make the loss depend on the layout.
 
 Logits are the largest thing in a step: of 8,192 tokens and Llama 3.1's vocabulary 4 GiB in float32,
-and as much for their gradient.  `linear_cross_entropy_sum` computes them, the loss and the
+and as much for their gradient.  `linear_cross_entropy` computes them, the loss and the
 gradients for some tokens at a time, so they are never there as a whole, and nothing is computed
 twice.
 
@@ -23,16 +23,20 @@ from torch import Tensor
 from weft.data.loader import IGNORE
 
 
-def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Summed cross-entropy in nats: a float32 scalar.
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Cross-entropy of each token in nats: float32 (B, T), 0 where there is no loss.
 
     Args:
         logits_BTV: any floating dtype; computed in float32.
         targets_BT: int64; IGNORE where there is no loss.
     """
-    return F.cross_entropy(
-        logits_BTV.float().flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum"
+    losses_N = F.cross_entropy(
+        logits_BTV.float().flatten(0, 1),
+        targets_BT.flatten(),
+        ignore_index=IGNORE,
+        reduction="none",
     )
+    return losses_N.view_as(targets_BT)
 
 
 def valid_tokens(targets_BT: Tensor) -> Tensor:
@@ -53,58 +57,70 @@ def chunk_tokens(tokens: int, vocab_size: int) -> int:
     return tokens if tokens <= most else 1 << (most.bit_length() - 1)
 
 
-def linear_cross_entropy_sum(
+def linear_cross_entropy(
     x_BTD: Tensor,
     weight_VD: Tensor,
     targets_BT: Tensor,
     loss_of: Callable[[Tensor, Tensor], Tensor],
     size: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The loss of ``x @ weight.T``, of which only ``size`` tokens' logits are there at a time.
 
     Args:
-        loss_of: the summed loss of logits ``[1, n, V]`` and targets ``[1, n]``.
+        loss_of: the loss of each token, ``[1, n]``, of logits ``[1, n, V]`` and targets ``[1, n]``.
 
     Returns:
-        A float32 scalar.
+        The sum, a float32 scalar; and the loss of each token, float32 (B, T), which no gradient
+        goes through.
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
     wanted = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    total, *gradients = _in_chunks(x_ND, weight_VD, targets_N, loss_of, size, wanted)
+    losses_N = torch.empty(len(targets_N), device=x_ND.device)
+    gradients = _in_chunks(x_ND, weight_VD, targets_N, loss_of, size, wanted, losses_N)
+    total, losses_BT = losses_N.sum(), losses_N.view_as(targets_BT)
     if not wanted:
-        return total
+        return total, losses_BT
     # Two, so that a schedule which computes gradients of inputs and of weights apart can part them:
     # torch 2.11 cannot where they meet in a function of somebody else's.
     of_x, of_weight = gradients
-    return _Known.apply(total, x_ND, of_x) + _Known.apply(  # type: ignore[no-any-return, no-untyped-call]
+    total = _Known.apply(total, x_ND, of_x) + _Known.apply(  # type: ignore[no-untyped-call]
         torch.zeros_like(total), weight_VD, of_weight
     )
+    return total, losses_BT
 
 
 @torch.no_grad()
 def _in_chunks(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, loss_of: Any, size: int, wanted: bool
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    loss_of: Any,
+    size: int,
+    wanted: bool,
+    losses_N: Tensor,
 ) -> list[Tensor]:
-    """The loss, and if they are ``wanted`` its gradients, computed while the logits are there."""
-    total = torch.zeros((), device=x_ND.device)
-    parts = zip(torch.split(x_ND, size), torch.split(targets_N, size), strict=True)
+    """Writes ``losses_N``; if they are ``wanted`` returns the gradients of their sum, computed
+    while the logits are there."""
+    columns = (x_ND, targets_N, losses_N)
+    parts = zip(*(torch.split(column, size) for column in columns), strict=True)
     if not wanted:
-        for x, targets in parts:
-            total += loss_of(F.linear(x, weight_VD)[None], targets[None])
-        return [total]
+        for x, targets, losses in parts:
+            losses.copy_(loss_of(F.linear(x, weight_VD)[None], targets[None])[0])
+        return []
     grad_x_ND = torch.empty_like(x_ND)
     # In float32: a sum over many chunks.
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
     weight = weight_VD.detach().requires_grad_()
-    for (x, targets), grad_x in zip(parts, torch.split(grad_x_ND, size), strict=True):
+    for (x, targets, losses), grad_x in zip(parts, torch.split(grad_x_ND, size), strict=True):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            loss = loss_of(F.linear(x, weight)[None], targets[None])
+            found = loss_of(F.linear(x, weight)[None], targets[None])[0]
+            loss = found.sum()
         here, of_weight = torch.autograd.grad(loss, (x, weight))
         grad_x.copy_(here)
         grad_weight_VD += of_weight
-        total += loss.detach()
-    return [total, grad_x_ND, grad_weight_VD]
+        losses.copy_(found.detach())
+    return [grad_x_ND, grad_weight_VD]
 
 
 class _Known(torch.autograd.Function):

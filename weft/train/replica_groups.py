@@ -44,7 +44,7 @@ from weft.checkpoint.fingerprint import fingerprint
 from weft.checkpoint.replicas import ReplicasDiffer
 from weft.checkpoint.shards import DTYPES
 from weft.checkpoint.state import allocate_optimizer_state, local_part, model_state, optimizer_state
-from weft.data.store import Store
+from weft.data.text import Text
 from weft.job import Job, WeftError, flatten
 from weft.parallel.init import shard_offsets
 from weft.parallel.private import gloo_group, listening_store
@@ -57,6 +57,7 @@ OWN = (
     "run.",
     "observe.",
     "data.path",
+    "data.mixture",
     "data.tokenizer",
     "data.cache",
     "resilience.faults",
@@ -376,13 +377,13 @@ class Groups(Alone):
                 )
 
 
-def join(job: Job, plan: Plan, store: Store, rank: Rank, say: Callable[[str], None]) -> Alone:
+def join(job: Job, plan: Plan, text: Text, rank: Rank, say: Callable[[str], None]) -> Alone:
     """This run's place among the replica groups, if it is one."""
     section = job.resilience
     if section.lighthouse == "none":
         return Alone()
     same = {key: value for key, value in flatten(job).items() if not key.startswith(OWN)}
-    same |= {"text": store.fingerprint, "mesh": plan.sizes}
+    same |= {"text": text.fingerprint, "mesh": plan.sizes}
     mark = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
     device = torch.device("cpu") if job.parallel.cpu_offload else rank.device
     limit = section.step_timeout

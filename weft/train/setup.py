@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +41,8 @@ from weft.checkpoint.state import named_parameters
 from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import Saver, load, load_local, set_aside
 from weft.data.loader import check_length
-from weft.data.source import check_path
-from weft.data.store import Store
+from weft.data.source import STDLIB, check_path
+from weft.data.text import Text
 from weft.data.tokenizer import load_tokenizer, vocab_entries
 from weft.job import (
     InvalidJob,
@@ -184,7 +185,8 @@ def _complete(job: Job) -> Job:
             "rendezvous": outside(job.run.rendezvous, "PET_RDZV_ENDPOINT"),
         },
         data={
-            "path": full(job.data.path, "python-stdlib"),
+            "path": full(job.data.path, STDLIB),
+            "mixture": {full(path, STDLIB): weight for path, weight in job.data.mixture.items()},
             "tokenizer": full(job.data.tokenizer, "train"),
             "cache": full(job.data.cache, "auto"),
         },
@@ -197,7 +199,13 @@ def _complete(job: Job) -> Job:
 
 
 def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
-    yield from check_path(job.data.path)
+    if not job.data.mixture:
+        yield from check_path(job.data.path)
+    elif job.data.path != STDLIB:
+        remedy = "name all texts in data.mixture, or one in data.path"
+        yield Problem("data.path", job.data.path, "is not read beside data.mixture", remedy)
+    for path in job.data.mixture:
+        yield from (changed(p, key="data.mixture") for p in check_path(path))
     if job.data.cache != "auto":
         yield from check_writable("data.cache", job.data.cache)
     if job.compile.enable:
@@ -326,23 +334,28 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
             yield Problem(name, ours, rule, remedy)
 
 
-def check_store(job: Job, plan: Plan, store: Store) -> None:
+def check_text(job: Job, plan: Plan, text: Text) -> None:
     """The text must fit the model, and be the one that the run has been trained on so far.
 
     Raises:
         InvalidJob: if the text has no whole sequence, the model too few entries, or the newest
             checkpoint another text.
     """
-    problems = check_length(store.manifest.train.tokens, job.train.seq_len)
-    problems += _check_vocabulary(job, plan, store.manifest.vocab_size)
+    problems = list(_check_vocabulary(job, plan, text.vocab_size))
+    for source in text.sources:
+        what = f"the train text of {source.name}" if job.data.mixture else "the train text"
+        tokens = source.store.manifest.train.tokens
+        problems += check_length(tokens, job.train.seq_len, what)
     for path in reversed(checkpoints(home_of(job.checkpoint.dir, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
         except DamagedCheckpoint:
             continue  # loading will tell
-        if data not in (None, store.fingerprint):  # imported weights have seen no text of ours
+        if data not in (None, text.fingerprint):  # imported weights have seen no text of ours
             rule = f"is not, or no longer, the text that {path} was trained on"
-            problems.append(Problem("data.path", job.data.path, rule, "use another --run.dir"))
+            key = "mixture" if job.data.mixture else "path"
+            value = getattr(job.data, key)
+            problems.append(Problem(f"data.{key}", value, rule, "use another --run.dir"))
         break
     if problems:
         raise InvalidJob(problems)
@@ -507,13 +520,13 @@ class Position:
     samples: int
     watch: Mapping[str, Any] = field(default_factory=dict)
 
-    def manifest(self, plan: Plan, store: Store) -> dict[str, Any]:
+    def manifest(self, plan: Plan, text: Text) -> dict[str, Any]:
         """What a checkpoint says of itself, as JSON values."""
         return {
             "step": self.step,
             "samples": self.samples,
             "watch": self.watch,
-            "data": store.fingerprint,
+            "data": text.fingerprint,
             "mesh": plan.sizes,
             "weft": weft.__version__,
             "torch": torch.__version__,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.data.loader import IGNORE, Batch, evaluation_batches
-from weft.data.store import Store
+from weft.data.text import Text
 from weft.job import Job
 from weft.models import Family
 from weft.observe.spans import action, span
@@ -22,12 +22,12 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline import build_schedule
 from weft.parallel.private import around_actions, forward_only
 from weft.parallel.shard import reshard, set_gradient_sync
-from weft.parallel.tensor import vocabulary_cross_entropy_sum
+from weft.parallel.tensor import vocabulary_cross_entropy
 from weft.plan.resolve import Plan
 from weft.train.loss import (
     chunk_tokens,
-    cross_entropy_sum,
-    linear_cross_entropy_sum,
+    cross_entropy,
+    linear_cross_entropy,
     valid_tokens,
 )
 
@@ -68,14 +68,14 @@ class Engine:
                 headless,
             )
             mine = plan.pipeline.stages_of(mesh.at["pp"])
-            around_actions(
-                self.schedule,
-                lambda place, kind, microbatch: (
-                    action(mine[place], kind, microbatch)
-                    if torch.is_grad_enabled()
-                    else nullcontext()
-                ),  # an evaluation
-            )
+
+            def around(place: int, kind: str, microbatch: int) -> AbstractContextManager[Any]:
+                if kind == "F":
+                    self._microbatch = microbatch
+                evaluating = not torch.is_grad_enabled()
+                return nullcontext() if evaluating else action(mine[place], kind, microbatch)
+
+            around_actions(self.schedule, around)
             last = len(plan.pipeline.stages) - 1
             has_last_stage = last in mine
             last_part = parts[mine.index(last)] if has_last_stage else last_part
@@ -86,6 +86,13 @@ class Engine:
         self._gathers = Gathers(parts) if plan.float8_gather else None
         # Ranks that share matrices compute the same loss: one of them tells it.
         self._tells = has_last_stage and mesh.at["tp"] == 0
+        # Of a mixture, for each source: the summed loss in nats of this rank's tokens of the last
+        # batch, and how many they are.
+        self.by_source: Tensor | None = None
+        if len(job.data.mixture) > 1:
+            self.by_source = torch.zeros(len(job.data.mixture), 2, device=device)
+        self._sources: list[Tensor] = []  # of each microbatch, of each row
+        self._microbatch = 0  # whose forward pass ran last
 
     def forward_backward(
         self,
@@ -104,7 +111,9 @@ class Engine:
         """
         if self._gathers is not None:
             self._gathers.scale()
-        batches = [self._own_tokens(batch) for batch in batches]
+        batches = self._begin(batches)
+        if self.by_source is not None:
+            self.by_source.zero_()
         count = _sum([valid_tokens(batch.targets_BT) for batch in batches])
         count = self.mesh.sum_over_tokens(count)
         over_groups([count])
@@ -120,6 +129,7 @@ class Engine:
                 last = index == len(batches) - 1
                 for part in self.parts:
                     set_gradient_sync(part, last, self.plan.gradient_sync)
+                self._microbatch = index
                 with action(0, "F", index):
                     loss = self._forward(batch)
                 with action(0, "B", index):
@@ -137,6 +147,7 @@ class Engine:
         params = list(model.parameters())
         losses, grads = [], []
         for index, row in enumerate(rows):
+            self._microbatch = index
             with action(0, "F", index):
                 loss = self._forward(row)
             with action(0, "B", index):
@@ -160,18 +171,23 @@ class Engine:
         if self._gathers is not None:
             self._gathers.scale()
         self._divisor = 1.0
+        if self.by_source is not None:
+            self.by_source.zero_()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         # A pipeline takes as many at a time as it does in training.
         at_a_time = self.plan.accumulation if self.schedule is not None else 1
         remaining = iter(batches)
         while some := list(islice(remaining, at_a_time)):
-            here = [self._own_tokens(batch_to(batch, self.device)) for batch in some]
+            here = [batch_to(batch, self.device) for batch in some]
             if self.schedule is not None:
                 here += [_empty(here[0])] * (at_a_time - len(here))
+            here = self._begin(here)
+            if self.schedule is not None:
                 with forward_only(self.schedule):
                     losses = self._run_schedule(here, self.schedule.eval)
             else:
-                losses = [self._forward(batch) for batch in here]
+                self._microbatch = 0
+                losses = [self._forward(here[0])]
             total[0] += self._told(losses)
             if self._tells:
                 total[1] += torch.stack([valid_tokens(batch.targets_BT) for batch in here]).sum()
@@ -191,18 +207,35 @@ class Engine:
         """Of the model's output: logits, or what the product takes that makes them."""
         with span("loss"):
             if self._weight is None:
-                loss = self._cross_entropy_sum(out, targets_BT)
+                losses_BT = self._cross_entropy(out, targets_BT)
+                loss = losses_BT.sum()
             else:
-                loss = linear_cross_entropy_sum(
-                    out, self._weight(), targets_BT, self._cross_entropy_sum, self._chunk
+                loss, losses_BT = linear_cross_entropy(
+                    out, self._weight(), targets_BT, self._cross_entropy, self._chunk
                 )
+            if self.by_source is not None and self._tells:
+                self._count(losses_BT.detach(), targets_BT)
             return loss / self._divisor
 
-    def _cross_entropy_sum(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.plan.tp > 1:
             group = self.mesh.group("tp")
-            return vocabulary_cross_entropy_sum(logits_BTV, targets_BT, IGNORE, group)
-        return cross_entropy_sum(logits_BTV, targets_BT)
+            return vocabulary_cross_entropy(logits_BTV, targets_BT, IGNORE, group)
+        return cross_entropy(logits_BTV, targets_BT)
+
+    def _count(self, losses_BT: Tensor, targets_BT: Tensor) -> None:
+        """Add the losses of the microbatch to those of its rows' sources."""
+        assert self.by_source is not None
+        rows_B2 = torch.stack((losses_BT.sum(1), (targets_BT != IGNORE).sum(1)), dim=1)
+        numbers = torch.arange(len(self.by_source), device=self.device)
+        of_BS = self._sources[self._microbatch].unsqueeze(1) == numbers
+        self.by_source += (of_BS.unsqueeze(2) * rows_B2.unsqueeze(1)).sum(0)
+
+    def _begin(self, batches: Sequence[Batch]) -> list[Batch]:
+        """This rank's tokens of the microbatches that come next."""
+        if self.by_source is not None:
+            self._sources = [cast(Tensor, batch.sources_B) for batch in batches]
+        return [self._own_tokens(batch) for batch in batches]
 
     def _told(self, losses: list[Tensor]) -> Tensor:
         """The sum of ``losses`` where it is this rank that tells it, else zero."""
@@ -214,6 +247,8 @@ class Engine:
         """The microbatches through the pipeline, by ``step`` or ``eval`` of its schedule."""
         assert self.plan.pipeline is not None
         rows = self.plan.microbatch
+        if self.by_source is not None:
+            self._sources = [_filled(sources_B, rows) for sources_B in self._sources]
         whole = [
             torch.cat(column) for column in zip(*(_pad(b, rows) for b in batches), strict=True)
         ]
@@ -244,7 +279,7 @@ class Engine:
         mine = {
             name: cut(column, place, plan.cp, balance)
             for name, column in batch._asdict().items()
-            if column is not None
+            if column is not None and name != "sources_B"
         }
         return batch._replace(**mine)
 
@@ -275,16 +310,16 @@ def _pad(batch: Batch, rows: int) -> list[Tensor]:
     """
     missing = rows - len(batch.tokens_BT)
     columns = [batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.documents_BT]
-    padded = []
-    for column in columns:
-        if column is None:
-            continue
-        # Any row will do that is valid by itself: the first one.
-        more = column[:1].expand(missing, -1)
-        padded.append(torch.cat((column, more)) if missing else column)
+    padded = [_filled(column, rows) for column in columns if column is not None]
     if missing:
         padded[1][-missing:] = IGNORE
     return padded
+
+
+def _filled(column: Tensor, rows: int) -> Tensor:
+    """With as many rows: any will do that is valid by itself, so the first one again."""
+    missing = rows - len(column)
+    return torch.cat((column, column[:1].expand(missing, *column.shape[1:]))) if missing else column
 
 
 def _empty(batch: Batch) -> Batch:
@@ -292,13 +327,10 @@ def _empty(batch: Batch) -> Batch:
     return batch._replace(targets_BT=torch.full_like(batch.targets_BT, IGNORE))
 
 
-def held_out(job: Job, plan: Plan, store: Store, mesh: Mesh) -> Iterator[Batch]:
+def held_out(job: Job, plan: Plan, text: Text, mesh: Mesh) -> Iterator[Batch]:
     """This rank's part of the held-out sequences, the same ones every time."""
     return evaluation_batches(
-        store.tokens("validation"),
-        seq_len=job.train.seq_len,
-        packing=job.data.packing,
-        separator=store.manifest.separator,
+        text.samples("validation", job.train.seq_len, job.data.packing),
         sequences=job.train.eval_sequences,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
@@ -314,10 +346,4 @@ def batch_to(batch: Batch, device: torch.device) -> Batch:
     def move(part: torch.Tensor) -> torch.Tensor:
         return part.pin_memory().to(device, non_blocking=True)
 
-    tokens_BT, targets_BT, documents_BT, positions_BT = batch
-    return Batch(
-        move(tokens_BT),
-        move(targets_BT),
-        None if documents_BT is None else move(documents_BT),
-        None if positions_BT is None else move(positions_BT),
-    )
+    return Batch._make(part if part is None else move(part) for part in batch)

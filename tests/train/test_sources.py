@@ -1,0 +1,146 @@
+"""The loss of each source of a mixture, in any layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from tests.layouts import parse
+from tests.small import Overrides, loader_of, plan_here, records, small_job, this_rank, train_rank
+from weft.data.loader import IGNORE
+from weft.data.prepare import prepare_text
+from weft.data.text import open_text
+from weft.job import DataSection
+from weft.observe.sources import SourceLosses
+from weft.train.setup import build
+from weft.train.step import held_out
+
+MODEL: Overrides = [
+    ("data.mixture", "letters=0.5,prose=0.2,stdlib=0.3"),
+    ("data.packing", "documents"),
+    ("model.num_layers", "4"),
+    ("model.tied_embeddings", "false"),
+    ("train.microbatch", "2"),
+    ("train.eval_sequences", "7"),
+]
+
+
+@pytest.fixture(scope="module")
+def mixture(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three texts of which one is far easier than the others."""
+    folder = tmp_path_factory.mktemp("mixture")
+    (folder / "letters.txt").write_text("abc " * 6000, "utf-8")
+    (folder / "prose.txt").write_text("".join(f"once {n * n} times\n" for n in range(4000)))
+    weights = {str(folder / "letters.txt"): 5, str(folder / "prose.txt"): 2, str(text_folder): 3}
+    section = DataSection.model_validate({"mixture": weights, "vocab_size": 512})
+    return str(prepare_text(section, folder / "cache").path)
+
+
+def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
+    """Of one global batch and of the held-out text, as the engine has them; and those of one
+    source after the other, the targets of the others left out."""
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    opened = open_text(text)
+    sources = SourceLosses(opened, torch.device("cpu"))
+    batches = loader_of(job, plan, text, built.mesh).batch(0)
+    whole = built.engine.forward_backward(batches)
+    dist.all_reduce(whole)
+    [found] = sources.means(built.engine.by_source)
+    mean = built.engine.evaluate(held_out(job, plan, opened, built.mesh))
+    [held] = sources.means(built.engine.by_source)
+    alone = []
+    for source in range(3):
+        only = [
+            b._replace(targets_BT=b.targets_BT.where(b.sources_B[:, None] == source, IGNORE))
+            for b in batches
+        ]
+        loss = built.engine.forward_backward(only)
+        dist.all_reduce(loss)
+        alone.append(loss.item())
+    return {
+        "whole": whole.item(),
+        "found": found.tolist(),
+        "alone": alone,
+        "mean": mean,
+        "held": held.tolist(),
+    }
+
+
+@pytest.fixture(scope="module")
+def one_process(mixture: str) -> dict[str, Any]:
+    [found] = run_ranks(losses_of_sources, 1, MODEL, mixture)
+    return dict(found)
+
+
+def test_each_by_itself(one_process: dict[str, Any]) -> None:
+    assert one_process["found"] == pytest.approx(one_process["alone"], rel=1e-6)
+    assert min(one_process["found"]) < one_process["whole"] < max(one_process["found"])
+    assert min(one_process["held"]) < one_process["mean"] < max(one_process["held"])
+
+
+# Microbatches that are not full, stages whose last one is on the first rank, and slices of rows.
+LAYOUTS = [
+    "dp_shard2",
+    "tp2",
+    "cp2",
+    "pp2 train.microbatch=3",
+    "pp2 schedule=DualPipeV",
+    "train.canonical=true train.microbatch=1 dp_replicate2",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_any_layout(layout: str, mixture: str, one_process: dict[str, Any]) -> None:
+    ranks, overrides = parse(layout)
+    found = run_ranks(losses_of_sources, ranks, MODEL + overrides, mixture, timeout=180)
+    for rank in found:
+        for key, expected in one_process.items():
+            assert rank[key] == pytest.approx(expected, rel=2e-5), key
+
+
+def chunked(overrides: Overrides, text: str) -> dict[str, Any]:
+    import weft.train.loss
+
+    weft.train.loss.CHUNK_BYTES = 16 * 4 * 512  # logits of 16 tokens at a time
+    return losses_of_sources(overrides, text)
+
+
+def test_with_logits_in_chunks(mixture: str, one_process: dict[str, Any]) -> None:
+    [found] = run_ranks(chunked, 1, MODEL, mixture)
+    for key, expected in one_process.items():
+        assert found[key] == pytest.approx(expected, rel=2e-5), key
+
+
+def test_in_the_records_of_a_run(mixture: str, tmp_path: Path) -> None:
+    more: Overrides = [
+        ("run.dir", str(tmp_path / "run")),
+        ("train.steps", "12"),
+        ("train.eval_interval", "6"),
+        ("observe.log_interval", "3"),
+        ("checkpoint.interval", "6"),
+    ]
+    run_ranks(train_rank, 2, [*MODEL, *more, ("train.steps", "6")], mixture)
+    run_ranks(train_rank, 2, [*MODEL, *more], mixture)
+    found = records(tmp_path / "run")
+    assert [r["step"] for r in found] == [1, 3, 6, 9, 12]
+    names = ["letters", "prose", Path(open_text(mixture).sources[2].store.manifest.source).name]
+    for record in found:
+        assert set(record["source_losses"]) <= set(names)
+        assert all(map(math.isfinite, record["source_losses"].values()))
+        assert ("source_eval_losses" in record) == ("eval_loss" in record)
+    # The first record is of one step, whose loss is the mean over the targets of its rows.
+    first = found[0]
+    low, high = min(first["source_losses"].values()), max(first["source_losses"].values())
+    assert low <= first["loss"] <= high
+    last = found[-1]["source_eval_losses"]
+    assert list(last) == names
+    assert last["letters"] < last["prose"]
+    assert found[-1]["source_losses"]["letters"] < first["source_losses"]["letters"]

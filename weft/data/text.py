@@ -1,0 +1,113 @@
+"""What a run trains on: one prepared store, or several in a mixture.
+
+A mixture is a folder like a store::
+
+    tokenizer.json          the tokenizer of all its sources
+    mixture.json            their names, shares and stores
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xxhash import xxh3_128_hexdigest
+
+from weft.data.loader import Mixture, Packing, Windows
+from weft.data.store import TOKENIZER_FILE, SplitName, Store, open_store, write_file
+
+MIXTURE_FILE = "mixture.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One text of a run, and its share of the samples that the run sees."""
+
+    name: str
+    share: float
+    store: Store
+
+
+@dataclass(frozen=True)
+class Text:
+    """The sources of a run, all of one tokenizer; ``path`` is a folder for `open_text`."""
+
+    path: Path
+    sources: tuple[Source, ...]
+
+    @property
+    def separator(self) -> int:
+        """Id of the token that ends a document."""
+        return self.sources[0].store.manifest.separator
+
+    @property
+    def vocab_size(self) -> int:
+        return self.sources[0].store.manifest.vocab_size
+
+    @property
+    def unigram_entropy_nats(self) -> float:
+        """The loss of knowing only the frequencies of tokens (in a mixture, in each source)."""
+        return sum(s.share * s.store.manifest.unigram_entropy_nats for s in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the content, wherever it lies, and the shares."""
+        if len(self.sources) == 1:
+            return self.sources[0].store.fingerprint
+        content = [[source.store.fingerprint, source.share] for source in self.sources]
+        return xxh3_128_hexdigest(json.dumps(content).encode())
+
+    def samples(self, split: SplitName, seq_len: int, packing: Packing) -> Mixture:
+        """The samples of ``train`` or ``validation``."""
+        windows = [
+            Windows(source.store.tokens(split), seq_len, packing, self.separator)
+            for source in self.sources
+        ]
+        return Mixture(windows, [source.share for source in self.sources])
+
+
+def open_text(path: str | Path) -> Text:
+    """Open a prepared store or mixture.
+
+    Raises:
+        InvalidJob: one problem for each file that is missing, damaged or replaced.
+    """
+    folder = Path(path)
+    listed = folder / MIXTURE_FILE
+    if not listed.exists():
+        return Text(folder, (Source(folder.name, 1.0, open_store(folder)),))
+    found = json.loads(listed.read_bytes())
+    return Text(folder, tuple(Source(s["name"], s["share"], open_store(s["store"])) for s in found))
+
+
+def write_mixture(weights: Mapping[str, float], stores: Sequence[Store], folder: Path) -> Text:
+    """The mixture of prepared texts, kept below ``folder``.
+
+    Args:
+        weights: of each text, by its path, in any unit.
+        stores: of the texts, in the same order, all of one tokenizer.
+    """
+    whole = sum(weights.values())
+    listed = [
+        {"name": name, "share": weight / whole, "store": str(store.path.absolute())}
+        for name, weight, store in zip(
+            source_names(list(weights)), weights.values(), stores, strict=True
+        )
+    ]
+    data = json.dumps(listed, indent=1).encode()
+    place = folder / xxh3_128_hexdigest(data)
+    if not (place / MIXTURE_FILE).exists():
+        place.mkdir(parents=True, exist_ok=True)
+        write_file(place / TOKENIZER_FILE, (stores[0].path / TOKENIZER_FILE).read_bytes())
+        write_file(place / MIXTURE_FILE, data)
+    return open_text(place)
+
+
+def source_names(paths: Sequence[str]) -> list[str]:
+    """A short name for each path: its last part without endings, or else the whole path."""
+    short = [Path(path.rstrip("/")).name.partition(".")[0] or path for path in paths]
+    return [
+        name if short.count(name) == 1 else path for name, path in zip(short, paths, strict=True)
+    ]

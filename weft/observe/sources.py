@@ -1,0 +1,56 @@
+"""The loss of each source of a mixture."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.data.text import Text
+
+
+class SourceLosses:
+    """Mean losses since the last record, for a single step may have few rows of a source.
+
+    Of a text that is no mixture there are none.
+    """
+
+    def __init__(self, text: Text, device: torch.device) -> None:
+        sources = text.sources if len(text.sources) > 1 else ()
+        self._names = [source.name for source in sources]
+        self._since = torch.zeros(len(sources), 2, device=device)
+
+    def forget(self) -> None:
+        """What was added since the last record does not count any more."""
+        self._since.zero_()
+
+    def add(self, by_source: Tensor | None) -> None:
+        """A step that counts.  ``by_source``: of this rank's tokens, see `Engine.by_source`."""
+        if by_source is not None:
+            self._since += by_source
+
+    def since(self) -> list[Tensor]:
+        """See `means`; of what was added since the last record."""
+        if not self._names:
+            return []
+        by_source = self._since.clone()
+        self._since.zero_()
+        return self.means(by_source)
+
+    def means(self, by_source: Tensor | None) -> list[Tensor]:
+        """The mean loss of each source in nats per token: none or one tensor, float64 (S,), not
+        waited for, and NaN for a source without a token.  Every rank calls it, and gets the same.
+        """
+        if by_source is None:
+            return []
+        total = by_source.double()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return [total[:, 0] / total[:, 1]]
+
+    def named(self, means: list[float]) -> dict[str, float] | None:
+        """By the names of the sources that had a token."""
+        pairs = zip(self._names, means, strict=True)
+        return {name: mean for name, mean in pairs if not math.isnan(mean)} or None
