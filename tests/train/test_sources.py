@@ -140,6 +140,12 @@ def test_in_the_records_of_a_run(mixture: str, tmp_path: Path) -> None:
     first = found[0]
     low, high = min(first["source_losses"].values()), max(first["source_losses"].values())
     assert low <= first["loss"] <= high
+    for record in found[2::2]:
+        weighted = [
+            w * record["source_eval_losses"][name]
+            for name, w in zip(names, (0.5, 0.2, 0.3), strict=True)
+        ]
+        assert record["eval_loss"] == pytest.approx(sum(weighted))
     last = found[-1]["source_eval_losses"]
     assert list(last) == names
     assert last["letters"] < last["prose"]

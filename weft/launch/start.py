@@ -60,7 +60,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
     text = prepared(job, plan, console)
     with owning(folder, shared=plan.node_counts[-1] > 1), reporting(folder, job, plan, console):
-        describe(plan, recipe, console, expected, doubt)
+        describe(job, plan, text, recipe, console, expected, doubt)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, text, expected)
         home = home_of(job.checkpoint.dir, folder)
@@ -179,7 +179,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
             text = prepared_on_this_host(job, plan, console, ranks)
             if rank == 0:
                 stack.enter_context(owning(folder))
-                describe(plan, recipe, console, expected, doubt)
+                describe(job, plan, text, recipe, console, expected, doubt)
                 open_run(folder, job, base, recipe, text, expected)
             dist.barrier()
             watch(job, folder, ranks)
@@ -298,7 +298,13 @@ def changes_since(folder: Path, job: Job) -> str:
 
 
 def describe(
-    plan: Plan, recipe: str, console: Console, expected: Expected | None, doubt: str
+    job: Job,
+    plan: Plan,
+    text: Text,
+    recipe: str,
+    console: Console,
+    expected: Expected | None,
+    doubt: str,
 ) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
@@ -312,6 +318,13 @@ def describe(
         f"{f' and float8 ({float8_line(plan)})' if plan.float8 != 'none' else ''}",
         soft_wrap=True,
     )
+    if job.data.mixture:
+        tokens = job.train.steps * plan.tokens_per_step
+        for source in text.sources:
+            size = source.store.manifest.train.tokens
+            times = f"seen {source.share * tokens / size:.2g} times"
+            line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
+            console.print(line, soft_wrap=True)
     if plan.peak_flops is not None:
         peak = f"{plan.peak_flops / 1e12:,.0f} TFLOP/s, the device's dense {plan.peak_dtype} peak"
         console.print(f"MFU is relative to {peak}", soft_wrap=True)

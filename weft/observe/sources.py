@@ -20,6 +20,7 @@ class SourceLosses:
     def __init__(self, text: Text, device: torch.device) -> None:
         sources = text.sources if len(text.sources) > 1 else ()
         self._names = [source.name for source in sources]
+        self._shares = {source.name: source.share for source in sources}
         self._since = torch.zeros(len(sources), 2, device=device)
 
     def forget(self) -> None:
@@ -49,6 +50,11 @@ class SourceLosses:
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return [total[:, 0] / total[:, 1]]
+
+    def mean(self, losses: dict[str, float]) -> float:
+        """Of the mixture, from the losses of its sources."""
+        shares = {name: self._shares[name] for name in losses}
+        return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
 
     def named(self, means: list[float]) -> dict[str, float] | None:
         """By the names of the sources that had a token."""

@@ -293,6 +293,8 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                     eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
                     means = sources.means(engine.by_source)
                     eval_losses = sources.named([mean for of in means for mean in of.tolist()])
+                    if eval_losses:  # a source may have had fewer sequences than its share
+                        eval_loss = sources.mean(eval_losses)
                     ledger.spent("evaluating")
                     note("evaluation", f"held-out loss {eval_loss:.4f}", warning=False)
                 record = StepRecord.of(
