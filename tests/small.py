@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.checkpoint.shards import overlaps, parse_contents, read_shards
 from weft.checkpoint.state import named_parameters
-from weft.data.loader import Loader
+from weft.data.loader import Loader, samples_of
 from weft.data.text import open_text
 from weft.job import Job, read_job
 from weft.optim.optimizer import clip_grad_norm
@@ -109,7 +109,7 @@ def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
     return Loader(
-        open_text(store).samples("train", job.train.seq_len, job.data.packing),
+        samples_of(open_text(store), "train", job.train.seq_len, job.data.packing),
         seed=job.train.seed,
         global_batch=job.train.global_batch,
         dp_rank=mesh.dp_rank,

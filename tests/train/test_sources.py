@@ -49,7 +49,7 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
     plan = plan_here(job)
     built = build(job, plan, this_rank())
     opened = open_text(text)
-    sources = SourceLosses(opened, torch.device("cpu"))
+    sources = SourceLosses(opened.shares, torch.device("cpu"))
     batches = loader_of(job, plan, text, built.mesh).batch(0)
     whole = built.engine.forward_backward(batches)
     dist.all_reduce(whole)

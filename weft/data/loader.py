@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from weft.data.order import Ints, Turns, parts, sample_index
-from weft.data.store import TokenStream
+from weft.data.store import SplitName, TokenStream
+from weft.data.text import Text
 from weft.job import Problem
 
 AT_ONCE = 512  # places whose samples are looked up at a time
@@ -114,6 +115,15 @@ class Mixture:
         columns = zip(*(batch[:4] for batch in found), strict=True)
         together = (None if c[0] is None else torch.cat(c)[back] for c in columns)
         return Batch._make([*together, torch.from_numpy(sources)])
+
+
+def samples_of(text: Text, split: SplitName, seq_len: int, packing: Packing) -> Mixture:
+    """The samples of ``train`` or ``validation``."""
+    windows = [
+        Windows(source.store.tokens(split), seq_len, packing, text.separator)
+        for source in text.sources
+    ]
+    return Mixture(windows, [source.share for source in text.sources])
 
 
 def check_length(tokens: int, seq_len: int, what: str = "the train text") -> list[Problem]:

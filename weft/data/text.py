@@ -15,8 +15,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from weft.data.loader import Mixture, Packing, Windows
-from weft.data.store import TOKENIZER_FILE, SplitName, Store, open_store, write_file
+from weft.data.store import TOKENIZER_FILE, Store, open_store, write_file
 
 MIXTURE_FILE = "mixture.json"
 
@@ -36,6 +35,12 @@ class Text:
 
     path: Path
     sources: tuple[Source, ...]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the sources of a mixture, by name; none of a single text."""
+        sources = self.sources if len(self.sources) > 1 else ()
+        return {source.name: source.share for source in sources}
 
     @property
     def separator(self) -> int:
@@ -58,14 +63,6 @@ class Text:
             return self.sources[0].store.fingerprint
         content = [[source.store.fingerprint, source.share] for source in self.sources]
         return xxh3_128_hexdigest(json.dumps(content).encode())
-
-    def samples(self, split: SplitName, seq_len: int, packing: Packing) -> Mixture:
-        """The samples of ``train`` or ``validation``."""
-        windows = [
-            Windows(source.store.tokens(split), seq_len, packing, self.separator)
-            for source in self.sources
-        ]
-        return Mixture(windows, [source.share for source in self.sources])
 
 
 def open_text(path: str | Path) -> Text:

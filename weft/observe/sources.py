@@ -8,20 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.data.text import Text
-
 
 class SourceLosses:
     """Mean losses since the last record, for a single step may have few rows of a source.
 
-    Of a text that is no mixture there are none.
+    Args:
+        shares: of the sources, by name; none if the text is no mixture.
     """
 
-    def __init__(self, text: Text, device: torch.device) -> None:
-        sources = text.sources if len(text.sources) > 1 else ()
-        self._names = [source.name for source in sources]
-        self._shares = {source.name: source.share for source in sources}
-        self._since = torch.zeros(len(sources), 2, device=device)
+    def __init__(self, shares: dict[str, float], device: torch.device) -> None:
+        self._shares = shares
+        self._since = torch.zeros(len(shares), 2, device=device)
 
     def forget(self) -> None:
         """What was added since the last record does not count any more."""
@@ -34,7 +31,7 @@ class SourceLosses:
 
     def since(self) -> list[Tensor]:
         """See `means`; of what was added since the last record."""
-        if not self._names:
+        if not self._shares:
             return []
         by_source = self._since.clone()
         self._since.zero_()
@@ -58,5 +55,5 @@ class SourceLosses:
 
     def named(self, means: list[float]) -> dict[str, float] | None:
         """By the names of the sources that had a token."""
-        pairs = zip(self._names, means, strict=True)
+        pairs = zip(self._shares, means, strict=True)
         return {name: mean for name, mean in pairs if not math.isnan(mean)} or None

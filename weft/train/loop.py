@@ -26,7 +26,7 @@ from weft.checkpoint.interval import Saves
 from weft.checkpoint.replicas import compare_replicas
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import Saver
-from weft.data.loader import Ahead, Batch, Loader
+from weft.data.loader import Ahead, Batch, Loader, samples_of
 from weft.data.text import Text
 from weft.job import Job, WeftError
 from weft.models import load_family
@@ -116,7 +116,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     home = home_of(job.checkpoint.dir, folder)
     at = resume(home, job.checkpoint.local, parts, optimizer, say)
     loader = Loader(
-        text.samples("train", job.train.seq_len, job.data.packing),
+        samples_of(text, "train", job.train.seq_len, job.data.packing),
         seed=job.train.seed,
         global_batch=job.train.global_batch,
         dp_rank=mesh.dp_rank,
@@ -127,7 +127,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     stages = mesh.group("pp") if plan.pp > 1 else None
     family = load_family(job.model.kind)
     layers = LayerNorms(parts, family.blocks, plan.pp) if job.observe.grad_norms else None
-    sources = SourceLosses(text, rank.device)
+    sources = SourceLosses(text.shares, rank.device)
     statistics = open_statistics(job, plan, mesh, parts)
 
     def backward(rows: list[int]) -> AbstractContextManager[None]:

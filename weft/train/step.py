@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.data.loader import IGNORE, Batch, evaluation_batches
+from weft.data.loader import IGNORE, Batch, evaluation_batches, samples_of
 from weft.data.text import Text
 from weft.job import Job
 from weft.models import Family
@@ -330,7 +330,7 @@ def _empty(batch: Batch) -> Batch:
 def held_out(job: Job, plan: Plan, text: Text, mesh: Mesh) -> Iterator[Batch]:
     """This rank's part of the held-out sequences, the same ones every time."""
     return evaluation_batches(
-        text.samples("validation", job.train.seq_len, job.data.packing),
+        samples_of(text, "validation", job.train.seq_len, job.data.packing),
         sequences=job.train.eval_sequences,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
