@@ -27,7 +27,7 @@ LONG = {
     "llama3-405b-4d-262k",
     "three-servers",
 }
-# Neither has arithmetic of its speed and memory: a CPU, and weights in float32.
+# On CPUs, of which arithmetic does not tell.
 NO_ARITHMETIC = {"demo", "three-servers-small"}
 
 
