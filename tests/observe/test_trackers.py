@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,8 +61,11 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for step in steps:
             sink.write(record(step, grad_norms={"layers.0": 0.25}))
         sink.close()
-    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    rows = [row for file in files for row in wandb_rows(file)]
+    patience = time.monotonic() + 20  # its process writes on after a run's end
+    rows: list[dict[str, Any]] = []
+    while len(rows) < 5 and time.monotonic() < patience:
+        files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+        rows = [row for file in files for row in wandb_rows(file)]
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
     for row in rows:
         sent = scalars(record(row["step"], grad_norms={"layers.0": 0.25}))

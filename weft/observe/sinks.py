@@ -292,3 +292,9 @@ def duration(seconds: float) -> str:
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def shown(path: Path) -> str:
+    """As short as it can be told."""
+    from_here = os.path.relpath(path)
+    return str(path) if from_here.startswith("..") else from_here

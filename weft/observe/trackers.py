@@ -51,7 +51,10 @@ class WeightsAndBiases:
         self._run.log({**scalars(record), "step": record.step})
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # offline, its process writes on after that; ours may end any moment
 
 
 class MLflow:
