@@ -75,7 +75,8 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     text = prepared(job, plan, console)
     owned = owning(folder, training_in(folder), shared=plan.node_counts[-1] > 1)
     with owned, reporting(folder, job, plan, console):
-        describe(job, plan, text, recipe, console, expected, doubt)
+        describe(plan, recipe, console, expected, doubt)
+        describe_mixture(text, job.train.steps * plan.tokens_per_step, console)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, text, expected)
         home = home_of(job.checkpoint.dir, folder)
@@ -170,7 +171,8 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
             text = prepared_on_this_host(job, plan, console, ranks)
             if rank == 0:
                 stack.enter_context(owning(folder, training_in(folder)))
-                describe(job, plan, text, recipe, console, expected, doubt)
+                describe(plan, recipe, console, expected, doubt)
+                describe_mixture(text, job.train.steps * plan.tokens_per_step, console)
                 open_run(folder, job, base, recipe, text, expected)
             dist.barrier()
             watch(job, folder, ranks)
@@ -289,13 +291,7 @@ def changes_since(folder: Path, job: Job) -> str:
 
 
 def describe(
-    job: Job,
-    plan: Plan,
-    text: Text,
-    recipe: str,
-    console: Console,
-    expected: Expected | None,
-    doubt: str,
+    plan: Plan, recipe: str, console: Console, expected: Expected | None, doubt: str
 ) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
@@ -309,13 +305,6 @@ def describe(
         f"{f' and float8 ({float8_line(plan)})' if plan.float8 != 'none' else ''}",
         soft_wrap=True,
     )
-    if job.data.mixture:
-        tokens = job.train.steps * plan.tokens_per_step
-        for source in text.sources:
-            size = source.store.manifest.train.tokens
-            times = f"seen {source.share * tokens / size:.2g} times"
-            line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
-            console.print(line, soft_wrap=True)
     if plan.peak_flops is not None:
         peak = f"{plan.peak_flops / 1e12:,.0f} TFLOP/s, the device's dense {plan.peak_dtype} peak"
         console.print(f"MFU is relative to {peak}", soft_wrap=True)
@@ -325,6 +314,15 @@ def describe(
         console.print(f"expected: {expected}", soft_wrap=True)
     for warning in filter(None, (*plan.warnings, doubt)):
         console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def describe_mixture(text: Text, tokens: int, console: Console) -> None:
+    """The sources of a mixture, and how often a run over so many ``tokens`` sees each."""
+    for source in text.sources if text.shares else ():
+        size = source.store.manifest.train.tokens
+        times = f"seen {source.share * tokens / size:.2g} times"
+        line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
+        console.print(line, soft_wrap=True)
 
 
 def scaled(count: int) -> str:
