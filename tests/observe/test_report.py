@@ -385,6 +385,21 @@ def test_text_of_a_run_is_text(browser: Browser, tmp_path: Path) -> None:
 
 
 @needs_browser
+@pytest.mark.parametrize("sources", [2, 3])
+def test_sources_are_told_apart(browser: Browser, tmp_path: Path, sources: int) -> None:
+    losses = {f"source {n}": float(n) for n in range(sources)}
+    lines = [values(step, source_losses=losses) for step in range(1, 9)]
+    browser.open(written([make_run(tmp_path / name, lines) for name in ("one", "other")]))
+    drawn = browser.run(
+        "return document.querySelector('#chart-source_losses .js-plotly-plot, "
+        "#chart-source_losses.js-plotly-plot').data.filter(t => t.y.length)"
+        ".map(t => [t.line.color, t.line.dash])"
+    )
+    looks = {tuple(each) for each in drawn if each[0]}
+    assert len(looks) == 2 * sources
+
+
+@needs_browser
 def test_nothing_offers_to_send_data_away(browser: Browser, tmp_path: Path) -> None:
     browser.open(written([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])]))
     titles = browser.run(
