@@ -43,7 +43,7 @@ def saved_set(path: str, field: str) -> tuple[File, int]:
     Raises:
         InvalidJob: it cannot be read, has several splits, or lacks the field.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser().absolute()
     splits = [f.name for f in sorted(folder.iterdir()) if (f / "state.json").is_file()]
     if (folder / "dataset_dict.json").is_file():
         if len(splits) != 1:

@@ -89,7 +89,8 @@ BATCH_BYTES = 4 << 20  # of text encoded by one call, over all cores
 TRAINING_BYTES = 64 << 20  # of train text that a new tokenizer learns from
 MOST_SHARD_BYTES = 256 << 20  # of text, in sources that would have very many shards
 SHARDS = 2048  # about, before they get larger: each is a file that every rank maps
-ALONE_BYTES = 4 << 20  # of files: for less, starting processes takes longer than they save
+# To read, or to encode: for less, starting processes takes longer than they save.
+READ_ALONE_BYTES, ENCODE_ALONE_BYTES = 128 << 20, 8 << 20
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -332,7 +333,9 @@ def _read_records(
     advance(0)
     below = int(section.holdout * 2**64)
     reader = Reader(section.field, section.invalid_utf8, extent_bytes, below)
-    processes = _processes(len(units), size if kind != "hub" else MOST_SHARD_BYTES)
+    processes = _processes(
+        len(units), size if kind != "hub" else READ_ALONE_BYTES, READ_ALONE_BYTES
+    )
     with _cache_problems(cache):
         records = read_records(units, reader, section.path, cache, advance, processes)
     if not any(scan.total(0)[0] for scan in records.scans):
@@ -343,9 +346,9 @@ def _read_records(
     return records
 
 
-def _processes(things: int, size: int) -> int:
+def _processes(things: int, size: int, alone_bytes: int) -> int:
     """As many as there are cores, if there is enough to do."""
-    return 1 if size < ALONE_BYTES else max(1, min(things, _cores()))
+    return 1 if size < alone_bytes else max(1, min(things, _cores()))
 
 
 def _cores() -> int:
@@ -620,7 +623,7 @@ def _build_records(
         for number, (unit, scan) in enumerate(zip(records.units, records.scans, strict=True))
         if scan.extents
     ]
-    processes = _processes(len(tasks), total)
+    processes = _processes(len(tasks), total, ENCODE_ALONE_BYTES)
     threads = max(1, _cores() // processes)
     made = dict(each(_tokenise, tasks, advance, processes, threads))
     splits = []

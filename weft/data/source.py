@@ -140,7 +140,7 @@ def look(path: str) -> Found:
             rule, remedy = "is mapped into memory, which takes a disk", "copy it to one"
             raise InvalidJob([Problem("data.path", path, rule, remedy)])
         return found
-    root = Path(path).expanduser()
+    root = Path(path).expanduser().absolute()
     try:
         if root.is_dir():
             if is_saved(root):
@@ -201,7 +201,9 @@ def find_documents(path: str) -> list[Document]:
     Raises:
         InvalidJob: there is no such path, or it (or a folder below it) cannot be read.
     """
-    root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
+    root = Path(path).expanduser().absolute()
+    if path == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
     try:
         if is_glob(path) and not root.exists() and (matches := _matches(root)):
             return [_document(file, name) for name, file in matches]
