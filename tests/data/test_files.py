@@ -14,7 +14,7 @@ import pytest
 from tests import s3
 from tests.data.test_documents import contents, decoded, section, texts, write_lines
 from tests.data.test_records import TEXTS, WRITERS
-from weft.data.files import format_of, local_file, open_file, remote_files
+from weft.data.files import _filesystem, format_of, local_file, open_file, remote_files
 from weft.data.prepare import prepare
 from weft.data.source import check_path, look
 from weft.job import InvalidJob
@@ -29,7 +29,8 @@ fsspec = pytest.importorskip("fsspec", reason="pip install 'weft[s3]'")
         (["a.txt", "b.jsonl"], "text", None),
         (["package.json", "other.json"], "text", None),
         (["a.jsonl", "README.md", "dataset_infos.json", "LICENSE"], "records", ["a.jsonl"]),
-        (["a.jsonl.zst", "b.parquet", "c/d.arrow"], "records", ["a.jsonl.zst", "b.parquet", "c/d.arrow"]),
+        (["a.jsonl.zst", "b.parquet", "c/d.arrow"], "records",
+         ["a.jsonl.zst", "b.parquet", "c/d.arrow"]),
         (["a.bin", "a.idx", "b.bin"], "tokens", ["a.bin", "b.bin"]),
         (["train.bin", "val.bin", "meta.pkl"], "tokens", ["train.bin", "val.bin"]),
         (["a.bin", "a.jsonl"], "text", None),
@@ -183,15 +184,12 @@ def test_in_s3(bucket: str, every_format: dict[str, bytes], tmp_path: Path) -> N
     assert contents(tmp_path)  # nothing but the caches was made here
 
 
-def test_without_s3fs_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    from weft.data.files import _filesystem
-
+def test_without_what_reads_it_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     _filesystem.cache_clear()
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.setattr("fsspec.registry._registry", {})
-    monkeypatch.setattr("fsspec.registry.registry", {})
-    [problem] = check_path("s3://bucket/x")
+    from fsspec.registry import known_implementations
+
+    known = {"class": "nothing_of_this_name.X", "err": "install it"}
+    monkeypatch.setitem(known_implementations, "other", known)
+    [problem] = check_path("other://bucket/x")
+    assert "needs nothing_of_this_name" in problem.rule or "install it" in problem.rule
     assert "weft[s3]" in problem.remedy
-    _filesystem.cache_clear()

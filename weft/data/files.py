@@ -7,13 +7,13 @@ for them; weft neither takes nor shows them.
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -138,6 +138,8 @@ def remote_files(url: str) -> list[File]:
     for path, about in sorted(found.items()):
         if about.get("type", "file") != "file":
             continue
+        if about.get("size") is None:  # of a web server, which lists nothing
+            about = fs.info(path)
         name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
         address = path if is_remote(path) else f"{scheme}://{path.lstrip('/')}"
         files.append(File(name, address, int(about.get("size") or 0), _version(about)))
@@ -145,8 +147,10 @@ def remote_files(url: str) -> list[File]:
 
 
 def _version(about: dict[str, Any]) -> str:
-    known = ("ETag", "etag", "LastModified", "last_modified", "mtime", "created")
-    return next((str(about[name]) for name in known if about.get(name)), "")
+    known = ("ETag", "etag", "LastModified", "last_modified", "Last-Modified", "mtime", "created")
+    found = next((about[name] for name in known if about.get(name)), "")
+    # Listing a folder and asking for a file may tell the same time in different types.
+    return str(found.timestamp() if isinstance(found, datetime) else found)
 
 
 # --------------------------------------------------------------------------- opening
@@ -165,7 +169,8 @@ def open_file(file: File) -> Iterator[BinaryIO]:
             fs = _filesystem(file.path.partition("://")[0])
             about = fs.info(file.path)
             found = int(about.get("size") or 0), _version(about)
-            stream = fs.open(file.path, "rb", block_size=READ_BYTES)
+            remote = fs.open(file.path, "rb", block_size=READ_BYTES)
+            stream = io.BufferedReader(remote, 1 << 20)  # whose readline takes a limit
         else:
             stream = open(file.path, "rb", buffering=1 << 20)  # noqa: SIM115 closed below
             stat = os.fstat(stream.fileno())
@@ -200,54 +205,50 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
     """
     name = name.lower()
     if name.endswith(".gz"):
-        return cast(BinaryIO, io.BufferedReader(_Gzip(stream), 1 << 20))
+        return _frames(stream, lambda: zlib.decompressobj(wbits=31), zlib.error)
     if name.endswith(".zst"):
-        return cast(BinaryIO, io.BufferedReader(_Zstandard(stream), 1 << 20))
-    return stream
-
-
-class _Gzip(io.RawIOBase):
-    def __init__(self, stream: BinaryIO) -> None:
-        self._file = gzip.GzipFile(fileobj=stream)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            return self._file.readinto(buffer)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise CutOff(f"the compressed file is cut off or damaged: {error}") from error
-
-
-class _Zstandard(io.RawIOBase):
-    """Frame after frame.  zstandard's own reader takes a frame that is cut off for its end."""
-
-    def __init__(self, stream: BinaryIO) -> None:
         try:
             import zstandard
         except ImportError as error:
             rule, remedy = "needs zstandard, which is not installed", "pip install 'weft[data]'"
             raise InvalidJob([Problem("data.path", ".zst", rule, remedy)]) from error
-        self._stream = stream
-        self._error = zstandard.ZstdError
-        self._new = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        new = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        return _frames(stream, new, zstandard.ZstdError)
+    return stream
+
+
+def _frames(stream: BinaryIO, new: Callable[[], Any], error: type[Exception]) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_Frames(stream, new, error), 1 << 20))
+
+
+class _Frames(io.RawIOBase):
+    """Frame after frame, all of what is whole before an error: that tells where it is.
+
+    Of the libraries' own readers gzip's forgets what came before it, and zstandard's takes a
+    frame that is cut off for its end.
+    """
+
+    def __init__(self, stream: BinaryIO, new: Callable[[], Any], error: type[Exception]) -> None:
+        self._stream, self._new, self._error = stream, new, error
         self._frame: Any = None
-        self._input = self._output = b""
+        self._input = b""
+        self._output = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
+            if self._frame is None:
+                self._input = self._input.lstrip(b"\0")  # padding between frames
             self._input = self._input or self._stream.read(1 << 17)
             if not self._input:
                 if self._frame is not None:
-                    raise CutOff("the compressed file is cut off in the middle")
+                    raise CutOff("the compressed file is cut off")
                 return 0
             self._frame = self._frame or self._new()
             try:
-                self._output = self._frame.decompress(self._input)
+                self._output = memoryview(self._frame.decompress(self._input))
             except self._error as error:
                 raise CutOff(f"the compressed file is damaged: {error}") from error
             ended = self._frame.eof

@@ -46,7 +46,7 @@ def summary(text: Text) -> list[str]:
             )
     if not text.shares:
         rows = [row[1:] for row in rows]
-    names = len(rows[0]) - len(numbers)
+    names = len(rows[0]) - 5  # of words; the others are numbers
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

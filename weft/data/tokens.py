@@ -135,8 +135,8 @@ def _megatron(file: File, index: Path) -> TokenFile:
 def _plain(file: File) -> TokenFile:
     """Of llm.c, if it begins so, or of nanoGPT."""
     with open(file.path, "rb") as stream:
-        header = np.frombuffer(stream.read(_HEADER_BYTES), "<i4", -1) if file.size_bytes else None
-    if header is not None and len(header) == 256 and (dtype := _LLM_C.get(int(header[0]))):
+        header = np.frombuffer(stream.read(_HEADER_BYTES).ljust(_HEADER_BYTES, b"\0"), "<i4")
+    if (dtype := _LLM_C.get(int(header[0]))) and file.size_bytes >= _HEADER_BYTES:
         tokens = int(header[2])
         missing = _HEADER_BYTES + tokens * np.dtype(dtype).itemsize - file.size_bytes
         if missing:
