@@ -56,7 +56,7 @@ def test_streamed(tmp_path: Path) -> None:
         with pytest.raises(InvalidJob) as caught:
             prepare(section(url), tmp_path / "c")
         assert rule in str(caught.value)
-    with pytest.raises(InvalidJob, match="row 1 of part 0: the field 'n' is no text"):
+    with pytest.raises(InvalidJob, match=r"row 1 of part \d: the field 'n' is no text"):
         prepare(section(f"hf://{folder}", field="n"), tmp_path / "c")
 
 

@@ -107,7 +107,7 @@ def _filesystem(scheme: str) -> Any:
 
         return fsspec.filesystem(scheme, **options)
     except ImportError as error:
-        rule = f"needs {error.name or 'fsspec'}, which is not installed"
+        rule = f"cannot be read without another package: {error}"
         remedy = "pip install 'weft[s3]' for s3://, or what fsspec names for others"
     except ValueError as error:
         rule, remedy = str(error), "use a path, s3://bucket/prefix or hf://org/name"
