@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from math import nan
@@ -16,16 +16,15 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import weft
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
-from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare_text
 from weft.data.text import Text, open_text
 from weft.job import InvalidJob, Job, Problem, difference, read_job, to_toml
 from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
+from weft.launch.preparing import cache_folder, showing
 from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
 from weft.observe.events import note_event
@@ -217,46 +216,10 @@ def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) ->
 
 def prepared(job: Job, plan: Plan, console: Console) -> Text:
     """The tokenised text of the job, prepared now if it is not there yet."""
-    cache = Path(job.data.cache)
-    if job.data.cache == "auto":
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        cache = Path(home) / "weft"
     with showing(console) as show:
-        text = prepare_text(job.data, cache, show)
+        text = prepare_text(job.data, cache_folder(job.data), show)
     check_text(job, plan, text)
     return text
-
-
-@contextmanager
-def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
-    """How preparation goes: a bar that vanishes on a terminal, elsewhere a line for each stage."""
-    if not console.is_terminal:
-        said = ""
-
-        def say(progress: Preparation) -> None:
-            nonlocal said
-            if progress.message != said:
-                said = progress.message
-                console.print(said, soft_wrap=True)
-
-        yield say
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(progress: Preparation) -> None:
-            total = progress.total_bytes or None
-            bar.update(
-                task, description=progress.message, completed=progress.done_bytes, total=total
-            )
-
-        yield show
 
 
 def open_run(
