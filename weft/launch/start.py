@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import weft
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
+from weft.data.packing import packing_line
 from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare_text
 from weft.data.text import Text, open_text
@@ -325,6 +326,10 @@ def describe(
             times = f"seen {source.share * tokens / size:.2g} times"
             line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
             console.print(line, soft_wrap=True)
+    for source in text.sources:
+        if source.store.manifest.kind != "text" or job.data.packing == "best_fit":
+            line = packing_line(source.store, job.train.seq_len, job.data, job.train.seed)
+            console.print(f"{source.name}: {line}", soft_wrap=True)
     if plan.peak_flops is not None:
         peak = f"{plan.peak_flops / 1e12:,.0f} TFLOP/s, the device's dense {plan.peak_dtype} peak"
         console.print(f"MFU is relative to {peak}", soft_wrap=True)
