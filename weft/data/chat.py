@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ from tokenizers import Tokenizer, processors
 from weft.data.tokenizer import load_tokenizer
 from weft.job import DataSection, InvalidJob, Problem
 
+BLOCK_BYTES = 1 << 20
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Noncharacters of Unicode, which are in no text: where a generation block begins and ends.
@@ -70,12 +71,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         InvalidJob: it cannot be read or unpacked.
     """
     try:
-        with _opened(path) as file:
-            for number, line in enumerate(file, 1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.strip():
-                    yield number, line
+        for number, line in enumerate(_lines(path), 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield number, line
     except ModuleNotFoundError:
         rule, remedy = "is packed by zstd, which needs zstandard", "pip install 'weft[data]'"
         raise InvalidJob([Problem("data.path", str(path), rule, remedy)]) from None
@@ -87,15 +87,32 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise
 
 
-def _opened(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, "rb"))
+def _lines(path: Path) -> Iterator[bytes]:
     if path.suffix == ".zst":
-        import zstandard
+        yield from _unpacked(path)
+        return
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        yield from file
 
-        unpacked: IO[bytes] = zstandard.open(path, "rb")
-        return unpacked
-    return path.open("rb")
+
+def _unpacked(path: Path) -> Iterator[bytes]:
+    """Lines of a .zst file; unlike zstandard's own reader it sees that one has lost its end."""
+    import zstandard
+
+    rest, frame = b"", zstandard.ZstdDecompressor().decompressobj()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            while block:
+                if frame.eof:  # there may be several, one after the other
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+                rest += frame.decompress(block)
+                block = frame.unused_data
+            *lines, rest = rest.split(b"\n")
+            yield from (line + b"\n" for line in lines)
+    if not frame.eof:
+        raise EOFError("it has lost its end")
+    if rest:
+        yield rest
 
 
 def _unreadable(path: Path, error: Exception) -> Problem:
@@ -134,9 +151,10 @@ def _messages(found: dict[str, Any]) -> Any:
         if asked in found and answer is not None:
             more = f"\n\n{_text(found, 'input')}" if found.get("input") else ""
             user = {"role": "user", "content": _text(found, asked) + more}
-            system = [{"role": "system", "content": _text(found, "system")}]
-            answered = {"role": "assistant", "content": _text(found, answer)}
-            return [*(system if found.get("system") else []), user, answered]
+            messages = [user, {"role": "assistant", "content": _text(found, answer)}]
+            if found.get("system"):
+                messages.insert(0, {"role": "system", "content": _text(found, "system")})
+            return messages
     raise Malformed("has no messages, and neither prompt and response nor instruction and output")
 
 
@@ -387,7 +405,7 @@ def load_template(section: DataSection) -> Template:
         found = config.get("chat_template")
         if isinstance(found, list):  # several, by name
             found = {each["name"]: each["template"] for each in found}
-        sources = {"default": found} if isinstance(found, str) else found or {}
+        sources = ({"default": found} if isinstance(found, str) else found) if found else {}
         if "default" not in sources:
             rule = f"there is neither chat_template.jinja nor a template in {beside}"
             remedy = "give --data.chat_template FILE, or the tokenizer of a model for conversations"

@@ -47,7 +47,7 @@ class Objective(NamedTuple):
     """An objective.
 
     Attributes:
-        counts: how much each row counts: tokens, or 1 for a pair; (B,), 0 for a row without targets.
+        counts: how much each row counts: its targets, or 1 for a pair; (B,), 0 without targets.
         losses: of each token's cross-entropy in nats, float32 (B, T), 0 where there is no target.
         metrics: names of what `Losses.metrics_BM` has; each is told as a mean over the counts.
         sums_tokens: the loss of a row is the sum of its tokens' losses, and nothing else.  Only
