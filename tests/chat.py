@@ -26,7 +26,8 @@ SPECIAL = [
 LLAMA = """\
 {{- bos_token }}
 {%- if tools is not none and tools %}
-    {{- '<|start_header_id|>system<|end_header_id|>\\n\\nTools: ' + (tools | tojson) + '<|eot_id|>' }}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+    {{- 'Tools: ' + (tools | tojson) + '<|eot_id|>' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if 'tool_calls' in message %}

@@ -150,7 +150,8 @@ def test_learned_are_the_assistants_turns(name: str, expected: list[str], tmp_pa
 def test_with_and_without_marks_the_same_is_learned(tmp_path: Path) -> None:
     unmarked = MARKED.replace("{% generation %}", "").replace("{%- endgeneration %}", "")
     marked, cut = (
-        writer(write_tokenizer(tmp_path / str(i), text)) for i, text in enumerate((MARKED, unmarked))
+        writer(write_tokenizer(tmp_path / str(i), text))
+        for i, text in enumerate((MARKED, unmarked))
     )
     for messages in CONVERSATIONS.values():
         a, b = (encode(each, Example(messages, None, 0)) for each in (marked, cut))
@@ -275,10 +276,10 @@ def test_a_templates_own_message_with_its_place(tmp_path: Path) -> None:
 def test_a_template_is_a_program_in_a_sandbox(tmp_path: Path) -> None:
     text = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     ours = writer(write_tokenizer(tmp_path, text))
-    with pytest.raises(Malformed, match="unsafe|undefined|has no attribute"):
+    with pytest.raises(Malformed, match=r"unsafe"):
         ours.write(Example(TURNS, None, 0))
     ours = writer(write_tokenizer(tmp_path / "b", "{{ messages.append(1) }}"))
-    with pytest.raises(Malformed, match="unsafe|not safely"):
+    with pytest.raises(Malformed, match=r"not safely|unsafe"):
         ours.write(Example(TURNS, None, 0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from weft.job import DataSection
 
 def rows_of(lengths: np.ndarray[Any, Any], capacity: int, seed: int = 0) -> list[list[int]]:
     order, firsts = best_fit(lengths, capacity, seed)
-    return [order[a:b].tolist() for a, b in zip(firsts, firsts[1:], strict=False)]
+    return [order[a:b].tolist() for a, b in pairwise(firsts)]
 
 
 # --------------------------------------------------------------------------- best fit

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from tests.chat import CHATML, message, write_lines, write_tokenizer
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
-from tests.small import Overrides, merged, plan_here, records, small_job, this_rank, train_rank, whole
+from tests.small import (
+    Overrides,
+    merged,
+    plan_here,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+    whole,
+)
 from weft.checkpoint.state import named_parameters
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, Pairs, samples_of
 from weft.data.prepare import prepare_text

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
+from weft.data.store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer
 from weft.job import DataSection, InvalidJob, Problem
 
@@ -396,7 +397,7 @@ def load_template(section: DataSection) -> Template:
     try:
         config = next(filter(None, (_json(f / "tokenizer_config.json") for f in folders)), {})
         special = _special_tokens(config, folders)
-        files = [given] if shown != "auto" else [f / "chat_template.jinja" for f in folders]
+        files = [given] if shown != "auto" else [f / TEMPLATE_FILE for f in folders]
         file = next((file for file in files if file.is_file()), None)
         if file is not None:
             return Template({"default": file.read_text("utf-8")}, special, str(file))

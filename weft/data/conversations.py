@@ -40,6 +40,7 @@ from weft.data.prepare import Progress, Report, _cache_problems, _lock
 from weft.data.source import STDLIB, STORE_FILE, Document, find_documents, is_store
 from weft.data.store import (
     FORMAT,
+    TEMPLATE_FILE,
     TOKENIZER_FILE,
     Dtype,
     Manifest,
@@ -361,6 +362,7 @@ def _build(
         )
         wrong.raise_any(remedy)
         write_file(folder / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
+        write_file(folder / TEMPLATE_FILE, writer.template.sources["default"].encode())
         p = frequency[frequency > 0] / frequency.sum()
         manifest = Manifest(
             format=FORMAT,

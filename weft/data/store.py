@@ -8,8 +8,9 @@ A store is a folder, made by ``weft.data.prepare``::
     train-00000.json ...    receipts, which only an interrupted preparation reads
     store.json              what is above: sizes, hashes, counts.  Without it, it is no store.
 
-Of conversations (``weft.data.conversations``) it has two more files for each split::
+Of conversations (``weft.data.conversations``) it has more files::
 
+    chat_template.jinja     what wrote them as text
     train-00000.learned     for each token whether it is learned, uint8
     train-00000.documents   for each conversation where its tokens end, the number of its file, and
                             its line there: int64 (n, 3)
@@ -39,6 +40,7 @@ from weft.job import InvalidJob, Problem
 
 FORMAT = 1
 TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
 
 Dtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "validation"]

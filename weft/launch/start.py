@@ -24,6 +24,7 @@ from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
 from weft.data.packing import packing_line
 from weft.data.prepare import Progress as Preparation
 from weft.data.prepare import prepare_text
+from weft.data.store import TEMPLATE_FILE
 from weft.data.text import Text, open_text
 from weft.job import InvalidJob, Job, Problem, WeftError, difference, read_job, to_toml
 from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
@@ -92,7 +93,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
-        show_end(folder, recipe, text, console)
+        show_end(folder, recipe, job, text, console)
     return 0
 
 
@@ -190,7 +191,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
                 newest = how_to_go_on(checkpoints(home_of(job.checkpoint.dir, folder)))
                 console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
-                show_end(folder, recipe, text, console)
+                show_end(folder, recipe, job, text, console)
             if not whole:
                 why = "stopped and saved; the same command goes on"
                 tell_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), why, why)
@@ -280,6 +281,9 @@ def open_run(
             replace_text(path, to_toml(job, recipe, base))
         tokenizer = (text.path / "tokenizer.json").read_text("utf-8")
         replace_text(folder / "tokenizer.json", tokenizer)
+        for source in text.sources:
+            if (template := source.store.path / TEMPLATE_FILE).is_file():
+                replace_text(folder / TEMPLATE_FILE, template.read_text("utf-8"))
         note(expected, folder)
     except OSError as error:
         raise unwritable(folder, error) from error
@@ -329,7 +333,7 @@ def describe(
     for source in text.sources:
         if source.store.manifest.kind != "text" or job.data.packing == "best_fit":
             line = packing_line(source.store, job.train.seq_len, job.data, job.train.seed)
-            console.print(f"{source.name}: {line}", soft_wrap=True)
+            console.print(f"{Path(source.store.manifest.source).name}: {line}", soft_wrap=True)
     if plan.peak_flops is not None:
         peak = f"{plan.peak_flops / 1e12:,.0f} TFLOP/s, the device's dense {plan.peak_dtype} peak"
         console.print(f"MFU is relative to {peak}", soft_wrap=True)
@@ -355,7 +359,7 @@ def shown(path: Path) -> str:
     return str(path) if from_here.startswith("..") else from_here
 
 
-def show_end(folder: Path, recipe: str, text: Text, console: Console) -> None:
+def show_end(folder: Path, recipe: str, job: Job, text: Text, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
     records = read_records(folder / "metrics.jsonl")
     if not records:
@@ -380,16 +384,19 @@ def show_end(folder: Path, recipe: str, text: Text, console: Console) -> None:
         if "expected_step_seconds" in last:
             beside += f" (expected {last['expected_step_seconds']:.3g})"
         beside += "\n"
+    losses, unigram = f"of {job.train.objective}", ""
+    if job.train.objective == "next_token":
+        losses = "in nats per token"
+        unigram = f"  unigram  {text.unigram_entropy_nats:.3f}   "
+        unigram += "what guessing by the tokens' frequencies alone would give\n"
     where = shown(folder)
     name = recipe if not recipe.endswith(".toml") else "demo"
     console.print(
         f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "
-        "losses in nats per token:\n"
+        f"losses {losses}:\n"
         f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records\n"
         f"{held_out_line}"
-        f"  unigram  {text.unigram_entropy_nats:.3f}   "
-        "what guessing by the tokens' frequencies alone would give\n"
-        f"{spent}{beside}"
+        f"{unigram}{spent}{beside}"
         f"the run lies in {where}\n"
         f"next:  weft generate {shlex.quote(where)} --prompt 'class '\n"
         f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"
