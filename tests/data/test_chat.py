@@ -186,6 +186,11 @@ def test_pairs_are_conversations(line: dict[str, Any]) -> None:
     assert parse(json.dumps(line).encode(), False) == [Example(expected, None, 0)]
 
 
+def test_characters_that_json_writes_in_two_halves_are_whole() -> None:
+    [example] = parse(rb'{"prompt": "\ud83d\ude42", "response": "x"}', False)
+    assert example.messages[0]["content"] == "\U0001f642"
+
+
 def test_system_and_input() -> None:
     line = {"system": "s", "instruction": "a", "input": "i", "output": "b"}
     [example] = parse(json.dumps(line).encode(), False)
@@ -225,6 +230,7 @@ BAD = {
     '{"messages": [7]}': "message 1 is no JSON object",
     '{"prompt": 3, "response": "x"}': "prompt is no text",
     '{"prompt": "a", "chosen": "x", "rejected": "y"}': "use data.format preferences",
+    r'{"prompt": "\ud83d", "response": "x"}': "half of a character",
     "\udcff": "is not UTF-8",
 }
 
@@ -242,7 +248,7 @@ def test_every_bad_line_is_told_with_its_place(tmp_path: Path) -> None:
     for number, (line, what) in enumerate(list(BAD.items())[:10], 3):
         assert lines[number - 2].startswith(f"  bad.jsonl:{number}: "), line
         assert what in lines[number - 2]
-    assert lines[-1] == "  and 2 more"
+    assert lines[-1] == "  and 3 more"
     for line, what in BAD.items():
         with pytest.raises(Malformed, match=what):
             parse(line.encode("utf-8", "surrogateescape"), False)

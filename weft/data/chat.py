@@ -46,6 +46,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Noncharacters of Unicode, which are in no text: where a generation block begins and ends.
 BEGIN, END = "\ufdd0", "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+HALF = re.compile("[\ud800-\udfff]")  # of a character beyond U+FFFF, as UTF-16 writes it
 
 Message = dict[str, Any]
 
@@ -135,6 +136,8 @@ def parse(line: bytes, preferences: bool) -> list[Example]:
         raise Malformed(f"is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise Malformed("is no JSON object")
+    if b"\\ud" in line.lower() and HALF.search(json.dumps(found, ensure_ascii=False)):
+        raise Malformed("has half of a character (a lone surrogate, \\ud800 to \\udfff)")
     if not preferences and "chosen" in found and "messages" not in found:
         raise Malformed("is a preference; use data.format preferences")
     tools = found.get("tools")
@@ -388,7 +391,11 @@ def load_template(section: DataSection) -> Template:
     Raises:
         InvalidJob: there is none, or it is no template.
     """
-    import jinja2
+    try:
+        import jinja2
+    except ModuleNotFoundError:
+        rule, remedy = "needs jinja2", "pip install 'weft[chat]'"
+        raise InvalidJob([Problem("data.format", section.format, rule, remedy)]) from None
 
     beside = Path(section.tokenizer).expanduser().parent
     folders = [beside, beside / "huggingface"]

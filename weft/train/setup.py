@@ -158,7 +158,7 @@ def prepare_job(
         plan = resolve_nodes(job, detect_machine(job.run.device), recipe, base)
     except InvalidJob as error:
         later += error.problems
-    later += _check_files(job, plan)
+    later += {str(found): found for found in _check_files(job, plan)}.values()
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
     later += _check_restarts(job.resilience.time_limit)
