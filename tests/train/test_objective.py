@@ -27,7 +27,7 @@ from tests.small import (
     whole,
 )
 from weft.checkpoint.state import named_parameters
-from weft.data.loader import IGNORE, Batch, Loader, Mixture, Pairs, samples_of
+from weft.data.loader import IGNORE, Batch, Loader, Mixture, Packed, Pairs, samples_of
 from weft.data.prepare import prepare_text
 from weft.data.text import open_text
 from weft.job import DataSection, InvalidJob, TrainSection
@@ -189,17 +189,21 @@ def packed_and_alone(overrides: Overrides, text: str) -> tuple[float, float]:
     job = small_job(*overrides, ("train.microbatch", "8"))
     built = build(job, plan_here(job), this_rank())
     mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, 0)
-    batch = mixture.rows(np.zeros(8, np.int64), np.arange(8))
+    [rows] = mixture.sources
+    assert isinstance(rows, Packed)
+    assert rows.learned is not None
+    batch = rows.rows(np.arange(8))
     loss = built.engine.forward_backward([batch]).item()
-    total, count = 0.0, 0
-    assert batch.documents_BT is not None
-    for row in range(8):
-        for document in range(int(batch.documents_BT[row].max()) + 1):
-            here = batch.documents_BT[row] == document
-            targets = batch.targets_BT[row, here]
-            logits = built.parts[0](batch.tokens_BT[row, here][None])[0]
-            total += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-            count += int((targets != IGNORE).sum())
+    total, count, packed = 0.0, 0, rows.packed
+    for document in packed.order[: packed.firsts[8]].tolist():
+        at, size = packed.begins[[document]], int(packed.lengths[document]) + 1
+        tokens, learned = (
+            torch.from_numpy(s.window(at, size)[0]) for s in (rows.stream, rows.learned)
+        )
+        targets = tokens[1:].where(learned[1:] == 1, IGNORE)
+        logits = built.parts[0](tokens[None, :-1])[0]
+        total += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        count += int(learned.sum())
     return loss, total / count
 
 
