@@ -169,6 +169,7 @@ def open_file(file: File) -> Iterator[BinaryIO]:
             fs = _filesystem(file.path.partition("://")[0])
             about = fs.info(file.path)
             found = int(about.get("size") or 0), _version(about)
+            stream: BinaryIO
             remote = fs.open(file.path, "rb", block_size=READ_BYTES)
             # Whose readline takes a limit.
             stream = cast(BinaryIO, io.BufferedReader(remote, 1 << 20))
