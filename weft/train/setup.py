@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from weft.checkpoint.manifest import (
     checkpoints,
     read_manifest,
 )
-from weft.checkpoint.state import named_parameters
+from weft.checkpoint.state import frozen_parameters, named_parameters
 from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import Saver, load, load_local, set_aside
 from weft.data.loader import check_length
@@ -55,12 +56,14 @@ from weft.job import (
     suggest,
 )
 from weft.models import load_family
+from weft.models.llama import Init
 from weft.observe.sinks import SINKS
 from weft.observe.statistics import Statistics, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
+from weft.parallel.lora import init_with_adapters
 from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
 from weft.parallel.private import listening_store, record_flights
 from weft.plan.devices import GIB
@@ -71,7 +74,7 @@ from weft.resilience.heartbeat import name_groups
 from weft.train.step import Engine
 
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
-FIXED = ("model.", "train.seed", "train.seq_len", "data.packing", "optim.kind")
+FIXED = ("model.", "lora.", "train.seed", "train.seq_len", "data.packing", "optim.kind")
 # What sinks need that weft does not bring.
 TRACKERS = ("wandb", "mlflow")
 # Before the first step of a run on imported weights, only what those hang on.
@@ -485,8 +488,13 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     parts = build_parts(job, plan, mesh, family)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
+    def own(name: str) -> Init:
+        return family.init_of(name, plan.model)
+
     init_params(
-        named_parameters(parts), job.train.seed, lambda name: family.init_of(name, plan.model)
+        chain(named_parameters(parts), frozen_parameters(parts)),
+        job.train.seed,
+        lambda name: init_with_adapters(name, own),
     )
     optimizer = build_optimizer(
         named_parameters(parts),
