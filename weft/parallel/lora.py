@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from weft.job import LoraSection
 from weft.models.llama import Init, Split
-from weft.parallel.quantize import BLOCK, BYTES, linear
-from weft.plan.lora import is_target, linear_layers, scaling
+from weft.parallel.quantize import linear
+from weft.plan.lora import BLOCK, BYTES, is_target, linear_layers, scaling
 
 INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}
 
@@ -84,7 +84,10 @@ def with_adapters(sharding: Mapping[str, Split]) -> dict[str, Split]:
     found = dict(sharding)
     for pattern, split in sharding.items():
         if split.weight in ("column", "heads"):
-            found |= {f"{pattern}.lora_A": Split("summed"), f"{pattern}.lora_B": Split(split.weight)}
+            found |= {
+                f"{pattern}.lora_A": Split("summed"),
+                f"{pattern}.lora_B": Split(split.weight),
+            }
         elif split.weight == "row":
             found |= {f"{pattern}.lora_A": Split("row"), f"{pattern}.lora_B": Split("summed")}
         elif split.weight is not None:

@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.parallel.private import is_fake
+from weft.plan.lora import BLOCK, BYTES
 
-BLOCK = 64  # numbers that share a scale
 SCALE = 4  # bytes
-BYTES = {"nf4": BLOCK // 2 + SCALE, "int8": BLOCK + SCALE}  # of a block
 AT_ONCE = 1 << 24  # numbers that are quantised at a time
 
 # Quantiles of the normal distribution, with an exact zero: arXiv:2305.14314, appendix E.
@@ -64,7 +63,7 @@ def pack(values_OI: Tensor, kind: str) -> Tensor:
     Args:
         values_OI: float32, finite; ``I`` is a multiple of 64.
     """
-    blocks_ONB = values_OI.float().unflatten(1, (-1, BLOCK))
+    blocks_ONB = values_OI.float().view(len(values_OI), -1, BLOCK)
     scales_ON1 = blocks_ONB.abs().amax(dim=2, keepdim=True)
     scaled_ONB = blocks_ONB / torch.where(scales_ON1 == 0, 1.0, scales_ON1)
     if kind == "int8":
@@ -79,13 +78,14 @@ def pack(values_OI: Tensor, kind: str) -> Tensor:
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix ``[O, I]`` that the bytes stand for, rounded to ``dtype``."""
-    codes, bytes_ON4 = packed.split((packed.shape[2] - SCALE, SCALE), dim=2)
-    scales_ON1 = bytes_ON4.contiguous().view(torch.float32)
+    codes = packed[..., :-SCALE]
+    scales_ON1 = packed[..., -SCALE:].contiguous().view(torch.float32)
     if packed.shape[2] == BYTES["int8"]:
         values_ONB = codes.view(torch.int8) * (scales_ON1 / 127)
     else:
         values_ONB = F.embedding(codes.int(), _pairs(packed.device)).flatten(2) * scales_ON1
-    return values_ONB.flatten(1).to(dtype)
+    matrix_OI: Tensor = values_ONB.flatten(1).to(dtype)
+    return matrix_OI
 
 
 _PAIRS: dict[torch.device, Tensor] = {}

@@ -20,7 +20,7 @@ from weft.plan.memory import Frozen
 from weft.plan.pipeline import PipelinePlan
 
 BLOCK = 64  # numbers of a row that share a scale where a matrix is quantised
-QUANTIZED_BYTES = {"nf4": 36 / BLOCK, "int8": 68 / BLOCK}  # of a number, with its scale
+BYTES = {"nf4": 32 + 4, "int8": 64 + 4}  # of a block and its scale: see weft.parallel.quantize
 
 
 class Matrix(NamedTuple):
@@ -78,7 +78,9 @@ def trained(section: LoraSection, model: Any, family: Family, seq_len: int) -> T
     if not section.rank:
         return Trained(family.num_params(model), 0, whole, half)
     matrices = matrices_of(model, family)
-    params = sum(section.rank * (m.outputs + m.inputs) for m in matrices if is_target(m[0], section))
+    params = sum(
+        section.rank * (m.outputs + m.inputs) for m in matrices if is_target(m[0], section)
+    )
     quantized = sum(m.outputs * m.inputs for m in matrices) * (section.quantize != "none")
     # Without attention: 6 for each weight that a token is multiplied by.
     change = 6.0 * params - family.flops_per_token(model, 0) / 3
@@ -93,8 +95,8 @@ def frozen_of(
         return None
     params = family.num_params(model)
     small = lora.quantized / params
-    bits = QUANTIZED_BYTES.get(job.lora.quantize, 0.0)
-    return Frozen(small * bits + (1 - small) * compute_bytes, lora.params / params)
+    packed = BYTES.get(job.lora.quantize, 0) / BLOCK
+    return Frozen(small * packed + (1 - small) * compute_bytes, lora.params / params)
 
 
 def matrices_of(model: Any, family: Family) -> list[Matrix]:

@@ -1,7 +1,7 @@
 """TWIN: a plan as `weft.plan.analytic` reckons it, thousands of times faster than a trace.
 
-Only for a Llama that is trained whole, whose arithmetic that is.  It ranks what a search or an advice considers; what is
-told in the end is traced.
+Only for a Llama that is trained whole, whose arithmetic that is.  It ranks what a search or an
+advice considers; what is told in the end is traced.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ from weft.resilience.signals import Wishes
 from weft.resilience.stragglers import Probe, Stragglers, every_rank
 from weft.train.replica_groups import join
 from weft.train.setup import (
-    Position,
     Rank,
     build,
     home_of,
@@ -257,7 +256,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                     sources.add(engine.by_source)
                 drop_gradients()
                 statistics.parameters(step)
-                at = Position(step, samples, watch.state())
+                at = replace(at, step=step, samples=samples, watch=watch.state())
                 clock.count_step()
                 if step % GARBAGE_STEPS == 0:
                     gc.collect(1)
