@@ -260,8 +260,11 @@ def test_nf4_has_the_published_levels() -> None:
     theirs = nf4_tensor.NF4Tensor.from_tensor(weight, 64, 256)
     torch.testing.assert_close(torch.tensor(NF4), theirs.nf4.float(), rtol=0, atol=1e-4)
     ours = unpack(pack(weight, "nf4"), torch.float32)
-    # They quantise scales once more: to 8 bits, so a number may differ by 1 in 256 or so.
-    assert (ours - theirs.get_original_weight()).abs().max() < 0.02 * weight.abs().max()
+    off = (ours - theirs.get_original_weight()).abs()
+    # They quantise scales once more, to 8 bits; and have levels of four digits, so that a few
+    # numbers between two fall on the other one.
+    assert (off > 0.02 * weight.abs().max()).sum() < 1e-3 * weight.numel()
+    assert off.mean() < 5e-3
 
 
 @pytest.mark.parametrize(("kind", "error"), [("nf4", 0.152), ("int8", 0.5 / 127)])

@@ -141,7 +141,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         """What took it."""
         states = (value for of in optimizer.state.values() for value in of.values())
         held: dict[str, list[Tensor]] = {
-            "parameters": [*params],
+            "parameters": [param for part in parts for param in part.parameters()],
             "gradients": [param.grad for param in params if param.grad is not None],
             "optimizer": [state for state in states if isinstance(state, Tensor)],
         }
