@@ -567,15 +567,13 @@ def between(name: str, text: str, least: int, most: int, problems: list[Problem]
 
 def report(options: argparse.Namespace) -> int:
     """Write the page of one run, or of several beside each other."""
-    from weft.observe.history import History
+    from weft.observe.history import History, no_run
     from weft.observe.report import FILE, plotly, report_page
-    from weft.observe.sinks import replace_text
+    from weft.observe.sinks import replace_bytes
 
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
-    wrong = [folder for folder in folders if not (folder / "job.toml").is_file()]
-    rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
-    problems = [Problem("run", str(folder), rule, remedy) for folder in wrong]
+    problems = [no_run(folder) for folder in folders if not (folder / "job.toml").is_file()]
     if not out.parent.is_dir():
         problems.append(Problem("--out", str(out), "its folder does not exist", "make it first"))
     elif out.is_dir():
@@ -588,7 +586,7 @@ def report(options: argparse.Namespace) -> int:
 
     page = report_page(runs, later=sections(runs))
     try:
-        replace_text(out, page)
+        replace_bytes(out, page)
     except OSError as error:
         raise WeftError(f"{out}: cannot be written: {error.strerror}") from error
     print(out)
