@@ -259,7 +259,7 @@ def parser() -> Parser:
     sub.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (float32)")
     sub.add_argument("--max-shard", default="5GB", help="largest file (5GB)")
 
-    sub = add("import", import_, "Make a run of a Hugging Face Llama, to train it further.")
+    sub = add("import", import_, "Make a run of a Hugging Face model, to train it further.")
     sub.add_argument(
         "folder",
         type=place,
@@ -676,13 +676,15 @@ def debug_diff(options: argparse.Namespace) -> int:
 def schema(options: argparse.Namespace) -> int:
     """Print the recipe's schema with the fields of weft's own models."""
     from weft.job import schema as job_schema
-    from weft.models import load_family
+    from weft.models import FAMILIES
 
     tree = job_schema()
-    fields = load_family("llama").config.model_json_schema()["properties"]
-    tree["$defs"]["ModelSection"]["properties"] |= {
-        name: {k: v for k, v in field.items() if k != "default"} for name, field in fields.items()
-    }
+    for family in reversed(FAMILIES.values()):  # llama, the default, has the last word
+        fields = family.config.model_json_schema()["properties"]
+        tree["$defs"]["ModelSection"]["properties"] |= {
+            name: {k: v for k, v in field.items() if k != "default"}
+            for name, field in fields.items()
+        }
     print(json.dumps(tree, indent=2))
     return 0
 
