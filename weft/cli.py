@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         problems: list[Problem] = []
         if arguments and arguments[0] in OPTIONS:
             arguments, overrides, problems = split_overrides(arguments)
-        given = argparse.Namespace(overrides=overrides, problems=problems)
+        words = sys.argv[1:] if argv is None else argv
+        given = argparse.Namespace(overrides=overrides, problems=problems, arguments=words)
         options = parser().parse_args(arguments, given)
         return int(options.command(options))
     except InvalidJob as error:
@@ -81,6 +82,20 @@ OPTIONS = {
         "--report": 1,
     },
     "verify": {"--ranks": 1, "--steps": 1, "--json": 0},
+    "generate": {
+        "--prompt": 1,
+        "--prompts": 1,
+        "--batch": 1,
+        "--json": 0,
+        "--max-tokens": 1,
+        "--temperature": 1,
+        "--top-k": 1,
+        "--top-p": 1,
+        "--min-p": 1,
+        "--repetition-penalty": 1,
+        "--stop": 1,
+        "--seed": 1,
+    },
     "compare": {
         "--vary": 1,
         "--repeat": 1,
@@ -236,13 +251,42 @@ def parser() -> Parser:
         help="the page (default: report.html, in the run's folder or, of several runs, here)",
     )
 
-    sub = add("generate", generate, "Continue a prompt with a trained model.")
+    sub = add("generate", generate, "Continue prompts with a trained model.")
     sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
-    sub.add_argument("--prompt", default="", help="text to continue (default: a new document)")
+    sub.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text to continue, more than one if given again (default: a new document)",
+    )
+    sub.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a prompt a line; of a .jsonl file a string, or an object with 'prompt'",
+    )
+    sub.add_argument("--batch", type=positive, default=8, help="prompts at a time (8)")
+    sub.add_argument("--json", action="store_true", help="print an object a prompt, each on a line")
     sub.add_argument("--max-tokens", type=count, default=200, help="at most that many (200)")
     sub.add_argument("--temperature", type=not_negative, default=0.8, help="0: likeliest (0.8)")
     sub.add_argument("--top-k", type=count, default=50, help="among so many; 0: all (50)")
-    sub.add_argument("--seed", type=count, default=0, help="of the sampling (0)")
+    sub.add_argument(
+        "--top-p", type=not_negative, default=1.0, help="among the likeliest of that share (1)"
+    )
+    sub.add_argument(
+        "--min-p", type=not_negative, default=0.0, help="at least that share of the likeliest's (0)"
+    )
+    sub.add_argument(
+        "--repetition-penalty",
+        type=not_negative,
+        default=1.0,
+        help="divides logits of what is there already (1)",
+    )
+    sub.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; several times"
+    )
+    sub.add_argument("--seed", type=count, default=0, help="of the first prompt's sampling (0)")
+    sub.epilog = GENERATE_HELP
 
     sub = add("rollback", rollback, "Let a run go on from an earlier checkpoint.")
     sub.add_argument("run", type=Path, help="folder of the run")
@@ -305,6 +349,16 @@ other; docs/planner.md tells how they are priced, and how far predictions are fr
 Any key is overridden as --section.key value; 'weft train --help' lists them."""
 
 
+GENERATE_HELP = """\
+Each prompt is sampled by a seed of its own, --seed plus its number from 0, whatever --batch is.
+
+  weft generate runs/demo --prompt 'class ' --prompt 'def ' --temperature 0
+  weft generate runs/mine --prompts questions.jsonl --json --parallel.tp 2
+
+--parallel.tp and --parallel.dp_shard spread the model over that many ranks of this machine, or of
+torchrun's, whatever layout it was trained in."""
+
+
 VERIFY_HELP = """\
 The recipe is shrunk to test size: few narrow layers, short rows, a small vocabulary, and at most
 --ranks processes on this machine's CPU.  What makes its layout is kept: every axis of more than one
@@ -355,6 +409,13 @@ def place(text: str) -> Path:
     from weft.checkpoint.storage import open_folder
 
     return open_folder(text)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if (number := count(text)) == 0:
+        raise argparse.ArgumentTypeError("0 is not a whole number from 1")
+    return number
 
 
 def not_negative(text: str) -> float:
@@ -593,30 +654,49 @@ def report(options: argparse.Namespace) -> int:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Print the prompt and its continuation as it grows."""
-    import torch
+    """Print the prompts and their continuations, one alone as it grows."""
+    from weft.launch.again import on_every_rank
+    from weft.train.generate import Sampling, generate, read_prompts, rows_of, speech_of
+    from weft.train.inference import find_checkpoint, lay_out, restore
+    from weft.train.setup import Rank
 
-    from weft.train.generate import generate, load_checkpoint
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
+    problems = list(options.problems)
+    prompts = [os.fsencode(text).decode("utf-8", "replace") for text in options.prompt]
+    if options.prompts:
+        prompts += read_prompts(options.prompts, problems)
+    names = ("max_tokens", "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
+    chosen = {name: getattr(options, name) for name in names}
+    sampling = Sampling(**chosen, stop=tuple(filter(None, options.stop)))
+    problems += sampling.problems()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
-    model, tokenizer, seq_len = load_checkpoint(options.checkpoint.resolve(), device)
-    print(prompt, end="", flush=True)
-    for text in generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=options.max_tokens,
-        context=seq_len,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-    ):
-        print(text, end="", flush=True)
-    print()
-    return 0
+    found = find_checkpoint(options.checkpoint.resolve())
+    allowed = ("parallel.", "precision.compute", "run.device")
+    job, plan = lay_out(found, options.overrides, problems, allowed, generating=True)
+    speech = speech_of(found)
+
+    def run(rank: Rank) -> None:
+        model = restore(found, job, plan, rank)
+
+        def say(*texts: str, end: str = "\n") -> None:
+            if rank.rank == 0:
+                print(*texts, end=end, flush=True)
+
+        growing = len(prompts) < 2 and not options.json
+        if growing:
+            say(*prompts, end="")
+        for first in range(0, max(1, len(prompts)), options.batch):
+            here = prompts[first : first + options.batch] or [""]
+            rows = rows_of(here, speech, sampling, first)
+            for _, piece in generate(model, speech, rows, sampling):
+                if growing:
+                    say(piece, end="")
+            for row in [] if growing else rows:
+                say(json.dumps(row.to_dict()) if options.json else f"{row.prompt}{row.text}\n---")
+        if growing:
+            say()
+
+    return on_every_rank(plan, options.arguments, run)
 
 
 def rollback(options: argparse.Namespace) -> int:

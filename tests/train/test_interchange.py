@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
@@ -34,14 +35,16 @@ from tests.small import (
 from weft.checkpoint import export
 from weft.checkpoint.export import INDEX, publishing, split, write_model
 from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
+from weft.checkpoint.store import load
 from weft.cli import main
 from weft.data.prepare import Progress
 from weft.data.text import open_text
 from weft.job import WeftError, replace, to_toml
-from weft.models import FAMILIES, resolve_model
+from weft.models import FAMILIES, load_family, resolve_model
 from weft.models.huggingface import shapes, their_name, to_config
 from weft.models.llama import LlamaConfig
-from weft.train.generate import generate, load_checkpoint
+from weft.train.generate import Sampling, Speech, generate, rows_of, speech_of
+from weft.train.inference import find_checkpoint, restore_alone
 from weft.train.interchange import export_checkpoint, import_model
 from weft.train.setup import build, check_text, prepare_job
 
@@ -62,6 +65,14 @@ MORE = [
     "pp2 schedule=Interleaved1F1B model.num_layers=4",
     "cp2",
 ]
+
+
+def load_checkpoint(run: Path) -> tuple[nn.Module, Speech]:
+    """The model with its head, and how its texts are written."""
+    found = find_checkpoint(run)
+    model = load_family(found.job.model.kind).build(found.config)
+    load(found.path, [model], optimizer=None)
+    return model, speech_of(found)
 
 
 def silent(progress: Progress) -> None:
@@ -135,7 +146,8 @@ def test_transformers_loads_it_and_computes_the_same(
     assert not any(loaded.values()), loaded
     assert twin.dtype == torch.float32
     theirs = AutoTokenizer.from_pretrained(out, local_files_only=True)
-    model, tokenizer, _ = load_checkpoint(run, torch.device("cpu"))
+    model, speech = load_checkpoint(run)
+    tokenizer = speech.tokenizer
 
     prompt = "def parse(text):\n    return  [Ünï, 'x'] # don't\n"
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -158,11 +170,10 @@ def test_transformers_loads_it_and_computes_the_same(
             gradients[name] / scale, param.grad / scale, atol=2e-5, rtol=1e-4
         )
 
-    said = "".join(
-        generate(
-            model, tokenizer, "def ", max_tokens=20, context=64, temperature=0, top_k=0, seed=0
-        )
-    )
+    asked = restore_alone(find_checkpoint(run), torch.device("cpu"))
+    sampling = Sampling(max_tokens=20, temperature=0)
+    rows = rows_of(["def "], speech, sampling)
+    said = "".join(piece for _, piece in generate(asked, speech, rows, sampling))
     begun = torch.tensor([[theirs.bos_token_id, *theirs("def ")["input_ids"]]])
     written = twin.generate(
         begun, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(begun)
@@ -188,7 +199,7 @@ def test_other_families_go_and_come_back(kind: str, store_path: Path, tmp_path: 
     assert_same_bits(of_model(newest_state(run)), of_model(newest_state(again)))
     tokens = torch.arange(32).unsqueeze(0)
     for folder in (run, again):
-        model, _, _ = load_checkpoint(folder, torch.device("cpu"))
+        model, _ = load_checkpoint(folder)
         torch.testing.assert_close(model(tokens), twin(tokens).logits, atol=2e-5, rtol=1e-5)
 
 

@@ -187,9 +187,9 @@ def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
         elif name == "num_key_value_heads":
             fields[ours] = given.get("num_attention_heads")
         elif name == "head_dim":
-            sides = given.get("hidden_size"), given.get("num_attention_heads")
-            if all(type(side) is int and side > 0 for side in sides):
-                fields[ours] = sides[0] // sides[1]
+            width, heads = given.get("hidden_size"), given.get("num_attention_heads")
+            if type(width) is type(heads) is int and heads > 0:
+                fields[ours] = width // heads
         else:
             problems.append(problem(name, MISSING, "is missing", "without it nothing is known"))
     exact = {"architectures": [theirs.architecture], "model_type": theirs.model_type}

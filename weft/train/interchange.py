@@ -37,7 +37,7 @@ from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml
 from weft.models import FAMILIES, Family, load_family
 from weft.models.huggingface import counterpart, from_config, kind_of, shapes, shown, to_config
-from weft.train.generate import Found, find_checkpoint
+from weft.train.inference import Found, find_checkpoint
 from weft.train.setup import check_writable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
