@@ -96,6 +96,7 @@ OPTIONS = {
         "--stop": 1,
         "--seed": 1,
     },
+    "evaluate": {"--task": 1, "--batch": 1, "--json": 0},
     "compare": {
         "--vary": 1,
         "--repeat": 1,
@@ -288,6 +289,20 @@ def parser() -> Parser:
     sub.add_argument("--seed", type=count, default=0, help="of the first prompt's sampling (0)")
     sub.epilog = GENERATE_HELP
 
+    sub = add("evaluate", evaluate, "Measure a trained model: its loss on text, or its answers.")
+    sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
+    sub.add_argument(
+        "--task",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="multiple choice, a YAML file as the Evaluation Harness has it; several times",
+    )
+    sub.add_argument("--batch", type=positive, default=8, help="of tasks, rows at a time (8)")
+    sub.add_argument("--json", action="store_true", help="print an object a line instead")
+    sub.epilog = EVALUATE_HELP
+
     sub = add("rollback", rollback, "Let a run go on from an earlier checkpoint.")
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("step", type=count, help="of the checkpoint; 0: from the beginning")
@@ -357,6 +372,18 @@ Each prompt is sampled by a seed of its own, --seed plus its number from 0, what
 
 --parallel.tp and --parallel.dp_shard spread the model over that many ranks of this machine, or of
 torchrun's, whatever layout it was trained in."""
+
+
+EVALUATE_HELP = """\
+Without --task it is the loss on all of the run's held-out text, or on all of another text with
+--data.path; --train.eval_sequences takes that many sequences only, evenly spread.
+
+  weft evaluate runs/demo
+  weft evaluate runs/mine --data.path book.txt --parallel.dp_shard 2 --json
+  weft evaluate runs/mine --task questions.yaml --parallel.tp 2
+
+The layout is that of this command: one process unless degrees are given.  With --task these are
+parallel.tp and parallel.dp_shard; else any."""
 
 
 VERIFY_HELP = """\
@@ -695,6 +722,59 @@ def generate(options: argparse.Namespace) -> int:
                 say(json.dumps(row.to_dict()) if options.json else f"{row.prompt}{row.text}\n---")
         if growing:
             say()
+
+    return on_every_rank(plan, options.arguments, run)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Print losses, or scores of tasks."""
+    from dataclasses import asdict
+
+    from weft.launch.again import on_every_rank, text_to_evaluate
+    from weft.observe.sinks import quiet_console
+    from weft.train.evaluate import EVERY, losses_on
+    from weft.train.generate import speech_of
+    from weft.train.inference import find_checkpoint, lay_out, restore
+    from weft.train.setup import Rank
+    from weft.train.tasks import read_task, score
+
+    problems, tasks = list(options.problems), []
+    for path in options.task:
+        try:
+            tasks.append(read_task(path))
+        except InvalidJob as error:
+            problems += error.problems
+    found = find_checkpoint(options.checkpoint.resolve())
+    allowed = ["parallel.", "precision.compute", "run.device"]
+    if not tasks:
+        allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch"]
+        allowed += ["train.eval_sequences"]
+    asking = bool(options.task)
+    job, plan = lay_out(found, options.overrides, problems, allowed, generating=asking)
+    given = {name for name, _ in options.overrides}
+    own = not given & {"data.path", "data.mixture"}
+    sequences = job.train.eval_sequences if "train.eval_sequences" in given else EVERY
+
+    def run(rank: Rank) -> None:
+        console = quiet_console(sys.stderr, quiet=rank.rank != 0)
+        told: dict[str, dict[str, object]] = {}
+        if tasks:
+            model, speech = restore(found, job, plan, rank), speech_of(found)
+            told = {task.name: asdict(score(task, model, speech, options.batch)) for task in tasks}
+        else:
+            text = text_to_evaluate(found, job, own, console, rank)
+            # Another text was not trained on, neither its one split nor its other.
+            losses = losses_on(found, job, plan, text, sequences, rank, whole=not own)
+            told = {loss.name: loss.to_dict() for loss in losses}
+        for name, numbers in told.items() if rank.rank == 0 else ():
+            if options.json:
+                print(json.dumps({"checkpoint": str(found.path), "name": name, **numbers}))
+                continue
+            print(name)
+            for key, value in numbers.items():
+                shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+                if isinstance(value, int | float):
+                    print(f"  {key:<16}{shown}")
 
     return on_every_rank(plan, options.arguments, run)
 

@@ -6,9 +6,52 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
+import torch.distributed as dist
+from rich.console import Console
+
+from weft.data.prepare import prepare_text
+from weft.data.text import Text, open_text
+from weft.job import InvalidJob, Job, Problem
+from weft.launch.start import cache_of, showing
 from weft.plan.resolve import Plan
+from weft.train.inference import Found
 from weft.train.setup import Rank, connect, joined
+
+
+def text_to_evaluate(found: Found, job: Job, own: bool, console: Console, rank: Rank) -> Text:
+    """The text of a job, in the tokens that the model knows; the first rank prepares it.
+
+    Args:
+        own: whether it is the one that the run names, as the run tokenised it.
+
+    Raises:
+        InvalidJob: if it cannot be read, or is not in the run's tokens any more.
+    """
+    tokenizer = found.run / "tokenizer.json"
+    section = job.data
+    if not own:
+        section = section.model_copy(update={"tokenizer": str(tokenizer)})
+    told: list[Any] = [None]
+    if rank.rank == 0:
+        try:
+            with showing(console) as show:
+                text = prepare_text(section, cache_of(job), show)
+            told = [str(text.path)]
+            if (text.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
+                rule = "is in other tokens than the run's: the text has changed"
+                remedy = "give --data.path, or --data.tokenizer of the run"
+                raise InvalidJob([Problem("data.path", section.path, rule, remedy)])
+        except InvalidJob as error:
+            told = [error.problems]
+    if rank.world_size > 1:
+        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        dist.broadcast_object_list(told, 0, group=patient)
+    if isinstance(told[0], list):
+        raise InvalidJob(told[0])
+    return open_text(told[0])
 
 
 def on_every_rank(plan: Plan, arguments: Sequence[str], run: Callable[[Rank], None]) -> int:

@@ -224,14 +224,18 @@ def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) ->
 
 def prepared(job: Job, plan: Plan, console: Console) -> Text:
     """The tokenised text of the job, prepared now if it is not there yet."""
-    cache = Path(job.data.cache)
-    if job.data.cache == "auto":
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        cache = Path(home) / "weft"
     with showing(console) as show:
-        text = prepare_text(job.data, cache, show)
+        text = prepare_text(job.data, cache_of(job), show)
     check_text(job, plan, text)
     return text
+
+
+def cache_of(job: Job) -> Path:
+    """Where prepared texts are kept."""
+    if job.data.cache != "auto":
+        return Path(job.data.cache)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "weft"
 
 
 @contextmanager

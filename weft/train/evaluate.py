@@ -1,0 +1,82 @@
+"""What a trained model has learned: its loss on text, in any layout, by the code that trains."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from weft.data.loader import evaluation_batches, samples_of
+from weft.data.store import SplitName
+from weft.data.text import Source, Text
+from weft.job import Job, WeftError, replace
+from weft.plan.resolve import Plan
+from weft.train.inference import Found, restore_parts
+from weft.train.setup import Rank
+from weft.train.step import Engine
+
+EVERY = 1 << 40  # sequences
+
+
+class Loss(NamedTuple):
+    """Of one source.  ``tokens`` are those that are predicted, of ``bytes`` of text."""
+
+    name: str
+    nats_per_token: float
+    tokens: int
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """With the perplexity of a token, and bits per byte, which no tokenizer changes."""
+        bits = self.nats_per_token * self.tokens / self.bytes / math.log(2)
+        return {
+            "nats_per_token": self.nats_per_token,
+            "perplexity": math.exp(self.nats_per_token),
+            "bits_per_byte": bits,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+        }
+
+
+def losses_on(
+    found: Found,
+    job: Job,
+    plan: Plan,
+    text: Text,
+    sequences: int,
+    rank: Rank,
+    whole: bool,
+) -> list[Loss]:
+    """The checkpoint's losses on each source of ``text``; every rank calls it, and gets the same.
+
+    Args:
+        sequences: at most that many of each source and split, evenly spread.  With fewer than all
+            the loss is an estimate, and bits per byte with it.
+        whole: the train split, too: of a text that the model was not trained on.
+
+    Raises:
+        WeftError: if a split is shorter than a sequence.
+    """
+    parts, mesh, family = restore_parts(found, job, plan, rank)
+    # Its sources come one after the other here.
+    alone = replace(job, data={"mixture": {}})
+    engine = Engine(parts, family, alone, plan, mesh, rank.device)
+    splits: list[SplitName] = ["train", "validation"] if whole else ["validation"]
+    losses = []
+    for source in text.sources:
+        nats, tokens, size = 0.0, 0, 0
+        for split in splits:
+            one = Text(text.path, (Source(source.name, 1.0, source.store),))
+            samples = samples_of(one, split, job.train.seq_len, job.data.packing)
+            if not sum(len(windows) for windows in samples.sources):
+                rule = f"has no sequence of {job.train.seq_len} tokens in its {split} split"
+                raise WeftError(f"{source.name}: {rule}; try a lower --train.seq_len")
+            batches = evaluation_batches(
+                samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch
+            )
+            mean = engine.evaluate(batches)
+            of = getattr(source.store.manifest, split)
+            # What follows a document is not predicted from it where documents are apart.
+            predicted = of.tokens - (of.documents if job.data.packing == "documents" else 1)
+            nats, tokens, size = nats + mean * predicted, tokens + predicted, size + of.bytes
+        losses.append(Loss(source.name, nats / tokens, tokens, size))
+    return losses
