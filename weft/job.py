@@ -214,13 +214,16 @@ class ModelSection(Section):
 class DataSection(Section):
     path: Text = key(
         "python-stdlib",
-        "text to train on: a file, a folder, a prepared store, or python-stdlib",
+        "data to train on: a file, a folder or a glob of text, JSONL, Parquet or Arrow, also at "
+        "s3://; hf://org/name[:config][@split]; a store of tokens, prepared or of others; or "
+        "python-stdlib",
     )
     mixture: dict[Text, Annotated[float, Field(gt=0)]] = key(
         {},
         "instead of data.path several texts, each with its weight in the tokens trained on: "
         '{"web/" = 0.7, "code/" = 0.3}; on the command line web/=0.7,code/=0.3',
     )
+    field: Text = key("text", "where a file has many documents: the field or column with the text")
     tokenizer: Text = key("train", "path of a tokenizer.json; train: make one from the text")
     vocab_size: Annotated[int, Field(ge=257, le=MOST)] = key(
         4096, "entries of the tokenizer that is trained from the text"
@@ -233,7 +236,9 @@ class DataSection(Section):
         "rows cut from the token stream; documents: attention and loss stay inside a document",
     )
     invalid_utf8: Literal["error", "replace", "skip"] = key(
-        "error", "for a file that is not UTF-8: stop, replace the bad bytes, or leave it out"
+        "error",
+        "for a file (or one of its documents) that is not UTF-8: stop, replace the bad bytes, or "
+        "leave it out",
     )
     cache: Text = key("auto", "folder for prepared text; auto: the user's cache folder")
 

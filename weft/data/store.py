@@ -5,7 +5,8 @@ A store is a folder, made by ``weft.data.prepare``::
     tokenizer.json          the tokenizer that made it
     train-00000.bin ...     token ids, uint16 or uint32, nothing else; every document (or its
     validation-00000.bin    part of the split) ends with the separator
-    train-00000.json ...    receipts, which only an interrupted preparation reads
+    train-00000.json ...    receipts, which only an interrupted preparation reads; shards of files
+                            with many documents have two numbers, the unit's and the extent's
     store.json              what is above: sizes, hashes, counts.  Without it, it is no store.
 """
 
@@ -71,15 +72,23 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Shard:
+    """Tokens in a file of the store, or, by its absolute path, in a file of somebody else's, from
+    byte ``begin`` on."""
+
     file: str
     tokens: int
     size_bytes: int
     xxh3: str
+    begin: int = 0
+
+    @property
+    def foreign(self) -> bool:
+        return Path(self.file).is_absolute()
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split: ``bytes`` counts its text, ``tokens`` the separators too."""
+    """One split: ``bytes`` counts its text (0: not known), ``tokens`` the separators too."""
 
     documents: int
     bytes: int
@@ -99,10 +108,11 @@ class Manifest:
     separator: int
     tokenizer_hash: str
     unigram_entropy_nats: float  # of the train tokens: the loss of knowing only their frequencies
-    skipped_files: int
+    skipped_files: int  # or documents, where a file has many
     replaced_files: int
     train: Split
     validation: Split
+    empty_documents: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,12 @@ def map_shard(folder: Path, dtype: Dtype, shard: Shard) -> NDArray[Any]:
     """A shard's tokens, ``dtype`` (tokens,), mapped into memory."""
     if not shard.tokens:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    return np.memmap(folder / shard.file, dtype, "r")
+    return np.memmap(folder / shard.file, dtype, "r", shard.begin, (shard.tokens,))
+
+
+def hash_tokens(tokens: NDArray[Any]) -> str:
+    """The xxh3_128 of the tokens' bytes in hexadecimal."""
+    return xxh3_128_hexdigest(tokens.data) if len(tokens) else xxh3_128_hexdigest(b"")
 
 
 # --------------------------------------------------------------------------- opening
@@ -156,9 +171,11 @@ def open_store(path: str | Path, *, check_content: bool = False) -> Store:
         file = folder / shard.file
         if not file.is_file():
             wrong.append(f"{shard.file} is missing")
-        elif (size := file.stat().st_size) != shard.size_bytes:
+        elif (size := file.stat().st_size) != shard.size_bytes and not (
+            shard.foreign and size >= shard.begin + shard.size_bytes
+        ):
             wrong.append(f"{shard.file} has {size} bytes, not {shard.size_bytes}")
-        elif check_content and xxh3_128_hexdigest(file.read_bytes()) != shard.xxh3:
+        elif check_content and hash_tokens(map_shard(folder, manifest.dtype, shard)) != shard.xxh3:
             wrong.append(f"{shard.file} has other content than it was prepared with")
     try:
         if load_tokenizer(folder / TOKENIZER_FILE)[1] != manifest.tokenizer_hash:

@@ -15,7 +15,7 @@ from rich.console import Console
 from weft.data.prepare import prepare_text
 from weft.data.text import Text, open_text
 from weft.job import InvalidJob, Job, Problem
-from weft.launch.start import cache_of, showing
+from weft.launch.preparing import cache_folder, showing
 from weft.plan.resolve import Plan
 from weft.train.inference import Found
 from weft.train.setup import Rank, connect, joined
@@ -38,7 +38,7 @@ def text_to_evaluate(found: Found, job: Job, own: bool, console: Console, rank: 
     if rank.rank == 0:
         try:
             with showing(console) as show:
-                text = prepare_text(section, cache_of(job), show)
+                text = prepare_text(section, cache_folder(job.data), show)
             told = [str(text.path)]
             if (text.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
                 rule = "is in other tokens than the run's: the text has changed"

@@ -26,8 +26,10 @@ class Loss(NamedTuple):
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """With the perplexity of a token, and bits per byte, which no tokenizer changes."""
-        bits = self.nats_per_token * self.tokens / self.bytes / math.log(2)
+        """With the perplexity of a token, and bits per byte, which no tokenizer changes (None where
+        the store does not tell its bytes)."""
+        nats = self.nats_per_token * self.tokens
+        bits = nats / self.bytes / math.log(2) if self.bytes else None
         return {
             "nats_per_token": self.nats_per_token,
             "perplexity": math.exp(self.nats_per_token),

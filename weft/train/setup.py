@@ -6,6 +6,7 @@ Apart from the launchers this is the only place that looks at the environment.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -48,6 +49,7 @@ from weft.job import (
     InvalidJob,
     Job,
     Problem,
+    WeftError,
     difference,
     lookup,
     read_job,
@@ -310,10 +312,10 @@ def check_writable(key: str, value: str) -> Iterator[Problem]:
 def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
     """Is the run's folder writable, and is the run in it, whose checkpoints may be, the same?"""
     folder = Path(job.run.dir)
-    unwritable = list(check_writable("run.dir", job.run.dir))
-    yield from unwritable
+    wrong = list(check_writable("run.dir", job.run.dir))
+    yield from wrong
     before = folder / "job.toml"
-    if unwritable or unreachable or not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
+    if wrong or unreachable or not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
         return
     if not before.is_file() and job.resilience.lighthouse != "none":
         return  # they are another replica group's
@@ -547,6 +549,34 @@ def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) ->
     path = Path(plan.run_dir) / "statistics.jsonl"
     params = dict(named_parameters(parts))
     return Statistics(job.debug.statistics, path, layers, params, plan.tokens_per_step)
+
+
+@contextmanager
+def owning(folder: Path, taken: Problem, shared: bool = False) -> Iterator[None]:
+    """Hold a folder's lock: two processes that write into it would undo each other's work.
+
+    The kernel frees it when the process ends, however that happens.
+
+    Args:
+        taken: what to say if another process holds it.
+        shared: with others that hold it shared.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    with file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidJob([taken]) from error
+        yield
+
+
+def unwritable(folder: Path, error: OSError) -> WeftError:
+    """What to say of a folder that turned out not to take what was written."""
+    return WeftError(f"{error.filename or folder}: cannot be written: {error.strerror}")
 
 
 def home_of(value: str, run: Path) -> Path:
