@@ -17,10 +17,8 @@ from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import this_rank
 from weft.cli import main
-from weft.data.prepare import prepare
 from weft.data.store import open_store
 from weft.data.text import open_text
-from weft.job import DataSection, WeftError
 from weft.train.evaluate import EVERY, losses_on
 from weft.train.inference import find_checkpoint, lay_out, restore_alone
 
@@ -71,15 +69,6 @@ def test_every_layout_tells_the_same(layout: str, run: Path, store_path: Path) -
     ranks, overrides = parse(layout)
     for ours in run_ranks(told, ranks, str(run), str(store_path), [*overrides, few]):
         assert ours == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_split_without_a_sequence_is_told(run: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "one.py").write_text("x = 1\n" * 50)
-    store = prepare(DataSection(path=str(text), vocab_size=257), tmp_path).path
-    with pytest.raises(WeftError, match=r"has no sequence of 64 tokens in its validation split"):
-        run_ranks(told, 1, str(run), str(store), [("train.seq_len", "64")])
 
 
 def test_the_command(
