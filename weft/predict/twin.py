@@ -1,7 +1,7 @@
 """TWIN: a plan as `weft.plan.analytic` reckons it, thousands of times faster than a trace.
 
-Only for Llama, whose arithmetic that is.  It ranks what a search or an advice considers; what is
-told in the end is traced.
+Only for a Llama that is trained whole, whose arithmetic that is.  It ranks what a search or an
+advice considers; what is told in the end is traced.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Remat = Literal["none", "selective", "block", "full"]
 
 
 def sizes_of(plan: Plan) -> Sizes | None:
-    """Of the model; None if it is no Llama."""
+    """Of the model; None if it is no Llama, or not trained whole."""
     config = plan.model
-    if not isinstance(config, LlamaConfig):
+    if not isinstance(config, LlamaConfig) or plan.trained_params < plan.num_params:
         return None
     return Sizes(
         layers=config.num_layers,

@@ -10,11 +10,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.store import load
+from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
+from weft.checkpoint.store import load, load_frozen
 from weft.data.tokenizer import load_tokenizer, separator_id
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.models import load_family, resolve_model
+from weft.parallel.lora import apply_lora
 from weft.train.setup import home_of
 
 
@@ -53,6 +54,23 @@ def find_checkpoint(path: Path) -> Found:
     return Found(found[0], folder, job, config)
 
 
+def base_of(found: Found) -> Path | None:
+    """The checkpoint that has a LoRA run's frozen weights; None if its own has all.
+
+    Raises:
+        InvalidJob: if there is none.
+    """
+    if not found.job.lora.rank or checkpoint_step(found.path) == 0:
+        return None
+    name = read_manifest(found.path).get("base", "")
+    base = found.path.with_name(name or "none")
+    if not name or not (base / "manifest.json").is_file():
+        rule = f"has adapters to {f'{name}, which is not there' if name else 'random weights'}"
+        remedy = "put it back" if name else "start from weights: weft import makes a run of them"
+        raise InvalidJob([Problem("checkpoint", str(found.path), rule, remedy)])
+    return base
+
+
 def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer, int]:
     """A model, its tokenizer and the longest row it was trained on, in tokens.
 
@@ -63,9 +81,14 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokeni
         InvalidJob: if there is none.
     """
     found = find_checkpoint(path)
+    family, base = load_family(found.job.model.kind), base_of(found)
     with torch.device("meta"):
-        model = load_family(found.job.model.kind).build(found.config)
+        model = family.build(found.config)
+        if base is not None:
+            apply_lora(model, family.blocks(model), found.job.lora, torch.float32)
     model.to_empty(device=device)
+    if base is not None:
+        load_frozen(base, [model])
     load(found.path, [model], optimizer=None)
     tokenizer, _ = load_tokenizer(found.run / "tokenizer.json")
     return model.eval(), tokenizer, found.job.train.seq_len
