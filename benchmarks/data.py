@@ -111,7 +111,8 @@ def reading(file: Path, tokenizer: Path, folder: Path, seq_len: int, rounds: int
     speeds: dict[str, list[float]] = {"windows": [], "documents": [], "datasets": []}
     for _ in range(rounds):
         for packing in ("windows", "documents"):
-            samples = samples_of(text, "train", seq_len, packing)  # type: ignore[arg-type]
+            packed = section.model_copy(update={"packing": packing})
+            samples = samples_of(text, "train", seq_len, packed, seed=0)
             loader = Loader(samples, 0, BATCH_ROWS, 0, 1, BATCH_ROWS)
             began = time.process_time()
             for step in range(count):

@@ -182,6 +182,22 @@ def test_killed_and_started_again(cores: int, tmp_path: Path) -> None:
     assert len(kept) >= len(before) - 2 * cores  # at most those without a receipt are made again
 
 
+def test_any_shards_may_be_missing(tmp_path: Path) -> None:
+    """Of a file that can only be read from its beginning, too."""
+    file = tmp_path / "x.jsonl.gz"
+    lines = write_lines(tmp_path / "x", texts(300)).read_bytes()
+    file.write_bytes(gzip.compress(lines))
+    store = prepare(section(file), tmp_path / "c", shard_bytes=SHARD)
+    before = contents(store.path)
+    assert len(store.manifest.train.shards) > 5
+    for number in (0, 2, 3, 5):
+        (store.path / f"train-00000-{number:05d}.json").unlink()
+    sorted(store.path.glob("validation-*.bin"))[1].unlink()
+    (store.path / "store.json").unlink()
+    prepare(section(file), tmp_path / "c", shard_bytes=SHARD)
+    assert contents(store.path) == before
+
+
 # ------------------------------------------------------------------ bad data
 
 
