@@ -315,6 +315,7 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
         ({"tokenizer": "train"}, "data.tokenizer", "is for text"),
         ({"chat_template": "/nowhere.jinja"}, "data.chat_template", "does not exist"),
         ({"path": "python-stdlib"}, "data.path", "has no conversations"),
+        ({"path": "hf://org/name"}, "data.path", "is not on this machine"),
     ],
 )
 def test_mistakes_that_need_no_reading(
