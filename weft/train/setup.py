@@ -42,7 +42,9 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.state import frozen_parameters, named_parameters
 from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import Saver, load, load_frozen, load_local, set_aside
+from weft.data.conversations import check_chat
 from weft.data.loader import check_length
+from weft.data.packing import check_conversations
 from weft.data.source import STDLIB, check_path
 from weft.data.text import Text
 from weft.data.tokenizer import load_tokenizer, vocab_entries
@@ -73,10 +75,21 @@ from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
 from weft.resilience.heartbeat import name_groups
+from weft.train.objective import OBJECTIVES
 from weft.train.step import Engine
 
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
-FIXED = ("model.", "lora.", "train.seed", "train.seq_len", "data.packing", "optim.kind")
+FIXED = (
+    "model.",
+    "lora.",
+    "train.seed",
+    "train.seq_len",
+    "train.objective",
+    "data.format",
+    "data.packing",
+    "data.too_long",
+    "optim.kind",
+)
 # What sinks need that weft does not bring.
 TRACKERS = ("wandb", "mlflow")
 # Before the first step of a run on imported weights, only what those hang on.
@@ -151,7 +164,7 @@ def prepare_job(
         plan = resolve_nodes(job, detect_machine(job.run.device), recipe, base)
     except InvalidJob as error:
         later += error.problems
-    later += _check_files(job, plan)
+    later += {str(found): found for found in _check_files(job, plan)}.values()
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
     later += _check_restarts(job.resilience.time_limit)
@@ -193,6 +206,7 @@ def _complete(job: Job) -> Job:
             "path": full(job.data.path, STDLIB),
             "mixture": {full(path, STDLIB): weight for path, weight in job.data.mixture.items()},
             "tokenizer": full(job.data.tokenizer, "train"),
+            "chat_template": full(job.data.chat_template, "auto"),
             "cache": full(job.data.cache, "auto"),
         },
         checkpoint={
@@ -211,6 +225,7 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
         yield Problem("data.path", job.data.path, "is not read beside data.mixture", remedy)
     for path in job.data.mixture:
         yield from (changed(p, key="data.mixture") for p in check_path(path))
+    yield from check_chat(job.data)
     if job.data.cache != "auto":
         yield from check_writable("data.cache", job.data.cache)
     if job.compile.enable:
@@ -284,6 +299,7 @@ def check_names(job: Job) -> Iterator[Problem]:
     named: list[tuple[str, str, Mapping[str, object]]] = [
         ("optim.kind", job.optim.kind, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),
+        ("train.objective", job.train.objective, OBJECTIVES),
         *(("observe.sinks", sink, SINKS) for sink in job.observe.sinks),
     ]
     for name, value, table in named:
@@ -350,7 +366,9 @@ def check_text(job: Job, plan: Plan, text: Text) -> None:
     for source in text.sources:
         what = f"the train text of {source.name}" if job.data.mixture else "the train text"
         tokens = source.store.manifest.train.tokens
-        problems += check_length(tokens, job.train.seq_len, what)
+        if source.store.manifest.kind == "text":
+            problems += check_length(tokens, job.train.seq_len, what)
+        problems += check_conversations(source.store, job.train.seq_len, job.data)
     for path in reversed(checkpoints(home_of(job.checkpoint.dir, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
