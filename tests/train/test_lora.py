@@ -19,9 +19,9 @@ from weft.checkpoint.export import write_json
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.data.prepare import Progress
 from weft.job import InvalidJob, to_toml
-from weft.models import resolve_model
+from weft.models import FAMILIES, resolve_model
 from weft.models.huggingface import shapes, their_name, to_config
-from weft.train.generate import load_checkpoint
+from weft.train.inference import find_checkpoint, load_whole
 from weft.train.interchange import export_checkpoint, import_model
 
 MODEL: Overrides = [
@@ -53,10 +53,10 @@ def source(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
     weights = {
         their_name(name): torch.randn(shape) * 0.08 if len(shape) == 2 else torch.ones(shape)
-        for name, shape in shapes(config).items()
+        for name, shape in shapes(FAMILIES["llama"], config).items()
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    write_json(folder / "config.json", to_config(config, "float32"))
+    write_json(folder / "config.json", to_config(FAMILIES["llama"], config, "float32"))
     shutil.copy(store_path / "tokenizer.json", folder)
     return folder
 
@@ -144,6 +144,10 @@ def logits_of(model: nn.Module, tokens_BT: torch.Tensor) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
+def whole_model(folder: Path) -> nn.Module:
+    return load_whole(find_checkpoint(folder), torch.device("cpu")).eval()
+
+
 TOKENS_BT = torch.arange(48).view(2, 24) * 7 % 512
 
 
@@ -176,7 +180,7 @@ def test_peft_computes_the_same(
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     untuned = logits_of(plain, TOKENS_BT)
     theirs = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"), is_trainable=True).eval()
-    ours, _, _ = load_checkpoint(folder, torch.device("cpu"))
+    ours = whole_model(folder)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
 
     expected = logits_of(theirs, TOKENS_BT)
@@ -210,9 +214,9 @@ def test_a_quantised_base(source: Path, store_path: Path, tmp_path: Path) -> Non
     two = run(source, tmp_path / "two", store_path, "dp_shard2", 4, nf4)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     export_checkpoint(one, tmp_path / "merged", "float32", "5GB", silent)
-    ours, _, _ = load_checkpoint(one, torch.device("cpu"))
+    ours = whole_model(one)
     import_model(tmp_path / "merged", tmp_path / "again", silent)
-    merged, _, _ = load_checkpoint(tmp_path / "again", torch.device("cpu"))
+    merged = whole_model(tmp_path / "again")
     expected = logits_of(ours, TOKENS_BT)
     difference = (logits_of(merged, TOKENS_BT) - expected).abs().max()
     assert difference < 1e-5 * expected.abs().max()

@@ -214,14 +214,19 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | BlockMask | None
     ) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``; see `apply_rope` and `attend` for the others."""
-        q_BTHK = self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTGK = self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)
         q_BTHK = apply_rope(q_BTHK, cos_BTK, sin_BTK)
         k_BTGK = apply_rope(k_BTGK, cos_BTK, sin_BTK)
         out_BTHK = self.attend(q_BTHK, k_BTGK, v_BTGK, mask_B1TT)
         out_BTD: Tensor = self.o_proj(out_BTHK.flatten(-2))
         return out_BTD
+
+    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B, T, H, K]``, keys and values ``[B, T, G, K]``, before they are rotated."""
+        q_BTHK = self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTGK = self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        return q_BTHK, k_BTGK, v_BTGK
 
 
 class SwiGLU(nn.Module):

@@ -24,10 +24,11 @@ from weft.checkpoint.export import (
 )
 from weft.checkpoint.manifest import read_manifest
 from weft.job import InvalidJob, LoraSection, Problem
-from weft.models.huggingface import their_name
+from weft.models import load_family
+from weft.models.huggingface import counterpart
 from weft.parallel.quantize import pack, unpack
 from weft.plan.lora import scaling
-from weft.train.generate import Found, base_of
+from weft.train.inference import Found, base_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -55,7 +56,7 @@ def _merged(weights: Model, adapters: Model, lora: LoraSection, name: str) -> It
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a weight of Llama is one of a linear layer of a block."""
+    """Whether a weight is one of a linear layer of a block."""
     return name.startswith("layers.") and name.endswith("_proj.weight")
 
 
@@ -77,6 +78,7 @@ def export_adapter(found: Found, out: Path, dtype: torch.dtype) -> str:
         rule = "has no adapters: its run trains all weights, or has not trained yet"
         raise InvalidJob([Problem("--adapter", str(found.path), rule, "export without it")])
     adapters, lora = open_model(found.path), found.job.lora
+    their_name = counterpart(load_family(found.job.model.kind)).their_name
     names = {f"base_model.model.{their_name(name)}": name for name in adapters.shapes}
     config: dict[str, Any] = {
         "peft_type": "LORA",

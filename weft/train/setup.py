@@ -399,6 +399,9 @@ class Rank:
 
 def _meeting() -> dict[str, Any]:
     """Where the ranks meet, as arguments of init_process_group; empty: as torch does it."""
+    if not joined():
+        alone: Any = dist
+        return {"store": alone.HashStore(), "rank": 0, "world_size": 1}
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     if not port or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}  # the launcher has a store
