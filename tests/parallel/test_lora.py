@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.harness import run_ranks
 from tests.layouts import parse
+from tests.parallel.test_layouts import distance
 from tests.small import Overrides, gradients, loader_of, merged, plan_here, small_job, this_rank
 from weft.checkpoint.state import frozen_parameters, named_parameters, optimizer_state
 from weft.job import InvalidJob, read_job
@@ -55,7 +56,7 @@ def check(layout: str, store: Path, model: Overrides = MODEL, tolerance: float =
     ranks, overrides = parse(layout)
     one = reference(str(store), tuple(model))
     assert len(one["grads"]) == 4 * 7 * 2
-    found = run_ranks(adapter_gradients, ranks, model + overrides, str(store), timeout=120)
+    found = run_ranks(adapter_gradients, ranks, model + overrides, str(store), timeout=240)
     for many in merged(found):
         assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
         assert many["norm"] == pytest.approx(one["norm"], rel=tolerance)
@@ -110,7 +111,6 @@ def test_layouts(layout: str, store_path: Path) -> None:
             for layout in (
                 "dp_shard2 tp2 lora.quantize=int8",
                 "pp2 schedule=ZBVZeroBubble lora.quantize=nf4",
-                "tp4 lora.quantize=nf4",
             )
         ),
     ],
@@ -131,15 +131,17 @@ def test_compiled(layout: str, quantize: str, store_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bfloat16(store_path: Path) -> None:
-    """Frozen weights are kept in it; as far from float32 as rounding is."""
-    exact = reference(str(store_path), tuple(WIDE))
-    low = [*WIDE, ("precision.compute", "bfloat16")]
-    for layout in ("", "dp_shard2 tp2"):
-        ranks, overrides = parse(layout)
-        found = run_ranks(adapter_gradients, ranks, low + overrides, str(store_path))[0]
-        assert found["loss"] == pytest.approx(exact["loss"], rel=1e-3)
-        assert found["norm"] == pytest.approx(exact["norm"], rel=2e-2)
-        assert found["norm"] != exact["norm"]
+    """Frozen weights are kept in it; layouts differ from one process no more than that does from
+    float32."""
+    model = [*WIDE, ("lora.alpha", "1")]  # more of such random adapters, and logits are steep
+    low = [*model, ("precision.compute", "bfloat16")]
+    exact, one = reference(str(store_path), tuple(model)), reference(str(store_path), tuple(low))
+    ranks, overrides = parse("dp_shard2 tp2")
+    many = run_ranks(adapter_gradients, ranks, low + overrides, str(store_path))[0]
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-3)
+    rounding = distance(one["grads"], exact["grads"])
+    assert 1e-3 < rounding < 5e-2
+    assert distance(many["grads"], one["grads"]) < 1.5 * rounding
 
 
 # --------------------------------------------------------------------------- one process
@@ -311,9 +313,18 @@ def test_the_product_and_its_gradient() -> None:
 
 
 def test_memory() -> None:
-    """Less than 0.3 times bfloat16's, in memory and in the plan."""
-    weight = torch.randn(64, 512)
-    assert pack(weight, "nf4").nbytes < 0.3 * weight.bfloat16().nbytes
+    """A block in nf4 takes less than 0.3 times what it takes in bfloat16."""
+    family = load_family("llama")
+    size = {}
+    for quantize in ("none", "nf4", "int8"):
+        with torch.device("meta"):
+            model = family.build(PRESETS["8b"].model_copy(update={"num_layers": 1}))
+        section = small_job(("lora.rank", "16"), ("lora.quantize", quantize)).lora
+        lora.apply_lora(model, family.blocks(model), section, torch.bfloat16)
+        (block,) = family.blocks(model)
+        size[quantize] = sum(p.nbytes for p in block.parameters() if not p.requires_grad)
+    assert size["nf4"] < 0.3 * size["none"]
+    assert size["int8"] < 0.54 * size["none"]
 
 
 # --------------------------------------------------------------------------- what is told before
