@@ -74,5 +74,6 @@ def losses_on(
             # What follows a document is not predicted from it where documents are apart.
             predicted = of.tokens - (of.documents if job.data.packing == "documents" else 1)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + of.bytes
-        losses.append(Loss(source.name, nats / tokens, tokens, size))
+        name = source.name if len(text.sources) > 1 else job.data.path
+        losses.append(Loss(name, nats / tokens, tokens, size))
     return losses
