@@ -320,6 +320,9 @@ def parser() -> Parser:
     )
     sub.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (float32)")
     sub.add_argument("--max-shard", default="5GB", help="largest file (5GB)")
+    sub.add_argument(
+        "--adapter", action="store_true", help="of a LoRA run, only the adapters, as PEFT has them"
+    )
 
     sub = add("import", import_, "Make a run of a Hugging Face model, to train it further.")
     sub.add_argument(
@@ -823,7 +826,7 @@ def export(options: argparse.Namespace) -> int:
     console = quiet_console(sys.stdout)
     with showing(console) as show:
         paths = (options.checkpoint.resolve(), options.out.absolute())
-        said = export_checkpoint(*paths, options.dtype, options.max_shard, show)
+        said = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
     console.print(said, soft_wrap=True)
     return 0
 

@@ -224,16 +224,31 @@ class DataSection(Section):
         '{"web/" = 0.7, "code/" = 0.3}; on the command line web/=0.7,code/=0.3',
     )
     field: Text = key("text", "where a file has many documents: the field or column with the text")
+    format: Literal["text", "chat", "preferences"] = key(
+        "text",
+        "what data.path holds: text; chat: JSONL lines with messages, or with prompt and response; "
+        "preferences: lines with prompt, chosen and rejected, for train.objective dpo",
+    )
     tokenizer: Text = key("train", "path of a tokenizer.json; train: make one from the text")
+    chat_template: Text = key(
+        "auto",
+        "file that writes conversations as text, in Jinja; auto: chat_template.jinja, or what "
+        "tokenizer_config.json has, beside the tokenizer",
+    )
     vocab_size: Annotated[int, Field(ge=257, le=MOST)] = key(
         4096, "entries of the tokenizer that is trained from the text"
     )
     holdout: Annotated[float, Field(gt=0, lt=0.5)] = key(
         0.05, "share of the text held out for evaluation"
     )
-    packing: Literal["windows", "documents"] = key(
+    packing: Literal["windows", "documents", "best_fit"] = key(
         "windows",
-        "rows cut from the token stream; documents: attention and loss stay inside a document",
+        "of text: rows cut from the token stream; documents: attention and loss stay inside a "
+        "document; best_fit: so, too, and what fits into a row is not cut; of conversations: "
+        "always whole ones, by best fit",
+    )
+    too_long: Literal["error", "skip", "truncate"] = key(
+        "error", "for a conversation that is longer than a row: stop, leave it out, or cut its end"
     )
     invalid_utf8: Literal["error", "replace", "skip"] = key(
         "error",
@@ -241,6 +256,11 @@ class DataSection(Section):
         "leave it out",
     )
     cache: Text = key("auto", "folder for prepared text; auto: the user's cache folder")
+
+    @property
+    def keeps_documents(self) -> bool:
+        """Whether rows have several documents that do not see each other."""
+        return self.format != "text" or self.packing != "windows"
 
 
 class TrainSection(Section):
@@ -258,8 +278,32 @@ class TrainSection(Section):
         "add up gradients row by row in the order of the global batch: the same weights, bit for "
         "bit, on any number of ranks; slower, and each rank holds the whole model",
     )
+    objective: Text = key(
+        "next_token",
+        "what is minimised: next_token, dpo (of data.format preferences), or module:function of "
+        "your own",
+    )
+    dpo_beta: Annotated[float, Field(gt=0)] = key(
+        0.1, "dpo: what a reward is worth against leaving the initial model"
+    )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
     eval_sequences: Positive = key(64, "held-out sequences per evaluation")
+
+
+class LoraSection(Section):
+    """Adapters beside frozen matrices (LoRA, QLoRA); see docs/fine-tuning.md."""
+
+    rank: NonNegative = key(0, "width of the adapters; 0: all weights are trained")
+    alpha: Annotated[float, Field(gt=0)] = key(16.0, "adapters count alpha / rank")
+    rank_stabilized: bool = key(False, "they count alpha / sqrt(rank) (rsLoRA)")
+    targets: tuple[Text, ...] = key(
+        (), "linear layers that get one: q_proj, v_proj, ...; none named: all of the blocks"
+    )
+    quantize: Literal["none", "int8", "nf4"] = key(
+        "none",
+        "what the blocks' frozen matrices are kept in, 64 numbers to a scale (nf4: QLoRA); none: "
+        "in the dtype that they are computed in",
+    )
 
 
 class OptimSection(Section):
@@ -517,6 +561,7 @@ class Job(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     optim: OptimSection = OptimSection()
     parallel: ParallelSection = ParallelSection()
     pipeline: PipelineSection = PipelineSection()

@@ -112,6 +112,10 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
 
     Args, and errors of ``data.mixture`` too: see `prepare`.
     """
+    if section.format != "text":
+        from weft.data.conversations import prepare_conversations
+
+        return prepare_conversations(section, cache, progress)
     if not section.mixture:
         store = prepare(section, cache, progress)
         return Text(store.path, (Source(store.path.name, 1.0, store),))

@@ -19,7 +19,9 @@ from rich.console import Console
 
 import weft
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
+from weft.data.packing import packing_line
 from weft.data.prepare import prepare_text
+from weft.data.store import TEMPLATE_FILE
 from weft.data.text import Text, open_text
 from weft.job import InvalidJob, Job, Problem, difference, read_job, to_toml
 from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
@@ -75,7 +77,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     owned = owning(folder, training_in(folder), shared=plan.node_counts[-1] > 1)
     with owned, reporting(folder, job, plan, console):
         describe(plan, recipe, console, expected, doubt)
-        describe_mixture(text, job.train.steps * plan.tokens_per_step, console)
+        describe_text(job, plan, text, console)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, text, expected)
         home = home_of(job.checkpoint.dir, folder)
@@ -106,7 +108,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
-        show_end(folder, recipe, text, console)
+        show_end(folder, recipe, job, text, console)
     return 0
 
 
@@ -171,7 +173,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
             if rank == 0:
                 stack.enter_context(owning(folder, training_in(folder)))
                 describe(plan, recipe, console, expected, doubt)
-                describe_mixture(text, job.train.steps * plan.tokens_per_step, console)
+                describe_text(job, plan, text, console)
                 open_run(folder, job, base, recipe, text, expected)
             dist.barrier()
             watch(job, folder, ranks)
@@ -181,7 +183,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
                 newest = how_to_go_on(checkpoints(home_of(job.checkpoint.dir, folder)))
                 console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
-                show_end(folder, recipe, text, console)
+                show_end(folder, recipe, job, text, console)
             if not whole:
                 why = "stopped and saved; the same command goes on"
                 tell_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), why, why)
@@ -235,6 +237,9 @@ def open_run(
             replace_text(path, to_toml(job, recipe, base))
         tokenizer = (text.path / "tokenizer.json").read_text("utf-8")
         replace_text(folder / "tokenizer.json", tokenizer)
+        for source in text.sources:
+            if (template := source.store.path / TEMPLATE_FILE).is_file():
+                replace_text(folder / TEMPLATE_FILE, template.read_text("utf-8"))
         note(expected, folder)
     except OSError as error:
         raise unwritable(folder, error) from error
@@ -259,8 +264,10 @@ def describe(
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
     layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
+    some = plan.trained_params < plan.num_params
     console.print(
         f"weft {weft.__version__}  {Path(recipe).stem}: {scaled(plan.num_params)} parameters, "
+        f"{f'{scaled(plan.trained_params)} of them trained, ' if some else ''}"
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
         f"{f' on {counts[0]} to {counts[-1]} nodes' if len(counts) > 1 else ''}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, "
@@ -279,13 +286,19 @@ def describe(
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
-def describe_mixture(text: Text, tokens: int, console: Console) -> None:
-    """The sources of a mixture, and how often a run over so many ``tokens`` sees each."""
-    for source in text.sources if text.shares else ():
-        size = source.store.manifest.train.tokens
-        times = f"seen {source.share * tokens / size:.2g} times"
-        line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
-        console.print(line, soft_wrap=True)
+def describe_text(job: Job, plan: Plan, text: Text, console: Console) -> None:
+    """The sources of a mixture, how often the run sees each, and how what is packed fills rows."""
+    tokens = job.train.steps * plan.tokens_per_step
+    for source in text.sources:
+        manifest = source.store.manifest
+        if text.shares:
+            size = manifest.train.tokens
+            times = f"seen {source.share * tokens / size:.2g} times"
+            line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
+            console.print(line, soft_wrap=True)
+        if manifest.kind != "text" or job.data.packing == "best_fit":
+            line = packing_line(source.store, job.train.seq_len, job.data, job.train.seed)
+            console.print(f"{Path(manifest.source).name}: {line}", soft_wrap=True)
 
 
 def scaled(count: int) -> str:
@@ -296,7 +309,7 @@ def scaled(count: int) -> str:
     return str(count)
 
 
-def show_end(folder: Path, recipe: str, text: Text, console: Console) -> None:
+def show_end(folder: Path, recipe: str, job: Job, text: Text, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
     records = read_records(folder / "metrics.jsonl")
     if not records:
@@ -321,16 +334,19 @@ def show_end(folder: Path, recipe: str, text: Text, console: Console) -> None:
         if "expected_step_seconds" in last:
             beside += f" (expected {last['expected_step_seconds']:.3g})"
         beside += "\n"
+    losses, unigram = f"of {job.train.objective}", ""
+    if job.train.objective == "next_token":
+        losses = "in nats per token"
+        unigram = f"  unigram  {text.unigram_entropy_nats:.3f}   "
+        unigram += "what guessing by the tokens' frequencies alone would give\n"
     where = shown(folder)
     name = recipe if not recipe.endswith(".toml") else "demo"
     console.print(
         f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "
-        "losses in nats per token:\n"
+        f"losses {losses}:\n"
         f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records\n"
         f"{held_out_line}"
-        f"  unigram  {text.unigram_entropy_nats:.3f}   "
-        "what guessing by the tokens' frequencies alone would give\n"
-        f"{spent}{beside}"
+        f"{unigram}{spent}{beside}"
         f"the run lies in {where}\n"
         f"next:  weft generate {shlex.quote(where)} --prompt 'class '\n"
         f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"

@@ -332,13 +332,14 @@ class Llama(nn.Module):
 
 
 class Init(NamedTuple):
-    """How a parameter starts: all ones, or normal with ``std``, cut at three ``std``.
+    """How a parameter starts: all ones, all zeros, normal with ``std``, cut at three ``std``; or
+    (*fan_in*) uniform between plus and minus one over the root of its inputs, as `nn.Linear` does.
 
     ``residual``: it writes into the residual stream, twice per layer, so its standard
     deviation is divided by ``sqrt(2 * num_layers)`` to keep the sum's variance flat (GPT-2).
     """
 
-    kind: Literal["ones", "truncated_normal"]
+    kind: Literal["ones", "zeros", "truncated_normal", "fan_in"]
     std: float = 0.0
     residual: bool = False
 
@@ -401,7 +402,7 @@ class Split(NamedTuple):
     ``weight``: how the module's weight is cut over the ranks.  *column*: by outputs, *row*: by
     inputs, *heads*: by outputs, but never through a head, so that ranks share one where there
     are more ranks than heads; *vocabulary*: by rows of a table that is looked up in; *whole*:
-    every rank has it; *every head*: every rank has it, and uses it for its own heads.
+    every rank has it; *summed*: it has, and computes a part of its gradient.
 
     ``before``, ``after``: what happens to the module's input or output.  Outside of the matrix
     products each rank holds a slice of the sequence.  *gather* makes it whole, for products whose
@@ -409,7 +410,7 @@ class Split(NamedTuple):
     by row leave them, and slices the sum.
     """
 
-    weight: Literal["column", "row", "heads", "vocabulary", "whole", "every head"] | None = None
+    weight: Literal["column", "row", "heads", "vocabulary", "whole", "summed"] | None = None
     before: Literal["gather"] | None = None
     after: Literal["gather", "scatter"] | None = None
 

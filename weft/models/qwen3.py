@@ -80,7 +80,7 @@ class Qwen3(llama.Llama):
 
 SHARDING: dict[str, Split] = {
     **llama.SHARDING,
-    "layers.*.self_attn.[qk]_norm": Split("every head"),
+    "layers.*.self_attn.[qk]_norm": Split("summed"),
 }
 
 

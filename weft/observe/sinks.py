@@ -270,6 +270,7 @@ class Terminal:
         text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
         if record.mfu is not None:
             text += f"  MFU {record.mfu:.1%}"
+        text += "".join(f"  {name} {mean:.3f}" for name, mean in (record.metrics or {}).items())
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, text=text)
         else:
@@ -279,7 +280,10 @@ class Terminal:
             line += f"  lr {record.lr:.2e}  {duration(left)} left"
             self._console.print(line, highlight=False, soft_wrap=True)
         if record.eval_loss is not None:
-            line = f"step {record.step}: held-out loss {record.eval_loss:.4f} nats/token"
+            more = record.eval_metrics or {}
+            line = f"step {record.step}: held-out loss {record.eval_loss:.4f}"
+            line += "".join(f"  {name} {mean:.3f}" for name, mean in more.items())
+            line += "" if more else " nats/token"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def _cut_weight(
         height = whole.shape[0] // num_kv_heads
         head = rank * num_kv_heads // tp
         rows, grad, kind = slice(head * height, (head + 1) * height), Partial(), "whole"
-    elif kind == "every head" or (kind == "whole" and sequence_parallel):
+    elif kind == "summed" or (kind == "whole" and sequence_parallel):
         grad, kind = Partial(), "whole"
     placement: Placement = {"whole": Replicate(), "row": Shard(1)}.get(str(kind), Shard(0))
     local = whole.data

@@ -29,6 +29,7 @@ from weft.plan.layout import (
     find_degrees,
     fixed,
 )
+from weft.plan.lora import check_lora, check_stages, frozen_of, trained
 from weft.plan.memory import (
     USABLE,
     rank_bytes,
@@ -124,6 +125,7 @@ class Plan:
     reduce_dtype: Literal["float32", "bfloat16"]
     model: Any  # the family's frozen configuration
     num_params: int
+    trained_params: int  # of them and of adapters; frozen ones have neither gradient nor state
     flops_per_token: float  # forward and backward, without recomputation
     causal_flops_per_token: float  # of attention only what a causal mask leaves
     # Of one device, None where unknown; with float8 bfloat16's, too: see `weft.plan.devices`.
@@ -193,6 +195,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         problems += [] if found else _check_batch(job, degrees)
         raise InvalidJob(problems)
     family = load_family(job.model.kind)
+    lora = trained(job.lora, model, family, train.seq_len)
     if found:
         # Batch and stages depend on how many ranks are left for them; heads and sequence do not.
         raise InvalidJob([*problems, *check_layout(job, model, family, degrees)])
@@ -206,8 +209,10 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     float8 = job.precision.float8
     emulated = float8 != "none" and not has_float8(float8, machine.capability)
     problems += check_float8(job, model, family, degrees, compute, emulated)
+    problems += check_lora(job, model, family, degrees)
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
+    problems += _check_objective(job, degrees)
     problems += _check_profile(job)
     problems += _check_debug(job)
     batch_problems = _check_batch(job, degrees)
@@ -222,15 +227,16 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         per_param = state_bytes_per_param(
             degrees.shards,
             kept_gathered=reshard is False,
-            kept_gradients=_gradient_sync(job, reshard, family.num_params(model), degrees)
-            == "step",
+            kept_gradients=_gradient_sync(job, reshard, lora.params, degrees) == "step",
             compute_bytes=compute_bytes,
             states=job.optim.states,
+            frozen=frozen_of(job, model, family, lora, compute_bytes),
         )
         pipeline, microbatch, found = resolve_pipeline(
             job, model, family, degrees, local, per_param, compute_bytes
         )
         problems += found
+        problems += check_stages(job, pipeline)
     if problems:
         raise InvalidJob(problems)
 
@@ -255,15 +261,16 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         accumulation=num_microbatches(local, microbatch),
         pipeline=pipeline,
         reshard_after_forward=reshard,
-        gradient_sync=_gradient_sync(job, reshard, family.num_params(model), degrees),
+        gradient_sync=_gradient_sync(job, reshard, lora.params, degrees),
         tokens_per_step=train.global_batch * train.seq_len,
         compute_dtype=compute,
         reduce_dtype=job.precision.reduce,
         model=model,
-        num_params=family.num_params(model),
-        flops_per_token=family.flops_per_token(model, train.seq_len),
+        num_params=family.num_params(model) + lora.params * bool(job.lora.rank),
+        trained_params=lora.params,
+        flops_per_token=lora.flops_per_token,
         # On the mean a token sees half of its row.
-        causal_flops_per_token=family.flops_per_token(model, (train.seq_len + 1) // 2),
+        causal_flops_per_token=lora.causal_flops_per_token,
         peak_flops=peak,
         peak_dtype=None if peak is None else "bfloat16",
         float8=float8,
@@ -381,6 +388,7 @@ def _fit(
     local = max(1, job.train.global_batch // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
     units = family.units(model, job.train.seq_len)
+    lora = trained(job.lora, model, family, job.train.seq_len)
     if job.remat.kind == "full" and job.remat.every == 1:
         units = recomputed(units)
     needed = [
@@ -393,10 +401,10 @@ def _fit(
             per_param=state_bytes_per_param(
                 shard * degrees.cp,
                 kept_gathered=reshard is False,
-                kept_gradients=_gradient_sync(job, reshard, family.num_params(model), degrees)
-                == "step",
+                kept_gradients=_gradient_sync(job, reshard, lora.params, degrees) == "step",
                 compute_bytes=compute_bytes,
                 states=job.optim.states,
+                frozen=frozen_of(job, model, family, lora, compute_bytes),
             ),
             compute_bytes=compute_bytes,
         )
@@ -438,13 +446,15 @@ def _check_device(
 ) -> Iterator[Problem]:
     """What only some hardware can do."""
     key, order = "parallel.async_tp", PLACEMENTS[job.parallel.placement]
-    kind, packing = job.remat.kind, job.data.packing
+    kind, keeps = job.remat.kind, job.data.keeps_documents
     chooses = kind in ("selective", "budget") and not job.compile.enable
-    if machine.device == "cuda" and packing == "documents" and chooses:
+    if machine.device == "cuda" and keeps and chooses:
         # FlexAttention is not compiled where operators are chosen one by one.
         rule = "would compute all scores of attention within documents (data.packing)"
         remedy = "use compile.enable true, or remat.kind full"
-        yield Problem("remat.kind", kind, rule, remedy, ("data.packing", "compile.enable"))
+        yield Problem(
+            "remat.kind", kind, rule, remedy, ("data.packing", "data.format", "compile.enable")
+        )
     if job.parallel.symmetric_memory:
         name, other = "parallel.symmetric_memory", "parallel.hierarchical_gather"
         if not machine.peer_access:
@@ -507,6 +517,21 @@ def _check_optimizer(job: Job) -> Iterator[Problem]:
     if value == "8bit" and job.resilience.lighthouse != "none":
         rule = "is not possible in a replica group (resilience.lighthouse)"
         yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
+
+
+def _check_objective(job: Job, degrees: Degrees) -> Iterator[Problem]:
+    """What an objective needs of data and layout."""
+    key, objective = "train.objective", job.train.objective
+    preferences = job.data.format == "preferences"
+    if objective == "dpo" and not preferences:
+        rule, remedy = "learns from preferences", "use data.format preferences"
+        yield Problem(key, objective, rule, remedy, ("data.format",))
+    if objective == "next_token" and preferences:
+        rule = "would learn rejected answers, too"
+        yield Problem(key, objective, rule, "use dpo, or data.format chat", ("data.format",))
+    if objective != "next_token" and degrees.cp > 1:
+        rule = "looks at whole rows, which parallel.cp cuts over ranks"
+        yield Problem(key, objective, rule, "use parallel.cp 1", ("parallel.cp",))
 
 
 def _check_profile(job: Job) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """TWIN: a plan as `weft.plan.analytic` reckons it, thousands of times faster than a trace.
 
-Only for Llama and what is like it; Qwen3's norms of queries and keys are not reckoned.  It ranks
-what a search or an advice considers; what is told in the end is traced.
+Only for a Llama, or what is like it, that is trained whole (Qwen3's norms of queries and keys are
+not reckoned).  It ranks what a search or an advice considers; what is told in the end is traced.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Remat = Literal["none", "selective", "block", "full"]
 
 
 def sizes_of(plan: Plan) -> Sizes | None:
-    """Of the model; None if it is nothing like Llama."""
+    """Of the model; None if it is nothing like Llama, or not trained whole."""
     config = plan.model
-    if not isinstance(config, DecoderConfig):
+    if not isinstance(config, DecoderConfig) or plan.trained_params < plan.num_params:
         return None
     return Sizes(
         layers=config.num_layers,
@@ -49,7 +49,7 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
     whole = plan.gradient_sync == "step" and plan.accumulation > 1 and shards > 1
     remat, part = remat_of(job)
     tokens = plan.microbatch * job.train.seq_len // plan.cp
-    documents = job.data.packing == "documents"
+    documents = job.data.keeps_documents
     return Layout(
         seq_len=job.train.seq_len,
         microbatch=plan.microbatch,
@@ -72,7 +72,8 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
         gradient_bytes=4 if plan.reduce_dtype == "float32" else 2,
         state_bytes=8 + MOMENT_BYTES[job.optim.states],
         kept_bytes=4.0 if whole and zero == 3 else 0.0,
-        chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens,
+        chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens
+        and job.train.objective == "next_token",
         reserved=plan.device == "cuda",
     )
 

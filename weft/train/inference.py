@@ -15,11 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.store import load
+from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
+from weft.checkpoint.store import load, load_frozen
 from weft.job import InvalidJob, Job, Problem, Section, read_job, replace
 from weft.models import Family, load_family, resolve_model
 from weft.parallel.apply import build_parts
+from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.plan.resolve import Plan, resolve
 from weft.train.setup import Rank, allocate, detect_machine, home_of
@@ -114,10 +115,29 @@ def lay_out(
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
         rows = detect_machine(job.run.device).world_size or size
         changes["train"] = {"global_batch": rows, "microbatch": 1}
+    if base_of(found) is None:  # what was imported, or is whole, has no adapters
+        changes["lora"] = {"rank": 0}
     if problems:
         raise InvalidJob(problems)
     job = replace(job, **changes)
     return job, resolve(job, detect_machine(job.run.device))
+
+
+def base_of(found: Found) -> Path | None:
+    """The checkpoint that has a LoRA run's frozen weights; None if its own has all.
+
+    Raises:
+        InvalidJob: if there is none.
+    """
+    if not found.job.lora.rank or checkpoint_step(found.path) == 0:
+        return None
+    name = read_manifest(found.path).get("base", "")
+    base = found.path.with_name(name or "none")
+    if not name or not (base / "manifest.json").is_file():
+        rule = f"has adapters to {f'{name}, which is not there' if name else 'random weights'}"
+        remedy = "put it back" if name else "start from weights: weft import makes a run of them"
+        raise InvalidJob([Problem("checkpoint", str(found.path), rule, remedy)])
+    return base
 
 
 class LanguageModel:
@@ -155,6 +175,8 @@ def restore_parts(
     parts = build_parts(job, plan, mesh, family)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
+    if (base := base_of(found)) is not None:
+        load_frozen(base, parts)
     load(found.path, parts, optimizer=None)
     return parts, mesh, family
 
@@ -174,10 +196,14 @@ def restore_alone(found: Found, device: torch.device | None = None) -> LanguageM
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    family = load_family(found.job.model.kind)
+    family, base = load_family(found.job.model.kind), base_of(found)
     with torch.device("meta"):
         module = family.build(found.config)
+        if base is not None:
+            apply_lora(module, family.blocks(module), found.job.lora, torch.float32)
     module.to_empty(device=device)
+    if base is not None:
+        load_frozen(base, [module])
     load(found.path, [module], optimizer=None)
     if device.type == "cuda" and found.job.precision.compute != "float32":
         module.to(torch.bfloat16)

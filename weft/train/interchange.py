@@ -33,11 +33,13 @@ from weft.checkpoint.manifest import CheckpointError, checkpoint_path
 from weft.checkpoint.safetensors import NAMES, Entry, Malformed, parse_json
 from weft.checkpoint.storage import create, is_remote
 from weft.data.prepare import Progress, Report
+from weft.data.store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml
 from weft.models import FAMILIES, Family, load_family
 from weft.models.huggingface import counterpart, from_config, kind_of, shapes, shown, to_config
-from weft.train.inference import Found, find_checkpoint
+from weft.train.adapters import export_adapter, merging
+from weft.train.inference import Found, base_of, find_checkpoint
 from weft.train.setup import check_writable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,8 +71,12 @@ AS_SAFETENSORS = (
 # --------------------------------------------------------------------------- out
 
 
-def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report: Report) -> str:
+def export_checkpoint(
+    path: Path, out: Path, dtype: str, max_shard: str, report: Report, adapter: bool = False
+) -> str:
     """Write a checkpoint of any layout as a folder that transformers loads.
+
+    Adapters of a LoRA run are merged into the weights.
 
     Args:
         path: a run's folder, or one of its checkpoints.
@@ -78,6 +84,7 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report:
         dtype: one of `DTYPES`.
         max_shard: size of a file, such as 5GB.
         report: told how far it is.
+        adapter: write only the adapters, for PEFT.
 
     Returns:
         What was done, for people.
@@ -104,7 +111,15 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report:
             special = _special_tokens(found.run, problems)
         except InvalidJob as error:
             problems += error.problems
-    model = open_model(found.path) if found and not problems else None
+    if found and adapter:
+        problems += _check_out("out", out, 0)
+        if not problems:
+            return export_adapter(found, out, DTYPES[dtype])
+    model, read = None, None
+    if found and not problems:
+        base, model = base_of(found), open_model(found.path)
+        if base is not None:
+            model, read = merging(found, base)
     needed = 0
     if model and dtype in DTYPES:
         needed = sum(s.numel() for s in model.shapes.values()) * DTYPES[dtype].itemsize
@@ -128,6 +143,7 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report:
                 DTYPES[dtype],
                 most,
                 lambda done: report(Progress(message, done, needed)),
+                read,
             )
         except CannotHold as error:
             remedy = "use bfloat16 or float32, if the run is sound"
@@ -203,6 +219,8 @@ def _write_companions(
             _copy(found.run / SOURCE / name, folder / name)
         elif name in made:
             write_json(folder / name, made[name])
+    if (found.run / TEMPLATE_FILE).is_file():  # what it was tuned with
+        _copy(found.run / TEMPLATE_FILE, folder / TEMPLATE_FILE)
 
 
 def _copy(path: Path, to: Path) -> None:
