@@ -758,12 +758,12 @@ def evaluate(options: argparse.Namespace) -> int:
     """Print losses, or scores of tasks."""
     from dataclasses import asdict
 
-    from weft.launch.again import on_every_rank, text_to_evaluate
+    from weft.launch.again import on_every_rank, prepare_to_evaluate, text_to_evaluate
     from weft.observe.sinks import quiet_console
     from weft.train.evaluate import EVERY, losses_on
     from weft.train.generate import speech_of
     from weft.train.inference import find_checkpoint, lay_out, restore
-    from weft.train.setup import Rank
+    from weft.train.setup import Rank, joined
     from weft.train.tasks import read_task, score
 
     problems, tasks = list(options.problems), []
@@ -782,6 +782,8 @@ def evaluate(options: argparse.Namespace) -> int:
     given = {name for name, _ in options.overrides}
     own = not given & {"data.path", "data.mixture"}
     sequences = job.train.eval_sequences if "train.eval_sequences" in given else EVERY
+    if not tasks and plan.world_size > 1 and not joined():  # mistakes are told by one process
+        prepare_to_evaluate(found, job, own, quiet_console(sys.stderr))
 
     def run(rank: Rank) -> None:
         console = quiet_console(sys.stderr, quiet=rank.rank != 0)
@@ -800,8 +802,8 @@ def evaluate(options: argparse.Namespace) -> int:
                 continue
             print(name)
             for key, value in numbers.items():
-                shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
                 if isinstance(value, int | float):
+                    shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
                     print(f"  {key:<16}{shown}")
 
     return on_every_rank(plan, options.arguments, run)

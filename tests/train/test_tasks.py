@@ -204,4 +204,6 @@ def test_the_command(
     told = json.loads(capsys.readouterr().out)
     assert told["name"] == "continue_it"
     assert told["acc"] == ours(run, task_file)["acc"]
+    assert main(["evaluate", str(run), "--task", str(task_file)]) == 0
+    assert f"  acc             {told['acc']:.4f}\n" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from weft.train.inference import Found
 from weft.train.setup import Rank, connect, joined
 
 
-def text_to_evaluate(found: Found, job: Job, own: bool, console: Console, rank: Rank) -> Text:
-    """The text of a job, in the tokens that the model knows; the first rank prepares it.
+def prepare_to_evaluate(found: Found, job: Job, own: bool, console: Console) -> Path:
+    """The store of a job's text, in the tokens that the model knows, prepared now if need be.
 
     Args:
         own: whether it is the one that the run names, as the run tokenised it.
@@ -30,20 +31,23 @@ def text_to_evaluate(found: Found, job: Job, own: bool, console: Console, rank: 
     Raises:
         InvalidJob: if it cannot be read, or is not in the run's tokens any more.
     """
-    tokenizer = found.run / "tokenizer.json"
-    section = job.data
+    section, tokenizer = job.data, found.run / "tokenizer.json"
     if not own:
         section = section.model_copy(update={"tokenizer": str(tokenizer)})
+    with showing(console) as show:
+        text = prepare_text(section, cache_folder(section), show)
+    if (text.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
+        rule, remedy = "is in other tokens than the run's: it has changed", "give it by --data.path"
+        raise InvalidJob([Problem("data.path", section.path, rule, remedy)])
+    return text.path
+
+
+def text_to_evaluate(found: Found, job: Job, own: bool, console: Console, rank: Rank) -> Text:
+    """`prepare_to_evaluate` by the first rank, while the others wait, however long it takes."""
     told: list[Any] = [None]
     if rank.rank == 0:
         try:
-            with showing(console) as show:
-                text = prepare_text(section, cache_folder(job.data), show)
-            told = [str(text.path)]
-            if (text.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
-                rule = "is in other tokens than the run's: the text has changed"
-                remedy = "give --data.path, or --data.tokenizer of the run"
-                raise InvalidJob([Problem("data.path", section.path, rule, remedy)])
+            told = [str(prepare_to_evaluate(found, job, own, console))]
         except InvalidJob as error:
             told = [error.problems]
     if rank.world_size > 1:

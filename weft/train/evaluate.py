@@ -10,7 +10,7 @@ import numpy as np
 from weft.data.loader import evaluation_batches, samples_of
 from weft.data.store import Split, SplitName, Store
 from weft.data.text import Source, Text
-from weft.job import Job, replace
+from weft.job import Job, WeftError, replace
 from weft.plan.resolve import Plan
 from weft.train.inference import Found, restore_parts
 from weft.train.setup import Rank
@@ -57,6 +57,9 @@ def losses_on(
         sequences: at most that many of each source and split, evenly spread.  With fewer than all
             the loss is an estimate, and bits per byte with it.
         whole: the train split, too: of a text that the model was not trained on.
+
+    Raises:
+        WeftError: if it is not plain text.
     """
     parts, mesh, family = restore_parts(found, job, plan, rank)
     # Its sources come one after the other here.
@@ -66,6 +69,9 @@ def losses_on(
     losses = []
     for source in text.sources:
         nats, tokens, size = 0.0, 0, 0
+        kind = source.store.manifest.kind
+        if kind != "text":  # where only answers, or differences, are counted
+            raise WeftError(f"{source.name}: holds {kind}, of which there is no loss of all text")
         for split in splits:
             one = Text(text.path, (Source(source.name, 1.0, source.store),))
             samples = samples_of(one, split, job.train.seq_len, job.data, job.train.seed)
@@ -75,7 +81,8 @@ def losses_on(
             mean = engine.evaluate(batches)
             predicted, read = _predicted(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
-        losses.append(Loss(source.name, nats / tokens, tokens, size))
+        name = source.name if len(text.sources) > 1 else job.data.path
+        losses.append(Loss(name, nats / tokens, tokens, size))
     return losses
 
 
