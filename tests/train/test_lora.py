@@ -39,13 +39,6 @@ MODEL: Overrides = [
 ]
 
 
-def opened(folder: Path) -> nn.Module:
-    """The model, with its logits."""
-    model: Any = restore_alone(find_checkpoint(folder), torch.device("cpu")).module
-    model.headless = False
-    return model  # type: ignore[no-any-return]
-
-
 def silent(progress: Progress) -> None:
     pass
 

@@ -70,7 +70,7 @@ def losses_on(
     for source in text.sources:
         nats, tokens, size = 0.0, 0, 0
         kind = source.store.manifest.kind
-        if kind != "text":  # where only answers, or differences, are counted
+        if kind == "preferences":  # whose losses are of differences
             raise WeftError(f"{source.name}: holds {kind}, of which there is no loss of all text")
         for split in splits:
             one = Text(text.path, (Source(source.name, 1.0, source.store),))

@@ -143,23 +143,6 @@ def lay_out(
     return job, resolve(job, detect_machine(job.run.device))
 
 
-def base_of(found: Found) -> Path | None:
-    """The checkpoint that has a LoRA run's frozen weights; None if its own has all.
-
-    Raises:
-        InvalidJob: if there is none.
-    """
-    if not found.job.lora.rank or checkpoint_step(found.path) == 0:
-        return None
-    name = read_manifest(found.path).get("base", "")
-    base = found.path.with_name(name or "none")
-    if not name or not (base / "manifest.json").is_file():
-        rule = f"has adapters to {f'{name}, which is not there' if name else 'random weights'}"
-        remedy = "put it back" if name else "start from weights: weft import makes a run of them"
-        raise InvalidJob([Problem("checkpoint", str(found.path), rule, remedy)])
-    return base
-
-
 class LanguageModel:
     """Logits of a model that may be spread over ranks, all of which ask the same."""
 
