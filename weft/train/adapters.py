@@ -27,7 +27,7 @@ from weft.job import InvalidJob, LoraSection, Problem
 from weft.models import load_family
 from weft.models.huggingface import counterpart
 from weft.parallel.quantize import pack, unpack
-from weft.plan.lora import scaling
+from weft.plan.lora import matrices_of, scaling
 from weft.train.inference import Found, base_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -36,10 +36,16 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def merging(found: Found, base: Path) -> tuple[Model, Callable[[str], Iterator[Tensor]]]:
     """The base, and the rows of each of its weights with the adapter of that name in it."""
     weights, adapters = open_model(base), open_model(found.path)
-    return weights, partial(_merged, weights, adapters, found.job.lora)
+    quantized: set[str] = set()
+    if found.job.lora.quantize != "none":
+        linear = matrices_of(found.config, load_family(found.job.model.kind))
+        quantized = {f"{matrix.name}.weight" for matrix in linear}
+    return weights, partial(_merged, weights, adapters, found.job.lora, quantized)
 
 
-def _merged(weights: Model, adapters: Model, lora: LoraSection, name: str) -> Iterator[Tensor]:
+def _merged(
+    weights: Model, adapters: Model, lora: LoraSection, quantized: set[str], name: str
+) -> Iterator[Tensor]:
     module = name.removesuffix(".weight")
     a_name, b_name = (f"{module}.lora_{which}.weight" for which in "AB")
     adapted = a_name in adapters.shapes
@@ -47,17 +53,12 @@ def _merged(weights: Model, adapters: Model, lora: LoraSection, name: str) -> It
         a_RI, b_OR = (torch.cat([*read_weight(adapters, n)]) for n in (a_name, b_name))
     first = 0
     for rows in read_weight(weights, name):
-        if lora.quantize != "none" and is_quantized(name):
+        if name in quantized:
             rows = unpack(pack(rows, lora.quantize), torch.float32)
         if adapted:
             rows = rows.float() + scaling(lora) * (b_OR[first : first + len(rows)] @ a_RI)
         first += len(rows)
         yield rows
-
-
-def is_quantized(name: str) -> bool:
-    """Whether a weight is one of a linear layer of a block."""
-    return name.startswith("layers.") and name.endswith("_proj.weight")
 
 
 def export_adapter(found: Found, out: Path, dtype: torch.dtype) -> str:
