@@ -214,13 +214,14 @@ def _write_companions(
             "model_max_length": found.config.max_seq_len,
         },
     }
+    tuned = (found.run / TEMPLATE_FILE).is_file()
     for name in KEPT[1:]:
-        if (found.run / SOURCE / name).is_file():
+        if name == TEMPLATE_FILE and tuned:  # what it was tuned with
+            _copy(found.run / name, folder / name)
+        elif (found.run / SOURCE / name).is_file():
             _copy(found.run / SOURCE / name, folder / name)
         elif name in made:
             write_json(folder / name, made[name])
-    if (found.run / TEMPLATE_FILE).is_file():  # what it was tuned with
-        _copy(found.run / TEMPLATE_FILE, folder / TEMPLATE_FILE)
 
 
 def _copy(path: Path, to: Path) -> None:

@@ -1,0 +1,123 @@
+"""Somebody else's model, tuned here and used there: as a user would, by commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.small import losses
+from weft.data.tokenizer import train_tokenizer
+
+CAPITALS = {"France": "Paris", "Peru": "Lima", "Japan": "Tokyo", "Kenya": "Nairobi"}
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+
+def conversation(number: int, country: str) -> list[dict[str, str]]:
+    """A question in many wordings; the answer hangs on the country alone."""
+    return [
+        {"role": "user", "content": f"Question {number}: the capital of {country}?"},
+        {"role": "assistant", "content": CAPITALS[country]},
+    ]
+
+
+def questions() -> list[list[dict[str, str]]]:
+    return [conversation(n, country) for n in range(12) for country in CAPITALS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``theirs``: a tiny Llama as transformers saves it; ``chat.jsonl``: what it is to learn."""
+    pytest.importorskip("peft", reason="the library of adapters is not installed")
+    from tokenizers import AddedToken
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tuning")
+    chats = questions()
+    lines = [json.dumps({"messages": chat}) for chat in chats]
+    (folder / "chat.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
+
+    tokenizer = train_tokenizer((m["content"] for chat in chats for m in chat), 320)
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
+    )
+    wrapped.save_pretrained(folder / "theirs")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(wrapped),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        eos_token_id=wrapped.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # it stays as it is: with short rows no answer could ever be certain
+        model.lm_head.weight *= 4
+    model.save_pretrained(folder / "theirs")
+    return folder
+
+
+def weft(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "weft.cli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_a_model_of_transformers_learns_answers(folder: Path) -> None:
+    """Imported, tuned by LoRA over 2 x 2 ranks, exported, and asked by transformers and peft."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weft(folder, "import", "theirs", "run")
+    # fmt: off
+    weft(
+        folder, "train", "run/job.toml", "--data.format", "chat", "--data.path", "chat.jsonl",
+        "--data.cache", "cache", "--train.seq_len", "96", "--train.global_batch", "8",
+        "--train.steps", "120", "--lora.rank", "16", "--lora.alpha", "32", "--optim.lr", "0.01",
+        "--optim.warmup_steps", "10", "--optim.weight_decay", "0", "--run.workers", "4",
+        "--parallel.dp_shard", "2", "--parallel.tp", "2", "--observe.sinks", "",
+        "--observe.report", "false",
+    )
+    # fmt: on
+    found = losses(folder / "run")
+    assert found[-1] < 0.05 < 1 < found[0]
+    weft(folder, "export", "run", "adapter", "--adapter")
+    weft(folder, "export", "run", "merged")
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "theirs")
+    base = AutoModelForCausalLM.from_pretrained(folder / "theirs", dtype=torch.float32)
+    tuned: Any = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval()
+    for chat in questions():
+        asked = tokenizer.apply_chat_template(
+            chat[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            out = tuned.generate(**asked, max_new_tokens=12, do_sample=False)
+            logits_TV = tuned(out).logits[0]
+            assert (merged(out).logits[0] - logits_TV).abs().max() < 1e-4 * logits_TV.abs().max()
+        said = tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert said == chat[1]["content"]
+    # The same by weft, from the run itself.
+    prompt = tokenizer.apply_chat_template(
+        questions()[0][:1], add_generation_prompt=True, tokenize=False
+    )
+    options = ("--temperature", "0", "--max-tokens", "12", "--json")
+    answer = json.loads(weft(folder, "generate", "run", "--prompt", prompt, *options))
+    assert answer["text"] == "Paris"
