@@ -65,6 +65,7 @@ from torch.utils.data import DataLoader
 from weft.data.order import sample_index
 from weft.data.prepare import prepare
 from weft.data.store import open_store
+from weft.data.text import open_text
 from weft.job import Job, read_job
 from weft.models import load_family
 from weft.parallel.init import init_params
@@ -281,10 +282,10 @@ def weft(work: Work) -> None:
 
     loop.build, loop.reach = build_and_watch, reach_and_wait
     heartbeat.start(work.rank, None, LOG)
-    store = open_store(Path(work.folder.parent / "store").resolve())
+    text = open_text((work.folder.parent / "store").resolve())
     os.environ |= {"RANK": str(work.rank), "WORLD_SIZE": str(work.plan.world_size)}
     with connect(work.plan) as rank, (work.folder / "terminal.txt").open("w") as terminal:
-        loop.train(work.job, work.plan, store, rank, quiet_console(terminal))
+        loop.train(work.job, work.plan, text, rank, quiet_console(terminal))
 
 
 def accelerate(work: Work) -> None:

@@ -1,0 +1,331 @@
+"""LoRA on conversations, by weft and by transformers' Trainer with peft, in one interleaved run.
+
+    python benchmarks/tuning.py [--rounds 30] [--burst 3]
+
+Both tune the same small Llama of random weights on the same conversations: questions about
+Python's standard library, whose answers are its docstrings.  They have the same rows in the same
+order (whole conversations packed by best fit, each seeing only itself), the same initial adapters,
+float32, fused AdamW, clipping at 1.0, a constant learning rate, and one thread.  Each lives in a
+process of its own, and in every round each takes a burst of steps while the other stands still, so
+that a machine whose speed drifts slows both.  What counts is the ratio of the times of a round, its
+median and quartiles; and how far the losses of the same steps are apart, which rounding alone may
+make differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import random
+import socket
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from datetime import date
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SEQ_LEN, ROWS = 256, 4
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def write_conversations(path: Path) -> None:
+    """Of every function of the standard library that says in a few words what it does."""
+    lines = []
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and 20 < len(ast.get_docstring(node) or "") < 300:
+                question = f"What does {node.name} of {file.stem} do?"
+                answer = ast.get_docstring(node)
+                lines.append(json.dumps({"prompt": question, "response": answer}))
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def write_model(folder: Path, chat: Path) -> None:
+    """A Llama of random weights with a tokenizer and a chat template, as transformers saves it."""
+    from tokenizers import AddedToken
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from weft.data.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(chat.read_text("utf-8").splitlines(), 2000)
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
+    )
+    wrapped.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(wrapped),
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=SEQ_LEN,
+        initializer_range=0.05,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+class Turn:
+    """To be called before every step; it returns when it is this process's turn."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self.left, self.began = pipe, 0, (0.0, 0.0)
+
+    def __call__(self) -> None:
+        if self.left:
+            self.left -= 1
+            return
+        ended = time.perf_counter(), time.process_time()
+        self.pipe.send([b - a for a, b in zip(self.began, ended, strict=True)])
+        burst = self.pipe.recv()
+        if not burst:
+            self.pipe.send(None)
+            os._exit(0)
+        self.left = burst - 1
+        self.began = time.perf_counter(), time.process_time()
+
+
+def job_of(folder: Path, steps: int) -> Any:
+    from weft.train.setup import prepare_job
+
+    overrides = {
+        "data.format": "chat",
+        "data.path": folder / "chat.jsonl",
+        "data.cache": folder / "cache",
+        "train.seq_len": SEQ_LEN,
+        "train.global_batch": ROWS,
+        "train.steps": steps,
+        "lora.rank": 16,
+        "lora.alpha": 32,
+        "optim.lr": 1e-3,
+        "optim.warmup_steps": 0,
+        "optim.decay_fraction": 0,
+        "optim.weight_decay": 0,
+        "run.workers": 1,
+        "observe.log_interval": 1,
+        "observe.sinks": "",
+        "observe.report": "false",
+        "checkpoint.interval": 0,
+    }
+    given = [(key, str(value)) for key, value in overrides.items()]
+    return prepare_job(str(folder / "run" / "job.toml"), given)
+
+
+def weft(folder: Path, steps: int, turn: Turn) -> None:
+    from weft.data.prepare import prepare_text
+    from weft.job import to_toml
+    from weft.observe.sinks import quiet_console
+    from weft.resilience import heartbeat
+    from weft.train import loop
+    from weft.train.setup import connect
+
+    job, base, plan = job_of(folder, steps)
+    (folder / "run" / "job.toml").write_text(to_toml(job, "tuning", base), "utf-8")
+    text = prepare_text(job.data, folder / "cache")
+    build, reach = loop.build, loop.reach
+
+    def build_and_tell(*args: Any) -> Any:
+        torch.set_num_threads(1)  # as many as the other; weft has taken all cores
+        built = build(*args)
+        named = built.parts[0].named_parameters()
+        torch.save({n: p.detach().clone() for n, p in named if "lora_" in n}, folder / "new")
+        os.replace(folder / "new", folder / "initial.pt")
+        return built
+
+    def reach_and_wait(site: str, *args: Any, **kwargs: Any) -> None:
+        if site == "step":
+            turn()
+        reach(site, *args, **kwargs)
+
+    loop.build, loop.reach = build_and_tell, reach_and_wait
+    heartbeat.start(0, None, 10)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with connect(plan) as rank, (folder / "terminal.txt").open("w") as terminal:
+        loop.train(job, plan, text, rank, quiet_console(terminal))
+
+
+class Rows(torch.utils.data.Dataset):
+    """weft's rows, one by one in the order of their use."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        from weft.data.loader import Loader, samples_of
+        from weft.data.prepare import prepare_text
+
+        job, _, _ = job_of(folder, steps)
+        text = prepare_text(job.data, folder / "cache")
+        samples = samples_of(text, "train", SEQ_LEN, job.data, job.train.seed)
+        self._loader = Loader(samples, job.train.seed, 1, 0, 1, 1)
+        self._size = steps * ROWS
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, place: int) -> Any:
+        return self._loader.batch(place)[0]
+
+
+def trainer(folder: Path, steps: int, turn: Turn) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    while not (folder / "initial.pt").exists():
+        time.sleep(0.1)
+    base = AutoModelForCausalLM.from_pretrained(folder / "theirs", dtype=torch.float32)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(base, adapters)
+    initial = torch.load(folder / "initial.pt", weights_only=True)
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, param in params.items():
+            ours = name.removeprefix("base_model.model.model.").replace(".default", "")
+            param.copy_(initial.pop(ours))
+    assert not initial
+
+    class Told(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            turn()
+
+        def on_log(self, arguments: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+            (folder / "trainer.json").write_text(json.dumps(state.log_history))
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        tokens_BT, targets_BT, documents_BT, positions_BT = (
+            torch.cat([row[column] for row in rows]) for column in range(4)
+        )
+        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        seen_B1TT = (same_BTT & torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril())[:, None]
+        mask_B1TT = torch.zeros(seen_B1TT.shape).masked_fill(~seen_B1TT, -torch.inf)
+        return {
+            "input_ids": tokens_BT,
+            "position_ids": positions_BT,
+            "attention_mask": mask_B1TT,
+            "labels": targets_BT,
+            "shift_labels": targets_BT,
+        }
+
+    optimizer = torch.optim.AdamW(
+        params.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
+    )
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        train_sampling_strategy="sequential",
+    )
+    Trainer(
+        model,
+        arguments,
+        train_dataset=Rows(folder, steps),
+        data_collator=collate,
+        optimizers=(optimizer, None),
+        callbacks=[Told()],
+    ).train()
+
+
+def worker(name: str, folder: Path, steps: int, pipe: Connection) -> None:
+    log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        torch.set_num_threads(1)
+        {"weft": weft, "trainer": trainer}[name](folder, steps, Turn(pipe))
+        raise RuntimeError("ended before it was told to")
+    except BaseException:
+        logging.exception("worker failed")
+        os._exit(1)
+
+
+def quartiles(values: list[float]) -> str:
+    low, middle, high = np.percentile(values, [25, 50, 75])
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--burst", type=int, default=3, help="steps at a time")
+    options = parser.parse_args()
+    steps = options.burst * (options.rounds + 3)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_conversations(folder / "chat.jsonl")
+        write_model(folder / "theirs", folder / "chat.jsonl")
+        from weft.train.interchange import import_model
+
+        import_model(folder / "theirs", folder / "run", lambda progress: None)
+        context = multiprocessing.get_context("spawn")
+        pipes: dict[str, Connection] = {}
+        for who in ("weft", "trainer"):
+            pipes[who], theirs = context.Pipe()
+            context.Process(target=worker, args=(who, folder, steps, theirs), daemon=True).start()
+            theirs.close()
+
+        def answer(who: str) -> Any:
+            try:
+                return pipes[who].recv()
+            except EOFError:
+                print((folder / f"{who}.log").read_text()[-4000:], file=sys.stderr)
+                sys.exit(f"{who}: a process ended")
+
+        for who in pipes:
+            answer(who)
+        ratios = []
+        for number in range(options.rounds + 2):
+            times = {}
+            for who in random.sample(sorted(pipes), 2):
+                pipes[who].send(options.burst)
+                times[who] = answer(who)
+            if number >= 2:  # the first bursts allocate
+                ratios.append([a / b for a, b in zip(times["weft"], times["trainer"], strict=True)])
+        for who in pipes:
+            pipes[who].send(0)
+            answer(who)
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        ours = {r["step"]: r["loss"] for r in map(json.loads, lines)}
+        history = json.loads((folder / "trainer.json").read_text())
+        theirs = {r["step"]: r["loss"] for r in history if "loss" in r}
+    both = sorted(ours.keys() & theirs.keys())
+    apart = [abs(ours[step] - theirs[step]) for step in both]
+    known = {name: version(name) for name in ("torch", "transformers", "peft")}
+    known["Python"] = platform.python_version()
+    print(date.today(), *(f"{name} {number}" for name, number in known.items()), sep=", ")
+    print(f"losses of {len(both)} steps, {ours[both[0]]:.4f} to {ours[both[-1]]:.4f}: apart by")
+    print(f"  {statistics.mean(apart):.1e} in the mean, {max(apart):.1e} at most")
+    print(f"weft's time over the Trainer's:      {quartiles([time for time, _ in ratios])}")
+    print(f"weft's processor time over its:      {quartiles([cpu for _, cpu in ratios])}")
+
+
+if __name__ == "__main__":
+    main()
