@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.job import InvalidJob, Problem, Section, check_section, suggest
-from weft.models import llama
+from weft.models import llama, moe
 
 __all__ = ["FAMILIES", "Family", "load_family", "resolve_model"]
 
@@ -45,6 +45,10 @@ class Family:
     keep: Callable[[Any, range], None] | None = None
     # For a loss without whole logits; without it they are whole.
     without_head: Callable[[Any], Callable[[], Tensor]] | None = None
+    # Of a mixture of experts: a model's routed layers (`weft.models.moe.MoE`), and of the
+    # parameters those that a token has to do with.
+    routed: Callable[[nn.Module], list[Any]] | None = None
+    num_active_params: Callable[[Any], int] | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -63,6 +67,24 @@ FAMILIES: dict[str, Family] = {
         units=llama.units,
         keep=llama.keep,
         without_head=llama.without_head,
+    ),
+    "moe": Family(
+        config=moe.MoeConfig,
+        presets=moe.PRESETS,
+        build=moe.Moe,
+        check=moe.check,
+        blocks=llama.blocks,
+        init_of=moe.init_of,
+        decays=llama.decays,
+        num_params=moe.num_params,
+        flops_per_token=moe.flops_per_token,
+        sharding=moe.SHARDING,
+        split_sizes=moe.SPLIT_SIZES,
+        units=moe.units,
+        keep=llama.keep,
+        without_head=llama.without_head,
+        routed=moe.routed,
+        num_active_params=moe.num_active_params,
     ),
 }
 

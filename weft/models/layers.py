@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
@@ -201,10 +202,21 @@ class Attention(nn.Module):
 
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor]
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        """``qk_norm_eps``: of the norms of each head's queries and keys; None: there are none."""
         super().__init__()
         self.head_dim = head_dim
         self.attend = attend
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (RMSNorm(head_dim, qk_norm_eps) for _ in "qk")
         self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
@@ -217,6 +229,8 @@ class Attention(nn.Module):
         q_BTHK = self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTGK = self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         q_BTHK = apply_rope(q_BTHK, cos_BTK, sin_BTK)
         k_BTGK = apply_rope(k_BTGK, cos_BTK, sin_BTK)
         out_BTHK = self.attend(q_BTHK, k_BTGK, v_BTGK, mask_B1TT)
@@ -238,3 +252,38 @@ class SwiGLU(nn.Module):
         hidden_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
         out_BTD: Tensor = self.down_proj(hidden_BTF)
         return out_BTD
+
+
+def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    """A linear layer for each group of consecutive rows.
+
+    One kernel in bfloat16, where widths allow its loads of 16 bytes; else a product for each group,
+    for which the host waits for the sizes.
+
+    Args:
+        counts_E: int64, the rows of each group, R together.
+
+    Returns:
+        ``[R, F]`` in the dtype of ``x_RD``.
+    """
+    widths = weight_EFD.shape[1:]
+    if x_RD.dtype == torch.bfloat16 and len(x_RD) and all(width % 8 == 0 for width in widths):
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        out_RF: Tensor = F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=ends_E)
+        return out_RF
+    groups = x_RD.split(sizes_of(counts_E, len(x_RD)))
+    return torch.cat(
+        [F.linear(rows_RD, matrix) for rows_RD, matrix in zip(groups, weight_EFD, strict=True)]
+    )
+
+
+def sizes_of(counts_E: Tensor, total: int) -> list[int]:
+    """The values of ``counts_E``; in a traced program, which has none, equal shares of ``total``.
+
+    So what is planned for a mixture of experts is planned for perfect balance.
+    """
+    if not isinstance(counts_E, FakeTensor):
+        sizes: list[int] = counts_E.tolist()
+        return sizes
+    share, more = divmod(total, len(counts_E))
+    return [share + (i < more) for i in range(len(counts_E))]
