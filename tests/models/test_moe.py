@@ -1,4 +1,4 @@
-"""The mixture of experts on one process: against a loop over tokens and experts, and transformers."""
+"""The mixture of experts on one process, against a loop over tokens and against transformers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weft.models.moe import (
     INIT,
     PRESETS,
     SHARDING,
-    Moe,
     MoE,
+    Moe,
     MoeConfig,
     flops_per_token,
     init_of,
@@ -111,7 +111,8 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
     before, weights = layer.router(x_ND)
     layer.router.expert_bias += 3.0  # of all: nothing changes
     again, same = layer.router(x_ND)
-    assert torch.equal(before, again) and torch.equal(weights, same)
+    assert torch.equal(before, again)
+    assert torch.equal(weights, same)
     layer.router.expert_bias[4] += 1.0  # no probability is as large
     chosen, weights = layer.router(x_ND)
     assert (chosen == 4).any(1).all()
@@ -236,8 +237,8 @@ def test_published_sizes() -> None:
     # part in that.
     v3 = PRESETS["v3-like"]
     assert (
-        58 * 257 * 3 * 7168 * 2048
-        == sum(unit.expert_params for unit in units(v3, 1)) + 58 * 3 * 7168 * 2048
+        sum(unit.expert_params for unit in units(v3, 1)) + 58 * 3 * 7168 * 2048
+        == 58 * 257 * 3 * 7168 * 2048
     )
 
 

@@ -271,7 +271,7 @@ def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
         ends_E = counts_E.cumsum(0).to(torch.int32)
         out_RF: Tensor = F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=ends_E)
         return out_RF
-    groups = x_RD.split(sizes_of(counts_E, len(x_RD)))
+    groups = torch.split(x_RD, sizes_of(counts_E, len(x_RD)))
     return torch.cat(
         [F.linear(rows_RD, matrix) for rows_RD, matrix in zip(groups, weight_EFD, strict=True)]
     )

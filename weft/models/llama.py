@@ -385,8 +385,8 @@ class Split(NamedTuple):
     ``weight``: how the module's weight is cut over the ranks.  *column*: by outputs, *row*: by
     inputs, *heads*: by outputs, but never through a head, so that ranks share one where there
     are more ranks than heads; *vocabulary*: by rows of a table that is looked up in; *whole*:
-    every rank has it.  *shared*: every rank has it, too, and goes on from it with a slice of its own:
-    what comes back is a part of the gradient.
+    every rank has it.  *shared*: every rank has it, too, and goes on from it with a slice of its
+    own, so that what comes back is a part of the gradient.
 
     ``before``, ``after``: what happens to the module's input or output.  Outside of the matrix
     products each rank holds a slice of the sequence.  *gather* makes it whole, for products whose

@@ -293,7 +293,8 @@ class Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         (place_R,) = ctx.saved_tensors
-        return grad_RD[place_R].unflatten(0, (-1, ctx.active)).sum(1), None, None
+        grad_RD = grad_RD[place_R]
+        return grad_RD.view(-1, ctx.active, grad_RD.shape[1]).sum(1), None, None
 
 
 class Block(nn.Module):
@@ -429,7 +430,7 @@ def units(config: MoeConfig, seq_len: int) -> list[Unit]:
         + 8 * config.shared_experts * config.expert_dim,
         expert_params=experts,
     )
-    first, last = llama.ends(config)
+    first, last = llama.ends(config)  # type: ignore[arg-type]
     layers = [dense if i < config.dense_layers else routed for i in range(config.num_layers)]
     return [first, *(unit._replace(name=f"layers.{i}") for i, unit in enumerate(layers)), last]
 

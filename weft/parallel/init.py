@@ -43,8 +43,8 @@ def init_params(
     """Fill every parameter in place, each rank only its own shard.
 
     Args:
-        params: (name in the whole model, parameter), materialised; Tensors or DTensors, sharded
-            evenly or not.
+        params: (name in the whole model, parameter or buffer that is state), materialised;
+            Tensors or DTensors, sharded evenly or not.
         seed: of the run.
         init_of: how the parameter of that name starts.
     """
@@ -53,6 +53,8 @@ def init_params(
         local = param.to_local() if isinstance(param, DTensor) else param
         if init.kind == "ones":
             local.fill_(1.0)
+        elif init.kind == "zeros":
+            local.zero_()
         else:
             stream = _mix_int((seed << 32) ^ zlib.crc32(name.encode()))
             _fill_normal(local, shard_offsets(param), param.shape, stream, init.std)

@@ -110,6 +110,7 @@ class Plan:
     dp_shard: int
     cp: int
     tp: int
+    ep: int  # of the ranks of dp_shard and cp
     placement: str  # a name of `PLACEMENTS`
     threads: int  # per rank, for CPU operators
     local_batch: int  # sequences of one rank
@@ -124,6 +125,7 @@ class Plan:
     reduce_dtype: Literal["float32", "bfloat16"]
     model: Any  # the family's frozen configuration
     num_params: int
+    num_active_params: int  # that a token has to do with: of a mixture of experts not all
     flops_per_token: float  # forward and backward, without recomputation
     causal_flops_per_token: float  # of attention only what a causal mask leaves
     # Of one device, None where unknown; with float8 bfloat16's, too: see `weft.plan.devices`.
@@ -208,6 +210,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
+    problems += _check_experts(job, family)
     problems += _check_profile(job)
     problems += _check_debug(job)
     batch_problems = _check_batch(job, degrees)
@@ -231,6 +234,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
             job, model, family, degrees, local, per_param, compute_bytes
         )
         problems += found
+        problems += _check_filled(job, family, local, microbatch)
     if problems:
         raise InvalidJob(problems)
 
@@ -246,6 +250,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         dp_shard=degrees.dp_shard,
         cp=degrees.cp,
         tp=degrees.tp,
+        ep=degrees.ep,
         placement=parallel.placement,
         # How many threads share a matrix product can change its last bit.
         threads=1 if train.canonical else max(1, machine.devices // local_world),
@@ -261,6 +266,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         reduce_dtype=job.precision.reduce,
         model=model,
         num_params=family.num_params(model),
+        num_active_params=(family.num_active_params or family.num_params)(model),
         flops_per_token=family.flops_per_token(model, train.seq_len),
         # On the mean a token sees half of its row.
         causal_flops_per_token=family.flops_per_token(model, (train.seq_len + 1) // 2),
@@ -275,7 +281,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         and not parallel.cpu_offload,
         float8_emulated=emulated,
         warnings=(
-            *placement_warnings(asdict(degrees), local_world, PLACEMENTS[parallel.placement]),
+            *placement_warnings(degrees.sizes, local_world, PLACEMENTS[parallel.placement]),
             *float8_warnings(job, machine.device, degrees.pp, emulated),
             *remat_warnings(job, degrees.pp),
         ),
@@ -457,7 +463,7 @@ def _check_device(
     if not machine.peer_access:
         rule = "needs GPUs that reach each other's memory (SymmetricMemory over NVLink)"
         yield Problem(key, True, rule, "use parallel.async_tp false here", ("run.device",))
-    elif crosses_nodes("tp", asdict(degrees), local_world, order):
+    elif crosses_nodes("tp", degrees.sizes, local_world, order):
         rule = f"works inside a node, and tp = {degrees.tp} crosses nodes of {local_world} ranks"
         yield Problem(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
 
@@ -507,6 +513,29 @@ def _check_optimizer(job: Job) -> Iterator[Problem]:
     if value == "8bit" and job.resilience.lighthouse != "none":
         rule = "is not possible in a replica group (resilience.lighthouse)"
         yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
+
+
+def _check_experts(job: Job, family: Family) -> Iterator[Problem]:
+    """What experts cannot have."""
+    if family.routed is None:
+        return
+    if job.optim.kind == "muon":
+        rule = "is for matrices, and experts are stacks of them"
+        yield Problem("optim.kind", "muon", rule, "use adamw", ("model.kind",))
+    if (recipe := job.precision.float8) != "none":
+        rule = "is not for a mixture of experts: grouped products, most of its work, would stay"
+        rule += " in bfloat16"
+        yield Problem("precision.float8", recipe, rule, "use none", ("model.kind",))
+
+
+def _check_filled(job: Job, family: Family, local: int, microbatch: int) -> Iterator[Problem]:
+    """A pipeline's microbatches all have as many rows: the last is filled up with copies, which
+    would count in the experts' loads."""
+    if family.routed is not None and local % microbatch:
+        rule = f"does not divide the {local} sequences of each rank of a pipeline with experts"
+        remedy = f"use {either(divisors(local))}"
+        depends = ("train.global_batch", *DEGREE_KEYS)
+        yield Problem("train.microbatch", microbatch, rule, remedy, depends)
 
 
 def _check_profile(job: Job) -> Iterator[Problem]:

@@ -162,6 +162,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
             share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
         losses = [share] if engine.by_source is None else [share, engine.by_source]
+        losses += engine.balance.total()
         groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
         with span("gradient norm"):
             norms = grad_norm(params, stages)
@@ -246,6 +247,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 recording = logging or evaluating or saving or keeping
                 norms = [layers()] if layers and recording else []
+                worst = engine.balance.worst(stages) if recording else []
                 statistics.gradients(step)
                 lr = learning_rate(step, steps, job.optim, decay)
                 if anomaly is None or anomaly.action != "skip":
@@ -253,7 +255,9 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                         clip(params, trial.norm, job.optim.max_grad_norm)
                     set_learning_rate(optimizer, lr)
                     with span("optimizer"):
-                        step_unless(optimizer, ~trial.told.isfinite().all())
+                        bad = ~trial.told.isfinite().all()
+                        step_unless(optimizer, bad)
+                        engine.balance.step(bad)
                     sources.add(engine.by_source)
                 drop_gradients()
                 statistics.parameters(step)
@@ -273,7 +277,9 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 reach("record")
                 probe = Probe(rank.device) if rank.device.type == "cuda" else None
                 with clock.waiting_for_device():
-                    loss, norm, *more = watch.check(trial.told, *norms, *sources.since())
+                    told = watch.check(trial.told, *worst, *norms, *sources.since())
+                    loss, norm, *more = told
+                    expert_load = more.pop(0) if worst else None
                 reach("tell")
                 times, eval_loss, eval_losses = clock.read(), None, None
                 named = layers.names if layers else []
@@ -318,6 +324,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                     expected_memory_gib=expected.get("memory_gib"),
                     expected_step_seconds=expected.get("step_seconds"),
                     ranks=spreads(table),
+                    expert_load=expert_load,
                     grad_norms=dict(zip(named, more, strict=False)) or None,
                     source_losses=sources.named(more[len(named) :]),
                     source_eval_losses=eval_losses,

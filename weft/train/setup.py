@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from weft.checkpoint.manifest import (
     checkpoints,
     read_manifest,
 )
-from weft.checkpoint.state import named_parameters
+from weft.checkpoint.state import named_buffers, named_parameters
 from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import Saver, load, load_local, set_aside
 from weft.data.loader import check_length
@@ -486,7 +487,9 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
     init_params(
-        named_parameters(parts), job.train.seed, lambda name: family.init_of(name, plan.model)
+        chain(named_parameters(parts), named_buffers(parts)),
+        job.train.seed,
+        lambda name: family.init_of(name, plan.model),
     )
     optimizer = build_optimizer(
         named_parameters(parts),

@@ -16,6 +16,7 @@ from weft.data.text import Text
 from weft.job import Job
 from weft.models import Family
 from weft.observe.spans import action, span
+from weft.optim.balance import Balance
 from weft.parallel.context import cut
 from weft.parallel.float8 import Gathers
 from weft.parallel.mesh import Mesh
@@ -93,6 +94,8 @@ class Engine:
             self.by_source = torch.zeros(len(job.data.mixture), 2, device=device)
         self._sources: list[Tensor] = []  # of each microbatch, of each row
         self._microbatch = 0  # whose forward pass ran last
+        rate = getattr(plan.model, "balance_rate", 0.0)
+        self.balance = Balance(parts, family.routed, rate, mesh, device)
 
     def forward_backward(
         self,
@@ -114,6 +117,7 @@ class Engine:
         batches = self._begin(batches)
         if self.by_source is not None:
             self.by_source.zero_()
+        self.balance.begin()
         count = _sum([valid_tokens(batch.targets_BT) for batch in batches])
         count = self.mesh.sum_over_tokens(count)
         over_groups([count])
