@@ -11,7 +11,9 @@ import torch
 
 from tests.harness import run_ranks
 from tests.layouts import parse
-from tests.small import Overrides, gradients, merged
+from tests.small import Overrides, gradients, losses, merged, newest_state, records, train_rank
+from weft.job import InvalidJob, read_job
+from weft.plan.resolve import Machine, resolve
 
 TOLERANCE = 1e-5
 
@@ -51,24 +53,21 @@ def check(layout: str, store: Path, model: Overrides = MODEL) -> None:
 
 
 WHOLE = ["dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2"]
-SPREAD = [
-    "dp_shard2 ep=2",
-    "dp_shard4 ep=2",
+SPREAD = ["dp_shard2 ep=2", "dp_shard4 ep=2", "dp_shard2 ep=2 remat.kind=selective"]
+MORE = [
     "dp_shard4 ep=4",
     "cp2 ep=2",
+    "dp_shard2 cp2 ep=4",
     "dp_shard2 dp_replicate2 ep=2",
     "dp_shard2 tp2 ep=2",
     "dp_shard2 pp2 ep=2",
-]
-DETAILS = [
+    "dp_shard2 pp2 ep=2 gradient_sync=microbatch",
+    "dp_shard2 pp2 ep=2 schedule=ZBVZeroBubble",
     "dp_shard2 ep=2 remat.kind=full",
-    "dp_shard2 ep=2 remat.kind=selective",
     "dp_shard2 ep=2 remat.kind=budget remat.offload=true",
     "dp_shard2 ep=2 gradient_sync=step reshard_after_forward=never",
-    "dp_shard2 pp2 ep=2 gradient_sync=microbatch",
     "dp_shard2 ep=2 persist_below=1000000 prefetch=2",
     "dp_shard2 ep=2 cpu_offload=true",
-    "dp_shard2 cp2 ep=4",
     "tp2 sequence_parallel=false",
     "tp4",
     "dp_shard3 ep=3 model.num_experts=6 train.global_batch=9",
@@ -86,7 +85,102 @@ def test_expert_parallel(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
 
-@pytest.mark.parametrize("layout", DETAILS)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MORE)
 def test_expert_parallel_with_everything_else(layout: str, store_path: Path) -> None:
     changed = [word.split("=") for word in layout.split() if "model." in word or "train." in word]
     check(layout, store_path, [*MODEL, *((name, value) for name, value in changed)])
+
+
+# --------------------------------------------------------------------------- training
+
+
+def run(folder: Path, layout: str, steps: int, store: Path, *more: tuple[str, str]) -> None:
+    ranks, overrides = parse(layout)
+    here = [("run.dir", str(folder)), ("train.steps", str(steps)), ("optim.decay_fraction", "0")]
+    run_ranks(train_rank, ranks, [*MODEL, *overrides, *here, *more], str(store), timeout=180)
+
+
+def biases(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in newest_state(folder).items() if k.endswith("expert_bias")}
+
+
+RATE = ("model.balance_rate", "0.01")
+
+
+def test_the_bias_is_state_that_every_layout_loads(store_path: Path, tmp_path: Path) -> None:
+    """Six steps of one process; and three with ``ep``, saved, and three more without."""
+    run(tmp_path / "one", "dp_shard1", 6, store_path, RATE)
+    run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, RATE)
+    saved = biases(tmp_path / "two")
+    # Three moves of an expert that is never at the mean: an odd number of rates.
+    assert saved.keys() == {f"model.layers.{i}.mlp.router.expert_bias" for i in (1, 2, 3)}
+    for bias in saved.values():
+        moves = bias / 0.01
+        torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-4)
+        assert bias.abs().max() > 0
+    run(tmp_path / "two", "dp_shard2 tp2", 6, store_path, RATE)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    wanted = biases(tmp_path / "one")
+    for name, bias in biases(tmp_path / "two").items():
+        torch.testing.assert_close(bias, wanted[name], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_resumed_to_the_bit(store_path: Path, tmp_path: Path) -> None:
+    layout = "dp_shard2 ep=2 resilience.replica_check=1"
+    run(tmp_path / "once", layout, 4, store_path)
+    run(tmp_path / "twice", layout, 2, store_path)
+    run(tmp_path / "twice", layout, 4, store_path)
+    once, twice = newest_state(tmp_path / "once"), newest_state(tmp_path / "twice")
+    assert once.keys() == twice.keys()
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+@pytest.mark.slow
+def test_canonical_order(store_path: Path, tmp_path: Path) -> None:
+    """The same weights and biases, bit for bit, on one rank and on two."""
+    canonical = ("train.canonical", "true")
+    for ranks in (1, 2):
+        run(tmp_path / str(ranks), f"dp_shard{ranks}", 3, store_path, canonical, RATE)
+    one, two = newest_state(tmp_path / "1"), newest_state(tmp_path / "2")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_balanced_experts(store_path: Path, tmp_path: Path) -> None:
+    """A router that is pushed towards one expert is brought back, and the record tells."""
+    run(tmp_path, "dp_shard1", 20, store_path, ("model.balance_rate", "0.02"))
+    loads = [record["expert_load"] for record in records(tmp_path)]
+    assert all(load >= 1 for load in loads)
+    run(tmp_path / "free", "dp_shard1", 20, store_path, ("model.balance_rate", "0"))
+    free = [record["expert_load"] for record in records(tmp_path / "free")]
+    assert loads[-1] < free[-1]
+    assert not any(bias.any() for bias in biases(tmp_path / "free").values())
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def test_what_experts_cannot_have_is_told() -> None:
+    job, _, found = read_job(
+        "demo",
+        [
+            ("model.kind", "moe"),
+            ("model.preset", "toy-moe"),
+            ("parallel.ep", "3"),
+            ("parallel.dp_shard", "4"),
+            ("optim.kind", "muon"),
+            ("precision.float8", "rowwise"),
+            ("train.canonical", "true"),
+        ],
+    )
+    assert not found
+    with pytest.raises(InvalidJob) as error:
+        resolve(job, Machine("cpu", devices=2, world_size=4))
+    told = {problem.key: str(problem) for problem in error.value.problems}
+    assert "use 1, 2 or 4" in told["parallel.ep"] or "canonical" in told["parallel.ep"]
+    assert {"optim.kind", "precision.float8"} <= told.keys()
+
+    job, _, _ = read_job("demo", [("parallel.ep", "2")])
+    with pytest.raises(InvalidJob, match="the family llama has no experts"):
+        resolve(job, Machine("cpu", devices=2, world_size=2))

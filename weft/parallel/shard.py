@@ -56,7 +56,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.job import ParallelSection
-from weft.parallel.private import all_gather, resharding_over, split_axis, use_symmetric_memory
+from weft.parallel.private import (
+    all_gather,
+    gather_with,
+    resharding_over,
+    split_axis,
+    use_symmetric_memory,
+)
 
 # --------------------------------------------------------------------------- sharding
 
@@ -137,13 +143,14 @@ def shard(
         # Over some of the ranks FSDP reshards by rows alone.
         anyhow = isinstance(reshard_blocks, bool)
         options["shard_placement_fn"] = _evenly(shard_mesh.size()) if anyhow and experts else None
-        for module in apart:
-            assert expert_mesh is not None
-            mine = options | {"mesh": over(expert_mesh)}
-            if anyhow:
-                mine["shard_placement_fn"] = _evenly(expert_mesh.size(1))
-            fully_shard(module, reshard_after_forward=reshard_blocks, **mine)
         for block in blocks:
+            inside = _inside(block, apart)
+            for module in inside:
+                assert expert_mesh is not None
+                mine = options | {"mesh": over(expert_mesh)}
+                if anyhow:
+                    mine["shard_placement_fn"] = _evenly(expert_mesh.size(1))
+                fully_shard(module, reshard_after_forward=reshard_blocks, **mine)
             taken = {param for param in block.parameters() if param.numel() < least}
             fully_shard(
                 block,
@@ -151,6 +158,8 @@ def shard(
                 ignored_params=taken - spread,
                 **options,
             )
+            for module in inside:
+                gather_with(module, block)
 
     gather = _two_stages(shard_mesh, node_size) if parallel.hierarchical_gather else None
     for unit in _units(model):
