@@ -308,7 +308,7 @@ def describe(
 ) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
-    layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
+    layout = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(plan, axis)) > 1]
     console.print(
         f"weft {weft.__version__}  {Path(recipe).stem}: {scaled(plan.num_params)} parameters, "
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"

@@ -31,6 +31,7 @@ from weft.plan.layout import (
 )
 from weft.plan.memory import (
     USABLE,
+    of_one_rank,
     rank_bytes,
     recomputed,
     smallest_shard,
@@ -225,7 +226,9 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         per_param = state_bytes_per_param(
             degrees.shards,
             kept_gathered=reshard is False,
-            kept_gradients=_gradient_sync(job, reshard, family.num_params(model), degrees)
+            kept_gradients=_gradient_sync(
+                job, reshard, _own_params(family, model, degrees), degrees
+            )
             == "step",
             compute_bytes=compute_bytes,
             states=job.optim.states,
@@ -260,7 +263,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         accumulation=num_microbatches(local, microbatch),
         pipeline=pipeline,
         reshard_after_forward=reshard,
-        gradient_sync=_gradient_sync(job, reshard, family.num_params(model), degrees),
+        gradient_sync=_gradient_sync(job, reshard, _own_params(family, model, degrees), degrees),
         tokens_per_step=train.global_batch * train.seq_len,
         compute_dtype=compute,
         reduce_dtype=job.precision.reduce,
@@ -353,7 +356,7 @@ def _reshard(job: Job, degrees: Degrees) -> bool | int:
 
 
 def _gradient_sync(
-    job: Job, reshard: bool | int, params: int, degrees: Degrees
+    job: Job, reshard: bool | int, params: float, degrees: Degrees
 ) -> Literal["microbatch", "step"]:
     """``parallel.gradient_sync``: by itself, one reduction unless whole gradients are large."""
     asked = job.parallel.gradient_sync
@@ -361,6 +364,13 @@ def _gradient_sync(
         return asked
     small = 4 * params / (degrees.tp * degrees.pp) <= WHOLE_GRADIENT_BYTES
     return "step" if reshard is False or small else "microbatch"
+
+
+def _own_params(family: Family, model: Any, degrees: Degrees) -> float:
+    """Parameters of the model without those of experts that are on other ranks."""
+    if degrees.ep == 1 or family.units is None:
+        return family.num_params(model)
+    return sum(of_one_rank(unit, degrees.ep) for unit in family.units(model, 1))
 
 
 def _fit(

@@ -251,6 +251,8 @@ def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
     overlaps: dict[str, Overlap] = {
         "dp_shard": "prefetch",
         "dp_replicate": "prefetch",
+        "edp": "prefetch",
+        "ep": "exposed",  # tokens wait for experts, and what comes after for tokens
         "tp": "async" if job.parallel.async_tp else "exposed",
         "cp": "ring" if ring else "exposed",
     }
