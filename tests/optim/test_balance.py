@@ -76,20 +76,21 @@ def test_counted_once() -> None:
 
 def test_experts_become_balanced() -> None:
     """Routers that love two experts, left as they are: only the biases move."""
-    made, balance = model(rate=0.02)
-    assert made.embed_tokens is not None
+    made, balance = model(rate=0.001)
+    x_ND = torch.randn(512, 16) + 1  # all tokens have something in common
+    routers = [layer.router for layer in routed(made)]
     with torch.no_grad():
-        made.embed_tokens.weight += 3  # so that all tokens have something in common
-        for layer in routed(made):
-            layer.router.weight[:2] += 0.05
+        for router in routers:
+            router.weight[:2] += 0.1
     worst = []
-    for _ in range(80):
+    for _ in range(300):
         balance.begin()
-        made(TOKENS)
+        for router in routers:
+            router(x_ND)
         worst.append(float(balance.worst(None)[0]))
         balance.step()
     assert worst[0] > 2
-    assert worst[-1] < 1.5
+    assert worst[-1] < 1.3
 
 
 def test_no_experts() -> None:
