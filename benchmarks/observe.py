@@ -10,8 +10,9 @@ and the norms of all layers.  All of it is counted:
     in the step      a recorded step's time relative to the mean of the two around it: the mean of
                      the logarithms of all such ratios, with Student's interval
     beside the step  CPU seconds that trackers' threads and processes took meanwhile, as a share of
-                     the wall-clock's: what it costs if no core is free for them (and nothing if
-                     one is); per step as if every step were recorded
+                     the wall-clock's: what it costs if no core is free for them (and if one is,
+                     the part of it in which they hold Python's lock); per step as if every step
+                     were recorded
     spans            how many a step has, times what noting and writing one takes here
 
 The step's times come from the spans of rank 0.

@@ -109,7 +109,7 @@ def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
     return Loader(
-        samples_of(open_text(store), "train", job.train.seq_len, job.data.packing),
+        samples_of(open_text(store), "train", job.train.seq_len, job.data, job.train.seed),
         seed=job.train.seed,
         global_batch=job.train.global_batch,
         dp_rank=mesh.dp_rank,

@@ -1,9 +1,16 @@
-"""Every command that docs/guide.md quotes still says what is quoted there."""
+"""Every command that docs/guide.md quotes still says what is quoted there.
+
+``python -m tests.test_guide`` writes what they say now into the guide, whose text may then have to
+follow.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +18,16 @@ import pytest
 from weft.cli import main
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
-QUOTED = re.findall(r"^```\n\$ weft (.*)\n((?:.*\n)*?)```$", GUIDE.read_text(), re.MULTILINE)
+QUOTE = re.compile(r"^```\n\$ weft (.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+QUOTED = QUOTE.findall(GUIDE.read_text("utf-8"))
+
+
+def said_by(command: str, out: Path) -> str:
+    """What a command says, without progress."""
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        assert main([*shlex.split(command), "--out", str(out)]) == 0
+    said = [line for line in stream.getvalue().splitlines(keepends=True) if line.strip()]
+    return "".join(line for line in said if not re.match(r"plan \d+ of |everything is in ", line))
 
 
 def test_commands_are_quoted() -> None:
@@ -22,10 +38,19 @@ def test_commands_are_quoted() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("command", "answer"), QUOTED, ids=[command for command, _ in QUOTED])
-def test_a_command_says_what_is_quoted(
-    command: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*shlex.split(command), "--out", str(tmp_path / "out")]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line]
-    kept = [line for line in said if not re.match(r"plan \d+ of |everything is in ", line)]
-    assert kept == answer.splitlines()
+def test_a_command_says_what_is_quoted(command: str, answer: str, tmp_path: Path) -> None:
+    assert said_by(command, tmp_path / "out").splitlines() == answer.splitlines()
+
+
+def rewrite() -> None:
+    text = GUIDE.read_text("utf-8")
+    for command, answer in QUOTED:
+        with tempfile.TemporaryDirectory() as folder:
+            said = said_by(command, Path(folder) / "out")
+        print(f"{'same   ' if said == answer else 'changed'} {command}", flush=True)
+        text = text.replace(f"$ weft {command}\n{answer}```", f"$ weft {command}\n{said}```")
+    GUIDE.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    rewrite()

@@ -57,6 +57,12 @@ def test_imports_point_one_way() -> None:
     assert wrong_imports() == []
 
 
+def test_a_launcher_does_not_import_torchs_compiler() -> None:
+    """It takes most of a second, each time that somebody starts a run."""
+    probe = "import sys, weft.launch.start; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
 def test_data_preparation_does_not_import_torch() -> None:
     """Tokenising needs none of its start-up time and memory."""
     probe = "import sys, weft.data.prepare; sys.exit('torch' in sys.modules)"

@@ -21,11 +21,13 @@ from weft.job import (
     Job,
     Problem,
     WeftError,
+    read_job,
     recipe_names,
 )
 from weft.launch import FAILED, INTERRUPTED, MISTAKE, REQUEUE
 
 if TYPE_CHECKING:
+    from weft.data.text import Text
     from weft.plan.resolve import Machine, Plan
 
 
@@ -91,6 +93,7 @@ OPTIONS = {
         "--cluster": 1,
         "--json": 0,
     },
+    "data": {"--samples": 1},
 }
 
 
@@ -267,6 +270,21 @@ def parser() -> Parser:
     )
     sub.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder to make")
 
+    sub = add("data", data_prepare, "Tokenise data before a run needs them, or look into them.")
+    what = sub.add_subparsers(title="what", required=True, metavar="WHAT")
+
+    text = "Tokenise data once, for every run to come; goes on where it was interrupted."
+    ready = what.add_parser("prepare", help=text, description=text, allow_abbrev=False)
+    ready.set_defaults(command=data_prepare)
+    text = "Tell how much there is, how long documents are, and show some."
+    seen = what.add_parser("inspect", help=text, description=text, allow_abbrev=False)
+    seen.add_argument("--samples", type=count, default=3, help="documents to show (3)")
+    seen.set_defaults(command=data_inspect)
+    for each in (ready, seen):
+        each.add_argument("what", metavar="PATH|RECIPE", help="data, or a recipe that names them")
+        each.formatter_class = argparse.RawDescriptionHelpFormatter
+        each.epilog = DATA_HELP
+
     sub = add("debug", debug_hang, "Find out where a run hangs, or where two runs part.")
     what = sub.add_subparsers(title="what", required=True, metavar="WHAT")
 
@@ -292,6 +310,15 @@ def parser() -> Parser:
 
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
     return top
+
+
+DATA_HELP = """\
+  weft data prepare my-recipe.toml --data.path 'web/*.jsonl.zst'
+  weft data prepare s3://bucket/web --data.tokenizer tokenizer.json
+  weft data inspect hf://org/name:config@train --data.field content
+
+The keys of [data] are overridden as --data.key value; 'weft train --help' lists them, and
+docs/data.md tells what data may be."""
 
 
 PLAN_HELP = """\
@@ -564,15 +591,13 @@ def between(name: str, text: str, least: int, most: int, problems: list[Problem]
 
 def report(options: argparse.Namespace) -> int:
     """Write the page of one run, or of several beside each other."""
-    from weft.observe.history import History
+    from weft.observe.history import History, no_run
     from weft.observe.report import FILE, plotly, report_page
-    from weft.observe.sinks import replace_text
+    from weft.observe.sinks import replace_bytes
 
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
-    wrong = [folder for folder in folders if not (folder / "job.toml").is_file()]
-    rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
-    problems = [Problem("run", str(folder), rule, remedy) for folder in wrong]
+    problems = [no_run(folder) for folder in folders if not (folder / "job.toml").is_file()]
     if not out.parent.is_dir():
         problems.append(Problem("--out", str(out), "its folder does not exist", "make it first"))
     elif out.is_dir():
@@ -585,7 +610,7 @@ def report(options: argparse.Namespace) -> int:
 
     page = report_page(runs, later=sections(runs))
     try:
-        replace_text(out, page)
+        replace_bytes(out, page)
     except OSError as error:
         raise WeftError(f"{out}: cannot be written: {error.strerror}") from error
     print(out)
@@ -629,7 +654,7 @@ def rollback(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a checkpoint for others."""
-    from weft.launch.start import showing
+    from weft.launch.preparing import showing
     from weft.observe.sinks import quiet_console
     from weft.train.interchange import export_checkpoint
 
@@ -643,7 +668,7 @@ def export(options: argparse.Namespace) -> int:
 
 def import_(options: argparse.Namespace) -> int:
     """Make a run of what others have trained."""
-    from weft.launch.start import showing
+    from weft.launch.preparing import showing
     from weft.observe.sinks import quiet_console
     from weft.train.interchange import import_model
 
@@ -653,6 +678,40 @@ def import_(options: argparse.Namespace) -> int:
     again = shlex.quote(str(options.run_dir / "job.toml"))
     console.print(f"{said}\nnext:  weft train {again} --data.path FILE_OR_FOLDER", soft_wrap=True)
     return 0
+
+
+def data_prepare(options: argparse.Namespace) -> int:
+    """Tokenise what a recipe or path names, unless that was done before."""
+    from weft.data.inspect import summary
+
+    print("\n".join(summary(_prepared(options))))
+    return 0
+
+
+def data_inspect(options: argparse.Namespace) -> int:
+    """Print what is in the data of a recipe or path, which are prepared for it."""
+    from weft.data.inspect import inspect
+
+    for line in inspect(_prepared(options), options.samples):
+        print(line)
+    return 0
+
+
+def _prepared(options: argparse.Namespace) -> Text:
+    from rich.console import Console
+
+    from weft.data.prepare import prepare_text
+    from weft.launch.preparing import cache_folder, showing
+
+    named = options.what in recipe_names() or options.what.endswith(".toml")
+    recipe = options.what if named else recipe_names()[0]
+    given = [] if named else [("data.path", options.what)]
+    job, _, problems = read_job(recipe, [*given, *options.overrides])
+    problems = [*options.problems, *problems]
+    if problems:
+        raise InvalidJob(problems)
+    with showing(Console(stderr=True)) as show:
+        return prepare_text(job.data, cache_folder(job.data), show)
 
 
 def debug_hang(options: argparse.Namespace) -> int:

@@ -214,28 +214,53 @@ class ModelSection(Section):
 class DataSection(Section):
     path: Text = key(
         "python-stdlib",
-        "text to train on: a file, a folder, a prepared store, or python-stdlib",
+        "data to train on: a file, a folder or a glob of text, JSONL, Parquet or Arrow, also at "
+        "s3://; hf://org/name[:config][@split]; a store of tokens, prepared or of others; or "
+        "python-stdlib",
     )
     mixture: dict[Text, Annotated[float, Field(gt=0)]] = key(
         {},
         "instead of data.path several texts, each with its weight in the tokens trained on: "
         '{"web/" = 0.7, "code/" = 0.3}; on the command line web/=0.7,code/=0.3',
     )
+    field: Text = key("text", "where a file has many documents: the field or column with the text")
+    format: Literal["text", "chat", "preferences"] = key(
+        "text",
+        "what data.path holds: text; chat: JSONL lines with messages, or with prompt and response; "
+        "preferences: lines with prompt, chosen and rejected, for train.objective dpo",
+    )
     tokenizer: Text = key("train", "path of a tokenizer.json; train: make one from the text")
+    chat_template: Text = key(
+        "auto",
+        "file that writes conversations as text, in Jinja; auto: chat_template.jinja, or what "
+        "tokenizer_config.json has, beside the tokenizer",
+    )
     vocab_size: Annotated[int, Field(ge=257, le=MOST)] = key(
         4096, "entries of the tokenizer that is trained from the text"
     )
     holdout: Annotated[float, Field(gt=0, lt=0.5)] = key(
         0.05, "share of the text held out for evaluation"
     )
-    packing: Literal["windows", "documents"] = key(
+    packing: Literal["windows", "documents", "best_fit"] = key(
         "windows",
-        "rows cut from the token stream; documents: attention and loss stay inside a document",
+        "of text: rows cut from the token stream; documents: attention and loss stay inside a "
+        "document; best_fit: so, too, and what fits into a row is not cut; of conversations: "
+        "always whole ones, by best fit",
+    )
+    too_long: Literal["error", "skip", "truncate"] = key(
+        "error", "for a conversation that is longer than a row: stop, leave it out, or cut its end"
     )
     invalid_utf8: Literal["error", "replace", "skip"] = key(
-        "error", "for a file that is not UTF-8: stop, replace the bad bytes, or leave it out"
+        "error",
+        "for a file (or one of its documents) that is not UTF-8: stop, replace the bad bytes, or "
+        "leave it out",
     )
     cache: Text = key("auto", "folder for prepared text; auto: the user's cache folder")
+
+    @property
+    def keeps_documents(self) -> bool:
+        """Whether rows have several documents that do not see each other."""
+        return self.format != "text" or self.packing != "windows"
 
 
 class TrainSection(Section):
@@ -252,6 +277,14 @@ class TrainSection(Section):
         False,
         "add up gradients row by row in the order of the global batch: the same weights, bit for "
         "bit, on any number of ranks; slower, and each rank holds the whole model",
+    )
+    objective: Text = key(
+        "next_token",
+        "what is minimised: next_token, dpo (of data.format preferences), or module:function of "
+        "your own",
+    )
+    dpo_beta: Annotated[float, Field(gt=0)] = key(
+        0.1, "dpo: what a reward is worth against leaving the initial model"
     )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
     eval_sequences: Positive = key(64, "held-out sequences per evaluation")

@@ -246,7 +246,7 @@ def average_gradients(built: Built, plan: Plan) -> None:
 
 
 def tell_the_loss_twice(built: Built, plan: Plan) -> None:
-    built.engine._tells = True
+    built.engine.tells = True
 
 
 def leave_one_out_of_the_norm(built: Built, plan: Plan) -> None:

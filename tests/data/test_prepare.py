@@ -98,6 +98,10 @@ def test_second_time_nothing_is_tokenised(text: Path, tmp_path: Path) -> None:
     messages: list[str] = []
     again = prepare(section(text), tmp_path / "cache", lambda p: messages.append(p.message))
     assert again == store
+    assert messages == []  # nor read, while no file seems changed
+    for file in text.iterdir():
+        os.utime(file)
+    assert prepare(section(text), tmp_path / "cache", lambda p: messages.append(p.message)) == store
     assert set(messages) == {"reading the text"}
 
 

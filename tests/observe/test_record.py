@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 from tests.small import small_job
 from weft.job import Job, WeftError
 from weft.models import llama
+from weft.observe import sinks
 from weft.observe.events import note_event, read_events
 from weft.observe.record import (
     Clock,
@@ -152,34 +154,125 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == set(scalars(record(1)))
 
 
+class Waits:
+    """A tracker that writes a record once it is let, and remembers in which thread."""
+
+    def __init__(self, let: bool = False) -> None:
+        self.let, self.reached = threading.Event(), threading.Event()
+        if let:
+            self.let.set()
+        self.steps: list[int] = []
+        self.threads: set[threading.Thread] = set()
+        self.closed = self.gone = False
+
+    def write(self, record: StepRecord) -> None:
+        self.reached.set()
+        if not self.let.wait(10):
+            raise TimeoutError("this test waits for this tracker")
+        self.steps.append(record.step)
+        self.threads.add(threading.current_thread())
+
+    def close(self) -> None:
+        if self.gone:
+            raise ConnectionError("nobody is there")
+        self.closed = True
+
+
+def guarded(
+    sink: Sink, folder: Path, monkeypatch: pytest.MonkeyPatch, every: float = 0.01
+) -> tuple[Guarded, io.StringIO]:
+    """It in its guard, with so many seconds between bursts, and what is told of it."""
+    monkeypatch.setattr(sinks, "EVERY", every)
+    out = io.StringIO()
+    made = Guarded("mine", lambda *_: sink, folder, small_job(), 0, Console(file=out, width=200))
+    return made, out
+
+
+def test_a_slow_tracker_holds_up_neither_the_step_nor_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick = Waits(), Waits(let=True)
+    trackers = [guarded(sink, tmp_path, monkeypatch)[0] for sink in (slow, quick)]
+    for step in range(1, 6):
+        for tracker in trackers:
+            tracker.write(record(step))  # and returns, while the slow one waits for its event
+    assert slow.reached.wait(60)
+    trackers[1].close()
+    assert (slow.steps, quick.steps, quick.closed) == ([], [1, 2, 3, 4, 5], True)
+    slow.let.set()
+    trackers[0].close()
+    assert (slow.steps, slow.closed) == ([1, 2, 3, 4, 5], True)
+    assert threading.current_thread() not in slow.threads | quick.threads
+
+
+def test_records_are_written_together_and_the_last_ones_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Waits(let=True)
+    tracker, _ = guarded(sink, tmp_path, monkeypatch, every=600)
+    for step in (1, 2, 3):
+        tracker.write(record(step))
+    assert sink.steps == []
+    tracker.close()
+    assert (sink.steps, sink.closed, len(sink.threads)) == ([1, 2, 3], True, 1)
+
+
+def test_a_tracker_without_a_record_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Waits(let=True)
+    guarded(sink, tmp_path, monkeypatch)[0].close()
+    assert sink.closed
+
+
+def test_a_tracker_that_hangs_does_not_keep_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "PATIENCE", 0.2)
+    sink = Waits()
+    tracker, out = guarded(sink, tmp_path, monkeypatch)
+    for step in (1, 2):
+        tracker.write(record(step))
+    assert sink.reached.wait(60)
+    tracker.close()
+    assert not sink.closed
+    assert "mine gets no more records" in out.getvalue()
+    assert "its last ones took longer than 0.2 s" in out.getvalue()
+    sink.gone = True
+    sink.let.set()  # what it has in hand it writes after all, and then fails, which was told
+    (thread,) = [each for each in threading.enumerate() if each.name == "weft-mine"]
+    thread.join(60)
+    assert (sink.steps, out.getvalue().count("warning")) == ([1], 1)
+
+
 class Broken:
     """A sink that is given up at its second record."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.steps: list[int] = []
+        self.error = error
 
     def write(self, record: StepRecord) -> None:
         if self.steps:
-            raise ConnectionError("nobody is there")
+            raise self.error
         self.steps.append(record.step)
 
     def close(self) -> None:
         raise AssertionError("it has been given up")
 
 
-def test_a_sink_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
-    out, broken = io.StringIO(), Broken()
-
-    def make(folder: Path, job: Job, resumed_step: int) -> Sink:
-        return broken
-
-    console = Console(file=out)
-    sink = Guarded("mine", make, tmp_path, small_job(), 0, console)
+@pytest.mark.parametrize("error", [ConnectionError("nobody is there"), SystemExit("enough")])
+def test_a_sink_that_fails_does_not_end_the_run(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken(error)
+    sink, out = guarded(broken, tmp_path, monkeypatch)
     for step in (1, 2, 3):
         sink.write(record(step))
     sink.close()
     assert broken.steps == [1]
-    assert out.getvalue().count("ConnectionError: nobody is there") == 1
+    assert out.getvalue().count(f"{type(error).__name__}: {error}") == 1
+    assert out.getvalue().count("warning") == 1
 
 
 def test_a_sink_that_cannot_start_ends_a_first_start_only(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def browser() -> Iterator[Browser]:
 
 def written(folders: list[Path], **options: Any) -> Path:
     path = folders[0] / FILE
-    path.write_text(report_page(folders, **options))
+    path.write_bytes(report_page(folders, **options))
     return path
 
 
@@ -316,23 +316,24 @@ def test_dark_and_light(browser: Browser, tmp_path: Path) -> None:
 @needs_browser
 def test_what_happened_stands_on_the_axis(browser: Browser, tmp_path: Path) -> None:
     lines = [values(step) for step in range(1, 31)]
-    skipped = {"step": 7, "what": "loss", "value": "nan", "cause": "persistent", "action": "skip"}
-    lines[6] |= {"loss": None, "grad_norm": None, "anomalies": [skipped]}
-    lines[11] |= {"slow_rank": 3, "slow_ratio": 1.5}
+    lines[6] |= {"loss": None, "grad_norm": None}
     lines[19] |= {"eval_loss": 4.5}
-    # The journal tells of a restart that the records have been cut back over.
-    events = [event(0, "start"), event(25, "failure", "rank 1 failed"), event(20, "restart")]
+    events = [
+        event(0, "start"),
+        event(7, "anomaly", "the loss was nan"),
+        event(12, "slow rank", "rank 3 is slow"),
+        event(25, "failure", "rank 1 failed"),
+        event(20, "restart"),
+    ]
     browser.open(written([make_run(tmp_path / "one", lines, events=events)]))
     marks = browser.traces("loss")["events"]
     told = sorted(zip(marks["x"], marks["text"], strict=True))
-    assert [step for step, _ in told] == [0, 7, 12, 20, 20, 25]
-    assert told[1][1] == "anomaly: the loss was nan (persistent): its update was left out"
-    assert told[2][1] == "slow rank: rank 3 needs 1.50 times as long as the others"
+    assert [step for step, _ in told] == [0, 7, 12, 20, 25]
+    assert told[1][1] == "anomaly: the loss was nan"
     assert [text.partition(":")[0] for _, text in told] == [
         "start",
         "anomaly",
         "slow rank",
-        "evaluation",
         "restart",
         "failure",
     ]
@@ -384,6 +385,21 @@ def test_text_of_a_run_is_text(browser: Browser, tmp_path: Path) -> None:
 
 
 @needs_browser
+@pytest.mark.parametrize("sources", [2, 3])
+def test_sources_are_told_apart(browser: Browser, tmp_path: Path, sources: int) -> None:
+    losses = {f"source {n}": float(n) for n in range(sources)}
+    lines = [values(step, source_losses=losses) for step in range(1, 9)]
+    browser.open(written([make_run(tmp_path / name, lines) for name in ("one", "other")]))
+    drawn = browser.run(
+        "return document.querySelector('#chart-source_losses .js-plotly-plot, "
+        "#chart-source_losses.js-plotly-plot').data.filter(t => t.y.length)"
+        ".map(t => [t.line.color, t.line.dash])"
+    )
+    looks = {tuple(each) for each in drawn if each[0]}
+    assert len(looks) == 2 * sources
+
+
+@needs_browser
 def test_nothing_offers_to_send_data_away(browser: Browser, tmp_path: Path) -> None:
     browser.open(written([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])]))
     titles = browser.run(
@@ -408,7 +424,7 @@ def test_a_long_run(browser: Browser, tmp_path: Path) -> None:
             file.writelines(json.dumps(line) + "\n" for line in lines)
             lines[345]["loss"] = lines[346]["loss"] = 5.0
     began = time.monotonic()
-    page = report_page([folder])
+    page = report_page([folder]).decode()
     seconds = time.monotonic() - began
     print(f"{count:,} records: {seconds:.2f} s, {len(page) / 2**20:.1f} MiB")
     assert seconds < 20  # 1.3 on a free core
@@ -433,7 +449,7 @@ def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
     run = History(folder)
     assert run.columns["step"].tolist() == [1, 3]
     assert run.damaged == 3  # the last one is only not whole yet
-    assert "3 lines of metrics.jsonl are damaged and left out" in report_page([folder])
+    assert "3 lines of metrics.jsonl are damaged and left out" in report_page([folder]).decode()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'ss": 7.0}}\n{json.dumps(values(5, new=1.5))}\n')
     run.read_on()
@@ -503,9 +519,9 @@ def test_what_state_a_run_is_in(tmp_path: Path) -> None:
 
 def test_a_running_page_loads_itself_again(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", [values(step) for step in range(1, 9)])
-    assert 'http-equiv="refresh"' in report_page([folder], running=True)
-    assert 'id="fact-left"' in report_page([folder], running=True)
-    assert 'http-equiv="refresh"' not in report_page([folder], running=False)
+    assert 'http-equiv="refresh"' in report_page([folder], running=True).decode()
+    assert 'id="fact-left"' in report_page([folder], running=True).decode()
+    assert 'http-equiv="refresh"' not in report_page([folder], running=False).decode()
 
 
 def test_the_sink_writes_at_once_then_once_a_minute_and_at_the_end(

@@ -84,7 +84,8 @@ def test_fine_tuning_on_one_server() -> None:
 
 
 def test_no_recipe_is_left_out() -> None:
-    others = {"demo", "three-servers-small", "mics-50b", "mics-1t", "llama3-8b-finetune"}
+    others = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
+    others |= {"llama3-8b-finetune", "llama3-8b-chat"}
     others |= {"moe-demo", "qwen3-30b-a3b"}
     assert {*PUBLISHED, *others} == set(recipe_names())
 

@@ -25,11 +25,9 @@ from weft.checkpoint.state import named_parameters
 from weft.job import RECIPES, Job, recipe_names
 from weft.models import load_family
 from weft.parallel.private import forget_meshes
-from weft.plan.devices import device_called
 from weft.plan.placement import AXES, coordinates, groups, rank_of
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan
-from weft.predict.forecast import forecast
 from weft.predict.trace import axis_groups, build_fake, fake_world
 from weft.train.loss import chunk_tokens
 from weft.train.setup import build
@@ -254,27 +252,6 @@ def of_axes(plan: Plan, counts: Counter[str]) -> dict[str, int]:
     return {name: n for name, n in counts.items() if n and sizes[name.split()[1]] > 1}
 
 
-# --------------------------------------------------------------------------- memory
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(
-            recipe, marks=[] if recipe in ("llama3-8b", "llama3-70b") else pytest.mark.slow
-        )
-        for recipe in HELD
-    ],
-)
-def test_a_recipe_fits_the_cluster_that_it_is_for(recipe: str) -> None:
-    here = Machine("cpu", devices=4, memory_bytes=16 * 2**30)
-    job, plan, machine = plan_recipe(recipe, [], [], None, lambda device: here)
-    assert plan.world_size == HELD[recipe][0] or recipe == "demo"
-    device = device_called(machine.device_name, machine.memory_bytes)
-    assert forecast(job, plan, machine, device).fits
-
-
 # --------------------------------------------------------------------------- all weights
 
 
@@ -357,12 +334,12 @@ def test_fake_ranks_do_what_real_ranks_do() -> None:
     real = run_ranks(real_counts, 4)
     for layout, overrides in LAYOUTS.items():
         job = small_job(*overrides)
-        for rank, counts in enumerate(real):
+        for rank in (0, 3):  # the ends of every axis
             with fake_world(rank, 4) as mode:
                 built, plan = build_fake(job, plan_here(job), mode)
                 counted_step(built, job, plan, mode)
                 seen = counted_step(built, job, plan, mode)
-                assert seen == counts[layout], layout
+                assert seen == real[rank][layout], layout
 
 
 def real_counts() -> dict[str, list[dict[str, int]]]:

@@ -349,7 +349,7 @@ def test_512_gpus(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- the command
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Searched, written, and planned again."""
     best, page = tmp_path / "best.toml", tmp_path / "page.html"
     small = [*SMALL, ("train.global_batch", "1")]
@@ -363,9 +363,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert winner is not None
     assert all(loser["why"] and loser["detail"] for loser in found["lost"])
     options = ["--json", "--report", str(page)]
-    run = subprocess.run([*weft, str(best), *options], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    seen = json.loads(run.stdout)
+    assert main(["plan", str(best), *options]) == 0
+    seen = json.loads(capsys.readouterr().out)
     for key in ("fits", "peak_memory_gib", "memory_gib", "step_seconds", "mfu", "communication"):
         assert seen[key] == winner[key]
     assert page.read_text("utf-8").startswith("<!DOCTYPE html>")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import Overrides, loader_of, plan_here, records, small_job, this_rank, train_rank
-from weft.data.loader import IGNORE
+from weft.data.loader import IGNORE, samples_of
 from weft.data.prepare import prepare_text
 from weft.data.text import open_text
 from weft.job import DataSection
@@ -54,7 +54,8 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
     whole = built.engine.forward_backward(batches)
     dist.all_reduce(whole)
     [found] = sources.means(built.engine.by_source)
-    mean = built.engine.evaluate(held_out(job, plan, opened, built.mesh))
+    samples = samples_of(opened, "validation", job.train.seq_len, job.data, job.train.seed)
+    mean = built.engine.evaluate(held_out(job, plan, samples, built.mesh))
     [held] = sources.means(built.engine.by_source)
     alone = []
     for source in range(3):

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
-from weft.job import MISSING, InvalidJob, Job, Problem, difference, read_job
+from weft.job import MISSING, InvalidJob, Job, Problem, difference
+from weft.observe.history import job_of
 from weft.observe.sinks import read_records
 from weft.observe.statistics import KINDS, read_statistics
 from weft.train.setup import home_of
@@ -97,7 +98,7 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
     Raises:
         InvalidJob: if one of them is no run, or they have no step in common.
     """
-    jobs = [_job(name, run) for name, run in (("run_a", ours), ("run_b", theirs))]
+    jobs = [job_of(run, name) for name, run in (("run_a", ours), ("run_b", theirs))]
     records = [
         {r["step"]: r for r in read_records(run / "metrics.jsonl")} for run in (ours, theirs)
     ]
@@ -142,13 +143,6 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
         [*_changes(*jobs), *_environments(ours, theirs)],
         _advice((ours, theirs), jobs, part, steps, detailed),
     )
-
-
-def _job(name: str, run: Path) -> Job:
-    if not (run / "job.toml").is_file():
-        rule = "is not the folder of a run"
-        raise InvalidJob([Problem(name, str(run), rule, "name the one with job.toml in it")])
-    return read_job(str(run / "job.toml"))[0]
 
 
 # --------------------------------------------------------------------------- comparing

@@ -14,7 +14,6 @@ with the one that was cut off.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,8 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -37,7 +35,7 @@ import tomli_w
 
 from weft.checkpoint.manifest import checkpoints
 from weft.compare.ranks import die_with_parent
-from weft.job import MISSING, InvalidJob, Job, Problem, WeftError, flatten, read_job
+from weft.job import MISSING, InvalidJob, Job, Problem, flatten, read_job
 from weft.observe.sinks import duration, replace_text
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
@@ -314,23 +312,6 @@ def _difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str
             if now != then:
                 return f"{key} of {mine['label']} was {then}, and is {now}"
     raise AssertionError("equal after all")
-
-
-@contextmanager
-def owning(folder: Path) -> Iterator[None]:
-    """Hold the comparison's lock, which the kernel frees when the process ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a+")
-    except OSError as error:
-        raise WeftError(f"{folder}: cannot be written: {error.strerror}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            rule = "another process is comparing in this folder"
-            raise InvalidJob([Problem("--out", str(folder), rule, "wait for it")]) from error
-        yield
 
 
 # --------------------------------------------------------------------------- running

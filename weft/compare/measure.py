@@ -36,7 +36,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.state import named_parameters
-from weft.data.loader import IGNORE, Batch, Loader, Mixture, Windows, evaluation_batches
+from weft.data.loader import (
+    IGNORE,
+    Batch,
+    Loader,
+    Mixture,
+    Packed,
+    Packing,
+    Pairs,
+    Windows,
+    evaluation_batches,
+)
+from weft.data.packing import Rows
 from weft.data.store import TokenStream
 from weft.job import Job
 from weft.models import load_family
@@ -289,8 +300,15 @@ def _noise(job: Job, plan: Plan, name: int, rows: int) -> Mixture:
     size = rows * job.train.seq_len + 1
     tokens = generator.integers(1, plan.model.vocab_size, size)
     tokens[generator.random(size) < 1 / DOCUMENT_TOKENS] = SEPARATOR
-    windows = Windows(TokenStream([tokens]), job.train.seq_len, job.data.packing, SEPARATOR)
-    return Mixture([windows])
+    stream, seq_len = TokenStream([tokens]), job.train.seq_len
+    if job.data.format == "preferences":  # two answers of half a row each
+        begins = np.arange(2 * rows) * (seq_len // 2)
+        lengths = np.full(2 * rows, seq_len // 2)
+        pairs = Rows(begins, lengths, np.arange(2 * rows), np.arange(0, 2 * rows + 1, 2))
+        packed = Packed(stream, None, pairs, seq_len, SEPARATOR)
+        return Mixture([Pairs(packed, references=torch.zeros(rows, 2))])
+    packing: Packing = "documents" if job.data.keeps_documents else "windows"
+    return Mixture([Windows(stream, seq_len, packing, SEPARATOR)])
 
 
 def _loader(job: Job, plan: Plan, mesh: Mesh) -> Loader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -19,7 +18,6 @@ from weft.compare.experiment import (
     Variant,
     log_of,
     open_comparison,
-    owning,
     run_trials,
     seed_of,
     stored,
@@ -41,12 +39,13 @@ from weft.compare.judge import (
     usual_loss,
 )
 from weft.compare.verify import layout
-from weft.job import WeftError, difference, flatten
+from weft.job import Problem, WeftError, difference, flatten
 from weft.observe.report import FILE, Section, report_page
 from weft.observe.report import table as html_table
-from weft.observe.sinks import replace_text
+from weft.observe.sinks import replace_bytes, replace_text, shown
 from weft.plan.placement import AXES
 from weft.plan.stages import align
+from weft.train.setup import owning
 
 
 @dataclass(frozen=True)
@@ -223,9 +222,7 @@ def _failures(folder: Path, variants: Sequence[Variant], ended: Sequence[Ended])
         if each.status:
             label = variants[each.variant].label
             log = log_of(trial_folder(folder, each.variant, label, each.repeat))
-            where = os.path.relpath(log)
-            where = str(log) if where.startswith("..") else where
-            lines.append(f"{label}: repeat {each.repeat} failed: {each.reason}; log: {where}")
+            lines.append(f"{label}: repeat {each.repeat} failed: {each.reason}; log: {shown(log)}")
     return lines
 
 
@@ -370,7 +367,10 @@ def compare(
         What there is to say, which is in the folder, too, and how many stop signals came.
     """
     open_comparison(folder, variants)  # before anything is written into a folder of others
-    with owning(folder), Stopping() as stopping:
+    taken = Problem(
+        "--out", str(folder), "another process is comparing in this folder", "wait for it"
+    )
+    with owning(folder, taken), Stopping() as stopping:
         before, looks = open_comparison(folder, variants)
         ended = finished(folder, variants, before)  # what failed is tried again
         most = max((each.repeat for each in ended), default=0)
@@ -411,7 +411,7 @@ def write_page(folder: Path, result: Result, say: Callable[[str], object]) -> No
         return
     try:
         page = report_page(result.runs, title=result.title, sections=sections(result))
-        replace_text(folder / FILE, page)
+        replace_bytes(folder / FILE, page)
     except WeftError as error:  # plotly is not there: the rest of it is
         say(f"no {FILE}: {error}")
 

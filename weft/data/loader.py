@@ -4,7 +4,8 @@
 tokens [w T, w T + T + 1), where T is ``seq_len``; neighbours share a token, which is one's last
 target and the other's first input.  There are (tokens - 1) // T samples; what is left over at the
 end is never read.  A window may begin in the middle of a document; with ``packing="documents"``
-attention and loss still stay inside one.
+attention and loss still stay inside one.  Conversations, and documents with ``packing="best_fit"``,
+are put whole into rows instead (`weft.data.packing`).
 
 *Ranks.*  The global batch at ``consumed`` is the samples at places consumed .. consumed + GB - 1
 of the run's order, which `weft.data.order` tells.  Only then is it cut, first over ranks and then
@@ -25,9 +26,10 @@ import numpy as np
 import torch
 
 from weft.data.order import Ints, Turns, parts, sample_index
-from weft.data.store import SplitName, TokenStream
+from weft.data.packing import Rows, pack
+from weft.data.store import SplitName, Store, TokenStream
 from weft.data.text import Text
-from weft.job import Problem
+from weft.job import DataSection, Problem
 
 AT_ONCE = 512  # places whose samples are looked up at a time
 IGNORE = -100  # a target without loss; what torch's cross_entropy ignores by default
@@ -43,7 +45,8 @@ class Batch(NamedTuple):
     ``targets_BT`` is the next token, or IGNORE.  ``documents_BT`` numbers the documents of each
     row from 0, and ``positions_BT`` counts from 0 inside each; the separator belongs to the
     document that it ends.  Both are there only where documents are kept apart, and ``sources_B``,
-    the number of each row's source, only in a mixture.
+    the number of each row's source, only in a mixture.  ``references_B2``, float32, is there where
+    rows are pairs of answers: see `Pairs`.
     """
 
     tokens_BT: torch.Tensor
@@ -51,6 +54,7 @@ class Batch(NamedTuple):
     documents_BT: torch.Tensor | None
     positions_BT: torch.Tensor | None
     sources_B: torch.Tensor | None = None
+    references_B2: torch.Tensor | None = None
 
 
 class Samples(Protocol):
@@ -95,6 +99,75 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Rows of whole documents, each of which attention and loss stay inside.
+
+    What is left of a row is filled with the separator, as one more document, without targets.
+
+    Args:
+        stream: the tokens of the documents.
+        learned: 1 where a token is a target, else 0; None: all are.
+        separator: any token.
+    """
+
+    stream: TokenStream
+    learned: TokenStream | None
+    packed: Rows
+    seq_len: int
+    separator: int
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def rows(self, samples: Ints) -> Batch:
+        shape = (len(samples), self.seq_len)
+        tokens, targets = np.full(shape, self.separator), np.full(shape, IGNORE)
+        documents, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        packed = self.packed
+        for row, sample in enumerate(samples.tolist()):
+            at = 0
+            members = packed.order[packed.firsts[sample] : packed.firsts[sample + 1]]
+            for number, document in enumerate(members.tolist()):
+                begin, places = packed.begins[document : document + 1], packed.lengths[document]
+                [found] = self.stream.window(begin, int(places) + 1)
+                here = slice(at, at + len(found) - 1)
+                tokens[row, here], targets[row, here] = found[:-1], found[1:]
+                if self.learned is not None:
+                    [learned] = self.learned.window(begin, len(found))
+                    targets[row, here][learned[1:] == 0] = IGNORE
+                documents[row, here] = number
+                positions[row, here] = np.arange(len(found) - 1)
+                at = here.stop
+            documents[row, at:] = len(members)
+            positions[row, at:] = np.arange(self.seq_len - at)
+        return Batch(*map(torch.from_numpy, (tokens, targets, documents, positions)))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Preferences: document 0 of each row is the chosen answer with its prompt, 1 the rejected one.
+
+    So whatever cuts a global batch, into ranks, microbatches or stages, keeps a pair together.
+
+    Args:
+        references: log-probability of both answers under the initial model, in nats, float32
+            (pairs, 2); None where it is not known yet.
+    """
+
+    packed: Packed
+    references: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def rows(self, samples: Ints) -> Batch:
+        batch = self.packed.rows(samples)
+        if self.references is None:
+            return batch
+        return batch._replace(references_B2=self.references[torch.from_numpy(samples)])
+
+
+@dataclass(frozen=True)
 class Mixture:
     """Sources of samples, and the share that each has in what a run sees, summing to one."""
 
@@ -112,18 +185,34 @@ class Mixture:
             if (sources == source).any()
         ]
         back = torch.from_numpy(np.argsort(order, kind="stable"))
-        columns = zip(*(batch[:4] for batch in found), strict=True)
+        columns = zip(*found, strict=True)
         together = (None if c[0] is None else torch.cat(c)[back] for c in columns)
-        return Batch._make([*together, torch.from_numpy(sources)])
+        return Batch._make(together)._replace(sources_B=torch.from_numpy(sources))
 
 
-def samples_of(text: Text, split: SplitName, seq_len: int, packing: Packing) -> Mixture:
-    """The samples of ``train`` or ``validation``."""
-    windows = [
-        Windows(source.store.tokens(split), seq_len, packing, text.separator)
-        for source in text.sources
-    ]
-    return Mixture(windows, [source.share for source in text.sources])
+def samples_of(
+    text: Text, split: SplitName, seq_len: int, section: DataSection, seed: int
+) -> Mixture:
+    """The samples of ``train`` or ``validation``.
+
+    Args:
+        section: how they are packed.
+        seed: decides which documents share a row.
+    """
+    sources = [_samples(source.store, split, seq_len, section, seed) for source in text.sources]
+    return Mixture(sources, [source.share for source in text.sources])
+
+
+def _samples(
+    store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int
+) -> Samples:
+    stream, separator = store.tokens(split), store.manifest.separator
+    if store.manifest.kind == "text" and section.packing != "best_fit":
+        packing: Packing = "documents" if section.keeps_documents else "windows"
+        return Windows(stream, seq_len, packing, separator)
+    rows = pack(store, split, seq_len, section, seed)
+    packed = Packed(stream, store.learned(split), rows, seq_len, separator)
+    return Pairs(packed) if store.manifest.kind == "preferences" else packed
 
 
 def check_length(tokens: int, seq_len: int, what: str = "the train text") -> list[Problem]:

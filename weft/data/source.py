@@ -1,6 +1,9 @@
-"""What text there is, whether it is text, and which part of it is held out.
+"""What there is at a path; and of text, whether it is text, and which part of it is held out.
 
-A *document* is one file.  A *scan* reads a document once, in blocks, and keeps what the later
+Files of many documents are for `weft.data.records`, and stores of tokens that others made for
+`weft.data.tokens`.
+
+Here a *document* is one file.  A *scan* reads a document once, in blocks, and keeps what the later
 steps need: a hash of its content, the first place where it is not text, and where it can be cut.
 A *piece* is a range of bytes between two cuts, small enough to hold and never ending inside a
 character, so that a file of any size is tokenised in bounded memory.  A *part* is the range of a
@@ -10,6 +13,7 @@ document that belongs to one split: the whole, its beginning, or its tail.
 from __future__ import annotations
 
 import codecs
+import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -21,6 +25,16 @@ from typing import BinaryIO, Literal, NoReturn
 
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
+from weft.data.files import (
+    File,
+    format_of,
+    is_card,
+    is_glob,
+    is_remote,
+    local_file,
+    remote_files,
+)
+from weft.data.hub import HUB, check_name, is_saved
 from weft.job import InvalidJob, Problem
 
 STDLIB = "python-stdlib"
@@ -89,6 +103,91 @@ class Part:
                 yield max(begin, self.begin), min(end, self.end)
 
 
+# --------------------------------------------------------------------------- what there is
+
+Kind = Literal["text", "records", "tokens", "saved", "hub"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is at a path; ``files`` are those of records and tokens, by their names."""
+
+    kind: Kind
+    files: tuple[File, ...] = ()
+
+
+def look(path: str) -> Found:
+    """What there is at ``path``, by names only.
+
+    A folder or a glob is of records (or of tokens) if all its files are, but for those that only
+    describe them, such as README.md.  Otherwise it is text, each file a document.
+
+    Raises:
+        InvalidJob: there is no such place, or it cannot be listed.
+    """
+    if path.startswith(HUB):
+        return Found("hub")
+    if path == STDLIB:
+        return Found("text")
+    if is_remote(path):
+        found = _look(remote_files(path), is_glob(path))
+        if found.kind == "text":
+            many = "holds no files" if not found.files else "holds other files than documents"
+            rule = f"{many}: {some([file.name for file in found.files])}".removesuffix(": ")
+            remedy = "give .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, or a glob of such"
+            raise InvalidJob([Problem("data.path", path, rule, remedy)])
+        if found.kind == "tokens":
+            rule, remedy = "is mapped into memory, which takes a disk", "copy it to one"
+            raise InvalidJob([Problem("data.path", path, rule, remedy)])
+        return found
+    root = Path(path).expanduser().absolute()
+    try:
+        if root.is_dir():
+            if is_saved(root):
+                return Found("saved")
+            files = [local_file(f, f.relative_to(root).as_posix()) for f in _walk(root, False)]
+            return _look(sorted(files, key=lambda file: file.name), alone=False)
+        if root.is_file():
+            return _look([local_file(root, root.name)], alone=True)
+        if is_glob(path):
+            return _look([local_file(file, name) for name, file in _matches(root)], alone=True)
+        megatron = root.with_name(root.name + ".bin")  # its tools take the name without ending
+        if megatron.is_file() and root.with_name(root.name + ".idx").is_file():
+            return Found("tokens", (local_file(megatron, megatron.name),))
+    except OSError as error:
+        raise _no_path(path, root, error) from None
+    return Found("text")  # there is nothing, and `find_documents` says so
+
+
+def _look(files: Sequence[File], alone: bool) -> Found:
+    many = len(files) > 1
+    told = [file for file in files if not (many and is_card(file.name) and not _named(file, alone))]
+    kinds = {format_of(file.name, alone) for file in told}
+    if not kinds or None in kinds or ("tokens" in kinds and len(kinds) > 1):
+        return Found("text", tuple(files))
+    return Found("tokens" if kinds == {"tokens"} else "records", tuple(told))
+
+
+def _named(file: File, alone: bool) -> bool:
+    """Whether the user's glob asks for just such files."""
+    return alone and format_of(file.name, True) is not None
+
+
+def _matches(pattern: Path) -> list[tuple[str, Path]]:
+    """The files that a glob matches: names below its fixed part, and where they lie, in order."""
+    fixed = Path(*_before_glob(pattern))
+    found = (Path(name) for name in glob.glob(str(pattern), recursive=True))
+    files = [file for file in found if file.is_file()]
+    return sorted((file.relative_to(fixed).as_posix(), file) for file in files)
+
+
+def _before_glob(pattern: Path) -> Iterator[str]:
+    for part in pattern.parts[:-1]:
+        if is_glob(part):
+            return
+        yield part
+
+
 # --------------------------------------------------------------------------- finding
 
 
@@ -97,13 +196,17 @@ def find_documents(path: str) -> list[Document]:
 
     Args:
         path: ``python-stdlib`` (the library of the running Python, without its tests), a file,
-            or a folder, of which every regular file counts that is not hidden.
+            a glob, or a folder, of which every regular file counts that is not hidden.
 
     Raises:
         InvalidJob: there is no such path, or it (or a folder below it) cannot be read.
     """
-    root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
+    root = Path(path).expanduser().absolute()
+    if path == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
     try:
+        if is_glob(path) and not root.exists() and (matches := _matches(root)):
+            return [_document(file, name) for name, file in matches]
         mode = root.stat().st_mode
         if S_ISREG(mode):
             return [_document(root, root.name)]
@@ -113,11 +216,16 @@ def find_documents(path: str) -> list[Document]:
             )
         found = [_document(f, f.relative_to(root).as_posix()) for f in _walk(root, path == STDLIB)]
     except OSError as error:
-        where = "" if error.filename in (None, str(root)) else f" ({error.filename})"
-        rule = "does not exist" if isinstance(error, FileNotFoundError) and not where else None
-        rule = rule or f"cannot be read: {error.strerror}{where}"
-        raise InvalidJob([Problem("data.path", path, rule, _PATH_REMEDY)]) from None
+        raise _no_path(path, root, error) from None
     return sorted(found, key=lambda document: document.name)
+
+
+def _no_path(path: str, root: Path, error: OSError) -> InvalidJob:
+    where = "" if error.filename in (None, str(root)) else f" ({error.filename})"
+    rule = f"cannot be read: {error.strerror}{where}"
+    if isinstance(error, FileNotFoundError) and not where:
+        rule = "matches no file" if is_glob(path) else "does not exist"
+    return InvalidJob([Problem("data.path", path, rule, _PATH_REMEDY)])
 
 
 _PATH_REMEDY = f"give a readable file, a folder, a prepared store, or {STDLIB}"
@@ -184,12 +292,17 @@ def check_path(path: str) -> list[Problem]:
     if is_store(path):
         return []
     try:
+        found = look(path)
+        if found.kind == "hub":
+            return check_name(path)
+        if found.kind != "text":
+            return _check_files(path, found)
         documents = find_documents(path)
     except InvalidJob as invalid:
         return invalid.problems
     unreadable = [d.name for d in documents if not os.access(d.path, os.R_OK)]
     if unreadable:
-        return [Problem("data.path", path, f"cannot be read: {_some(unreadable)}", _PATH_REMEDY)]
+        return [Problem("data.path", path, f"cannot be read: {some(unreadable)}", _PATH_REMEDY)]
     if not documents:
         rule = "is a folder without files (hidden ones do not count)"
         return [Problem("data.path", path, rule, _PATH_REMEDY)]
@@ -199,10 +312,24 @@ def check_path(path: str) -> list[Problem]:
     return []
 
 
-def _some(lines: Sequence[str], separator: str = ", ") -> str:
-    """The first few, and how many more there are."""
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return separator.join([*lines[:SHOWN], *more])
+def _check_files(path: str, found: Found) -> list[Problem]:
+    unreadable = [f.name for f in found.files if not is_remote(f.path) and not _readable(f)]
+    if unreadable:
+        return [Problem("data.path", path, f"cannot be read: {some(unreadable)}", _PATH_REMEDY)]
+    if found.files and not any(file.size_bytes for file in found.files):
+        rule = "is empty" if len(found.files) == 1 else "holds only empty files"
+        return [Problem("data.path", path, rule, "give a path with text in it")]
+    return []
+
+
+def _readable(file: File) -> bool:
+    return os.access(file.path, os.R_OK)
+
+
+def some(lines: Sequence[str], separator: str = ", ", count: int | None = None) -> str:
+    """The first few, and how many more there are (of ``count``, if not all are listed)."""
+    more = (len(lines) if count is None else count) - len(lines[:SHOWN])
+    return separator.join([*lines[:SHOWN], *([f"and {more:,} more"] if more else [])])
 
 
 # --------------------------------------------------------------------------- scanning
@@ -235,7 +362,7 @@ def scan(document: Document, holdout: float) -> Scan:
                 text.feed(block, size)
                 size += len(block)
                 while len(pending) > PIECE_BYTES:
-                    cut = _cut(pending, PIECE_BYTES)
+                    cut = cut_at(pending, 0, PIECE_BYTES)
                     cuts.append(cuts[-1] + cut)
                     pending = pending[cut:]
             text.feed(b"", size, final=True)
@@ -281,13 +408,15 @@ def _is_utf16(data: bytes, offset: int) -> bool:
     return offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
-def _cut(data: bytes, limit: int) -> int:
-    """Where to cut ``data`` (longer than ``limit``): after the last newline, or at a character."""
-    newline = data.rfind(b"\n", 0, limit)
+def cut_at(data: bytes, begin: int, size: int) -> int:
+    """Where to cut ``data``, which is longer, at most ``size`` bytes behind ``begin``: after the
+    last newline, or at a character."""
+    limit = begin + size
+    newline = data.rfind(b"\n", begin, limit)
     if newline >= 0:
         return newline + 1
     cut = limit
-    while cut > max(0, limit - 3) and data[cut] & 0xC0 == 0x80:  # a continuation byte
+    while cut > max(begin, limit - 3) and data[cut] & 0xC0 == 0x80:  # a continuation byte
         cut -= 1
     return cut
 
@@ -300,7 +429,7 @@ def _tail(file: BinaryIO, begin: int, size: int, holdout: float) -> int:
     mark = size - held
     low = max(begin, mark - max(4, min(held, BLOCK_BYTES)))  # 4: the longest character
     file.seek(low)
-    return low + _cut(file.read(mark - low + 1), mark - low)
+    return low + cut_at(file.read(mark - low + 1), 0, mark - low)
 
 
 def _unreadable(document: Document, error: OSError) -> InvalidJob:
@@ -329,7 +458,7 @@ def keep_text(
             Problem(
                 "data.path",
                 path,
-                f"{count} not UTF-8 text:\n  " + _some(lines, "\n  "),
+                f"{count} not UTF-8 text:\n  " + some(lines, "\n  "),
                 "use --data.invalid_utf8 skip to leave out such files (best for binary ones), "
                 "--data.invalid_utf8 replace to put U+FFFD for the bad bytes, "
                 "or give a path that holds only text",

@@ -5,8 +5,16 @@ A store is a folder, made by ``weft.data.prepare``::
     tokenizer.json          the tokenizer that made it
     train-00000.bin ...     token ids, uint16 or uint32, nothing else; every document (or its
     validation-00000.bin    part of the split) ends with the separator
-    train-00000.json ...    receipts, which only an interrupted preparation reads
+    train-00000.json ...    receipts, which only an interrupted preparation reads; shards of files
+                            with many documents have two numbers, the unit's and the extent's
     store.json              what is above: sizes, hashes, counts.  Without it, it is no store.
+
+Of conversations (``weft.data.conversations``) it has more files::
+
+    chat_template.jinja     what wrote them as text
+    train-00000.learned     for each token whether it is learned, uint8
+    train-00000.documents   for each conversation where its tokens end, the number of its file, and
+                            its line there: int64 (n, 3)
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ import socket
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +41,11 @@ from weft.job import InvalidJob, Problem
 
 FORMAT = 1
 TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
 
 Dtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "validation"]
+Kind = Literal["text", "chat", "preferences"]  # the last: chosen, rejected, chosen, rejected, ...
 
 
 class TokenStream:
@@ -68,23 +78,52 @@ class TokenStream:
                 filled, shard = filled + len(part), shard + 1
         return out
 
+    def find(self, token: int) -> NDArray[np.int64]:
+        """Where ``token`` stands."""
+        found = [
+            begin + np.flatnonzero(shard == token)
+            for begin, shard in zip(self._begins, self._shards, strict=False)
+        ]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def count(self) -> int:
+        """How many are not 0."""
+        return sum(int(np.count_nonzero(shard)) for shard in self._shards)
+
 
 @dataclass(frozen=True)
 class Shard:
+    """Tokens in a file of the store, or, by its absolute path, in a file of somebody else's, from
+    byte ``begin`` on."""
+
     file: str
     tokens: int
     size_bytes: int
     xxh3: str
+    begin: int = 0
+
+    @property
+    def foreign(self) -> bool:
+        return Path(self.file).is_absolute()
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split: ``bytes`` counts its text, ``tokens`` the separators too."""
+    """One split: ``bytes`` counts its text (0: not known), ``tokens`` the separators too.
+
+    Only of conversations: which tokens are ``learned``, and an ``index`` of the conversations.
+    """
 
     documents: int
     bytes: int
     tokens: int
     shards: list[Shard]
+    learned: Shard | None = None
+    index: Shard | None = None
+
+    @property
+    def files(self) -> list[Shard]:
+        return [*self.shards, *filter(None, (self.learned, self.index))]
 
 
 @dataclass(frozen=True)
@@ -99,10 +138,13 @@ class Manifest:
     separator: int
     tokenizer_hash: str
     unigram_entropy_nats: float  # of the train tokens: the loss of knowing only their frequencies
-    skipped_files: int
+    skipped_files: int  # or documents, where a file has many
     replaced_files: int
     train: Split
     validation: Split
+    empty_documents: int = 0
+    kind: Kind = "text"
+    files: list[str] = field(default_factory=list)  # of conversations, by number
 
 
 @dataclass(frozen=True)
@@ -117,6 +159,19 @@ class Store:
         part: Split = getattr(self.manifest, name)
         return TokenStream([map_shard(self.path, self.manifest.dtype, s) for s in part.shards])
 
+    def learned(self, name: SplitName) -> TokenStream | None:
+        """1 for each token that is learned, else 0; None: all are."""
+        part: Split = getattr(self.manifest, name)
+        if part.learned is None:
+            return None
+        return TokenStream([map_shard(self.path, "uint8", part.learned)])
+
+    def index(self, name: SplitName) -> NDArray[np.int64]:
+        """Of conversations: where the tokens of each end, the number of its file, and its line."""
+        part: Split = getattr(self.manifest, name)
+        assert part.index is not None, f"{self.path} holds no conversations"
+        return map_shard(self.path, "int64", part.index).reshape(-1, 3)
+
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path / TOKENIZER_FILE)[0]
 
@@ -124,16 +179,21 @@ class Store:
     def fingerprint(self) -> str:
         """Identifies the content (tokens of both splits, tokenizer), wherever the store lies."""
         m = self.manifest
-        hashes = [[shard.xxh3 for shard in part.shards] for part in (m.train, m.validation)]
+        hashes = [[shard.xxh3 for shard in part.files] for part in (m.train, m.validation)]
         content = [m.format, m.dtype, m.separator, m.tokenizer_hash, hashes]
         return xxh3_128_hexdigest(json.dumps(content).encode())
 
 
-def map_shard(folder: Path, dtype: Dtype, shard: Shard) -> NDArray[Any]:
+def map_shard(folder: Path, dtype: str, shard: Shard) -> NDArray[Any]:
     """A shard's tokens, ``dtype`` (tokens,), mapped into memory."""
-    if not shard.tokens:  # an empty file cannot be mapped
+    if not shard.size_bytes:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    return np.memmap(folder / shard.file, dtype, "r")
+    return np.memmap(folder / shard.file, dtype, "r", shard.begin, (shard.tokens,))
+
+
+def hash_tokens(tokens: NDArray[Any]) -> str:
+    """The xxh3_128 of the tokens' bytes in hexadecimal."""
+    return xxh3_128_hexdigest(tokens.data) if len(tokens) else xxh3_128_hexdigest(b"")
 
 
 # --------------------------------------------------------------------------- opening
@@ -152,13 +212,15 @@ def open_store(path: str | Path, *, check_content: bool = False) -> Store:
     folder = Path(path).expanduser()
     manifest = _read_manifest(folder)
     wrong = []
-    for shard in [*manifest.train.shards, *manifest.validation.shards]:
+    for shard in [*manifest.train.files, *manifest.validation.files]:
         file = folder / shard.file
         if not file.is_file():
             wrong.append(f"{shard.file} is missing")
-        elif (size := file.stat().st_size) != shard.size_bytes:
+        elif (size := file.stat().st_size) != shard.size_bytes and not (
+            shard.foreign and size >= shard.begin + shard.size_bytes
+        ):
             wrong.append(f"{shard.file} has {size} bytes, not {shard.size_bytes}")
-        elif check_content and xxh3_128_hexdigest(file.read_bytes()) != shard.xxh3:
+        elif check_content and hash_tokens(map_shard(folder, manifest.dtype, shard)) != shard.xxh3:
             wrong.append(f"{shard.file} has other content than it was prepared with")
     try:
         if load_tokenizer(folder / TOKENIZER_FILE)[1] != manifest.tokenizer_hash:

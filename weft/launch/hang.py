@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.manifest import checkpoints
-from weft.job import InvalidJob, Job, Problem, read_job
+from weft.job import InvalidJob, Job, Problem
 from weft.launch.start import how_to_go_on
 from weft.launch.watchdog import (
     FRAME,
@@ -40,6 +40,7 @@ from weft.launch.watchdog import (
     write_evidence,
 )
 from weft.launch.worker import log_path
+from weft.observe.history import job_of
 from weft.observe.sinks import read_records
 from weft.parallel.private import collectives_in
 from weft.resilience.heartbeat import Contact, process_began, ranks_text
@@ -94,10 +95,7 @@ def explain(folder: Path) -> Told:
     Raises:
         InvalidJob: if it is no run.
     """
-    if not (folder / "job.toml").is_file():
-        rule = "is not the folder of a run"
-        raise InvalidJob([Problem("run", str(folder), rule, "name the one with job.toml in it")])
-    job, _, _ = read_job(str(folder / "job.toml"))
+    job = job_of(folder)
     logs = folder / "logs"
     hosts = [found for path in sorted(logs.glob("ranks-*.json")) if (found := _read(path))]
     living = [host for host in hosts if host["host"] == socket.gethostname() and _lives(host)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from math import nan
@@ -17,23 +16,31 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import weft
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
-from weft.data.prepare import Progress as Preparation
+from weft.data.packing import packing_line
 from weft.data.prepare import prepare_text
+from weft.data.store import TEMPLATE_FILE
 from weft.data.text import Text, open_text
-from weft.job import InvalidJob, Job, Problem, WeftError, difference, read_job, to_toml
+from weft.job import InvalidJob, Job, Problem, difference, read_job, to_toml
 from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
+from weft.launch.preparing import cache_folder, showing
 from weft.launch.watchdog import watch
 from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
 from weft.observe.events import note_event
-from weft.observe.history import History
+from weft.observe.history import History, job_of
 from weft.observe.ledger import goodput
 from weft.observe.report import FILE, LATER, report_page
-from weft.observe.sinks import duration, quiet_console, read_records, replace_text
+from weft.observe.sinks import (
+    duration,
+    quiet_console,
+    read_records,
+    replace_bytes,
+    replace_text,
+    shown,
+)
 from weft.plan.placement import AXES
 from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan
@@ -41,7 +48,15 @@ from weft.predict.check import Expected, expect, note
 from weft.predict.sections import sections
 from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.loop import train
-from weft.train.setup import Rank, check_text, connect, detect_machine, home_of
+from weft.train.setup import (
+    Rank,
+    check_text,
+    connect,
+    detect_machine,
+    home_of,
+    owning,
+    unwritable,
+)
 
 # Seconds of a run after which its end may take some more, and the ranks of a pipeline, each of
 # which takes about one, that are traced then.
@@ -59,8 +74,10 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
     expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
     text = prepared(job, plan, console)
-    with owning(folder, shared=plan.node_counts[-1] > 1), reporting(folder, job, plan, console):
-        describe(job, plan, text, recipe, console, expected, doubt)
+    owned = owning(folder, training_in(folder), shared=plan.node_counts[-1] > 1)
+    with owned, reporting(folder, job, plan, console):
+        describe(plan, recipe, console, expected, doubt)
+        describe_text(job, plan, text, console)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, text, expected)
         home = home_of(job.checkpoint.dir, folder)
@@ -91,7 +108,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
-        show_end(folder, recipe, text, console)
+        show_end(folder, recipe, job, text, console)
     return 0
 
 
@@ -106,33 +123,17 @@ def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[
         run = History(folder)
         short = sum(run.seconds().values()) < WORTH_A_FORECAST
         later = [LATER] if short or plan.pp > MOST_TRACED else sections([run])
-        replace_text(folder / FILE, report_page([run], later=later, running=False))
+        replace_bytes(folder / FILE, report_page([run], later=later, running=False))
     except Exception as error:  # a page is no reason for a run to have failed
         console.print(f"no new {FILE}: {type(error).__name__}: {error}", soft_wrap=True)
     else:
         console.print(f"report: {shown(folder / FILE)}", soft_wrap=True)
 
 
-@contextmanager
-def owning(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Hold the run's lock: two trainings in one folder would undo each other's checkpoints.
-
-    The kernel frees it when the process ends, however that happens.  ``shared``: with the
-    other nodes of the run.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a+")
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    with file:
-        try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            rule = "another process is training in this folder"
-            problem = Problem("run.dir", str(folder), rule, "wait for it, or use another --run.dir")
-            raise InvalidJob([problem]) from error
-        yield
+def training_in(folder: Path) -> Problem:
+    """What to say to a second process that would train in a run's folder."""
+    rule = "another process is training in this folder"
+    return Problem("run.dir", str(folder), rule, "wait for it, or use another --run.dir")
 
 
 def rollback(folder: Path, step: int) -> str:
@@ -141,23 +142,15 @@ def rollback(folder: Path, step: int) -> str:
     Raises:
         InvalidJob: if it is no run, has no such checkpoint, or is being trained.
     """
-    if not (folder / "job.toml").is_file():
-        rule = "is not the folder of a run"
-        raise InvalidJob([Problem("run", str(folder), rule, "name the one with job.toml in it")])
-    job, _, _ = read_job(str(folder / "job.toml"))
+    job = job_of(folder)
     home = home_of(job.checkpoint.dir, folder)
-    with owning(folder):
+    with owning(folder, training_in(folder)):
         there = [checkpoint_step(path) for path in checkpoints(home)]
         if step not in [0, *there]:
             rule = "no checkpoint of that step counts"
             raise InvalidJob([Problem("step", step, rule, f"use one of {[0, *there]}")])
         take(home, step)
     return f"{how_to_go_on(checkpoints(home))}; no longer: {[s for s in there if s > step]}"
-
-
-def unwritable(folder: Path, error: OSError) -> WeftError:
-    """What to say of a run's folder that turned out not to take what was written."""
-    return WeftError(f"{error.filename or folder}: cannot be written: {error.strerror}")
 
 
 def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
@@ -178,8 +171,9 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
             ranks = stack.enter_context(connect(plan, job.debug.deterministic))
             text = prepared_on_this_host(job, plan, console, ranks)
             if rank == 0:
-                stack.enter_context(owning(folder))
-                describe(job, plan, text, recipe, console, expected, doubt)
+                stack.enter_context(owning(folder, training_in(folder)))
+                describe(plan, recipe, console, expected, doubt)
+                describe_text(job, plan, text, console)
                 open_run(folder, job, base, recipe, text, expected)
             dist.barrier()
             watch(job, folder, ranks)
@@ -189,7 +183,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
                 newest = how_to_go_on(checkpoints(home_of(job.checkpoint.dir, folder)))
                 console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
-                show_end(folder, recipe, text, console)
+                show_end(folder, recipe, job, text, console)
             if not whole:
                 why = "stopped and saved; the same command goes on"
                 tell_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), why, why)
@@ -224,46 +218,10 @@ def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) ->
 
 def prepared(job: Job, plan: Plan, console: Console) -> Text:
     """The tokenised text of the job, prepared now if it is not there yet."""
-    cache = Path(job.data.cache)
-    if job.data.cache == "auto":
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        cache = Path(home) / "weft"
     with showing(console) as show:
-        text = prepare_text(job.data, cache, show)
+        text = prepare_text(job.data, cache_folder(job.data), show)
     check_text(job, plan, text)
     return text
-
-
-@contextmanager
-def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
-    """How preparation goes: a bar that vanishes on a terminal, elsewhere a line for each stage."""
-    if not console.is_terminal:
-        said = ""
-
-        def say(progress: Preparation) -> None:
-            nonlocal said
-            if progress.message != said:
-                said = progress.message
-                console.print(said, soft_wrap=True)
-
-        yield say
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(progress: Preparation) -> None:
-            total = progress.total_bytes or None
-            bar.update(
-                task, description=progress.message, completed=progress.done_bytes, total=total
-            )
-
-        yield show
 
 
 def open_run(
@@ -279,6 +237,9 @@ def open_run(
             replace_text(path, to_toml(job, recipe, base))
         tokenizer = (text.path / "tokenizer.json").read_text("utf-8")
         replace_text(folder / "tokenizer.json", tokenizer)
+        for source in text.sources:
+            if (template := source.store.path / TEMPLATE_FILE).is_file():
+                replace_text(folder / TEMPLATE_FILE, template.read_text("utf-8"))
         note(expected, folder)
     except OSError as error:
         raise unwritable(folder, error) from error
@@ -298,13 +259,7 @@ def changes_since(folder: Path, job: Job) -> str:
 
 
 def describe(
-    job: Job,
-    plan: Plan,
-    text: Text,
-    recipe: str,
-    console: Console,
-    expected: Expected | None,
-    doubt: str,
+    plan: Plan, recipe: str, console: Console, expected: Expected | None, doubt: str
 ) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
@@ -318,13 +273,6 @@ def describe(
         f"{f' and float8 ({float8_line(plan)})' if plan.float8 != 'none' else ''}",
         soft_wrap=True,
     )
-    if job.data.mixture:
-        tokens = job.train.steps * plan.tokens_per_step
-        for source in text.sources:
-            size = source.store.manifest.train.tokens
-            times = f"seen {source.share * tokens / size:.2g} times"
-            line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
-            console.print(line, soft_wrap=True)
     if plan.peak_flops is not None:
         peak = f"{plan.peak_flops / 1e12:,.0f} TFLOP/s, the device's dense {plan.peak_dtype} peak"
         console.print(f"MFU is relative to {peak}", soft_wrap=True)
@@ -336,6 +284,21 @@ def describe(
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
+def describe_text(job: Job, plan: Plan, text: Text, console: Console) -> None:
+    """The sources of a mixture, how often the run sees each, and how what is packed fills rows."""
+    tokens = job.train.steps * plan.tokens_per_step
+    for source in text.sources:
+        manifest = source.store.manifest
+        if text.shares:
+            size = manifest.train.tokens
+            times = f"seen {source.share * tokens / size:.2g} times"
+            line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
+            console.print(line, soft_wrap=True)
+        if manifest.kind != "text" or job.data.packing == "best_fit":
+            line = packing_line(source.store, job.train.seq_len, job.data, job.train.seed)
+            console.print(f"{Path(manifest.source).name}: {line}", soft_wrap=True)
+
+
 def scaled(count: int) -> str:
     """``2_023_488`` -> ``'2.0 M'``."""
     for power, letter in ((12, "T"), (9, "B"), (6, "M"), (3, "K")):
@@ -344,13 +307,7 @@ def scaled(count: int) -> str:
     return str(count)
 
 
-def shown(path: Path) -> str:
-    """As short as it can be told."""
-    from_here = os.path.relpath(path)
-    return str(path) if from_here.startswith("..") else from_here
-
-
-def show_end(folder: Path, recipe: str, text: Text, console: Console) -> None:
+def show_end(folder: Path, recipe: str, job: Job, text: Text, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
     records = read_records(folder / "metrics.jsonl")
     if not records:
@@ -375,16 +332,19 @@ def show_end(folder: Path, recipe: str, text: Text, console: Console) -> None:
         if "expected_step_seconds" in last:
             beside += f" (expected {last['expected_step_seconds']:.3g})"
         beside += "\n"
+    losses, unigram = f"of {job.train.objective}", ""
+    if job.train.objective == "next_token":
+        losses = "in nats per token"
+        unigram = f"  unigram  {text.unigram_entropy_nats:.3f}   "
+        unigram += "what guessing by the tokens' frequencies alone would give\n"
     where = shown(folder)
     name = recipe if not recipe.endswith(".toml") else "demo"
     console.print(
         f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "
-        "losses in nats per token:\n"
+        f"losses {losses}:\n"
         f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records\n"
         f"{held_out_line}"
-        f"  unigram  {text.unigram_entropy_nats:.3f}   "
-        "what guessing by the tokens' frequencies alone would give\n"
-        f"{spent}{beside}"
+        f"{unigram}{spent}{beside}"
         f"the run lies in {where}\n"
         f"next:  weft generate {shlex.quote(where)} --prompt 'class '\n"
         f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
-from weft.job import InvalidJob, Problem, WeftError
+from weft.job import InvalidJob, Job, Problem, WeftError, read_job
 from weft.observe.events import read_events
 from weft.observe.ledger import KINDS, goodput
 
@@ -29,7 +29,7 @@ PIECE_BYTES = 1 << 24  # of metrics.jsonl, read at a time
 WARMING = 2  # records of a start that are not the steady state
 SILENCE = 60.0  # seconds; a run that says nothing for this and ten records' time is not running
 
-# Of events.jsonl; what a record tells by itself stands in for those that are not there.
+# Kinds of events that are to be expected, and those that end a run.
 ROUTINE = {"start", "checkpoint", "evaluation", "stop", "end"}
 FAILURES = {"failure", "hang"}
 
@@ -41,6 +41,23 @@ class Mark(NamedTuple):
     time: float
     kind: str
     text: str
+
+
+def no_run(folder: Path, key: str = "run") -> Problem:
+    """What to say of a folder that was named as a run's, with ``key``, and is none."""
+    rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
+    return Problem(key, str(folder), rule, remedy)
+
+
+def job_of(folder: Path, key: str = "run") -> Job:
+    """The job of the run in ``folder``, as it was written there.
+
+    Raises:
+        InvalidJob: if it is not the folder of a run.
+    """
+    if not (folder / "job.toml").is_file():
+        raise InvalidJob([no_run(folder, key)])
+    return read_job(str(folder / "job.toml"))[0]
 
 
 class History:
@@ -62,14 +79,12 @@ class History:
         self.columns: dict[str, Floats] = {}
         self.damaged = 0
         self._offset = 0
-        self._marks: list[Mark] = []
         try:
             text = (folder / "job.toml").read_text("utf-8")
             self.job: dict[str, dict[str, Any]] = tomllib.loads(text)
             self.steps = int(self.job["train"]["steps"])
         except (FileNotFoundError, NotADirectoryError) as error:
-            rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
-            raise InvalidJob([Problem("run", str(folder), rule, remedy)]) from error
+            raise InvalidJob([no_run(folder)]) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise WeftError(f"{folder / 'job.toml'}: cannot be read: {error}") from error
         head = [line for line in text.splitlines() if line.startswith("# ")]
@@ -106,7 +121,6 @@ class History:
                 self.damaged += len(whole) - len(records)
                 if records:
                     pieces.append((columns_of(records), len(records)))
-                    self._marks += marks_of(records)
         names = dict.fromkeys(chain.from_iterable(columns for columns, _ in pieces))
         self.columns = {
             name: np.concatenate([c.get(name, np.full(count, np.nan)) for c, count in pieces])
@@ -143,13 +157,11 @@ class History:
 
     def marks(self) -> list[Mark]:
         """What happened, in its order in time."""
-        noted = [
+        marks = [
             Mark(int(e["step"]), float(e["time"]), str(e["kind"]), str(e["text"]))
             for e in read_events(self.folder)
         ]
-        kinds = {mark.kind for mark in noted}
-        told = [mark for mark in self._marks if mark.kind not in kinds]
-        return sorted([*noted, *told], key=lambda mark: mark.time)
+        return sorted(marks, key=lambda mark: mark.time)
 
     def state(self, now: float, running: bool | None = None) -> tuple[str, str]:
         """``finished``, ``running``, ``failed``, ``stopped`` or ``not started``, and why.
@@ -215,28 +227,6 @@ def columns_of(records: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[s
             except (TypeError, ValueError, OverflowError):  # not all are numbers
                 numbers = [v if isinstance(v, float) else np.nan for v in values]
                 found[prefix + name] = np.array(numbers, np.float64)
-    return found
-
-
-def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
-    """What records tell of events."""
-    found = []
-    for record in records:
-        step, at = record["step"], float(record.get("time") or 0.0)
-        for one in record.get("anomalies") or []:
-            text = f"the {one.get('what')} was {one.get('value')} ({one.get('cause')})"
-            undone = {
-                "skip": "its update was left out",
-                "rewind": f"back to step {one.get('back_to')}",
-            }
-            text += f": {undone.get(one.get('action', ''), 'gone when computed again')}"
-            found.append(Mark(int(one.get("step", step)), at, "anomaly", text))
-        if record.get("slow_rank") is not None:
-            slow = f"rank {record['slow_rank']} needs {record.get('slow_ratio') or 0:.2f} times"
-            found.append(Mark(step, at, "slow rank", f"{slow} as long as the others"))
-        if record.get("eval_loss") is not None:
-            text = f"held-out loss {record['eval_loss']:.4f}"
-            found.append(Mark(step, at, "evaluation", text))
     return found
 
 

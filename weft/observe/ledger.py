@@ -3,7 +3,7 @@
 Each second belongs to one of `KINDS`.  A step that is done again after a failure was productive
 until then, and is lost from then on.  What a start finds between the last record of the one before
 and its own beginning (steps without a record, noticing, waiting in a queue, importing) is
-restarting.
+restarting.  Starting a profile and writing its traces counts as saving.
 """
 
 from __future__ import annotations

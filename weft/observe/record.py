@@ -68,7 +68,7 @@ class StepRecord:
     """One logged step.  Rates and times are means over the steps since the last record."""
 
     step: int
-    loss: float  # nats per token, over the whole global batch
+    loss: float  # nats per token (of dpo, per pair), over the whole global batch
     grad_norm: float  # before clipping
     lr: float
     tokens: int  # trained on since the run began
@@ -98,6 +98,9 @@ class StepRecord:
     # Of a mixture the loss of each source: mean since the last record, and of its held-out text.
     source_losses: dict[str, float] | None = None
     source_eval_losses: dict[str, float] | None = None
+    # What else the objective tells: mean since the last record, and of the held-out samples.
+    metrics: dict[str, float] | None = None
+    eval_metrics: dict[str, float] | None = None
 
     @classmethod
     def of(
@@ -166,6 +169,8 @@ NAMES = {
     "ranks": "ranks",
     "source_losses": "train/loss_of",
     "source_eval_losses": "eval/loss_of",
+    "metrics": "train",
+    "eval_metrics": "eval",
 }
 
 

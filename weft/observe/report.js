@@ -14,13 +14,16 @@ function smooth(values, weight) {
 
 function traces(chart) {
   const weight = Number(smoothing.value);
+  // A few curves are told apart by their style, and runs by colour; else it is the other way round.
+  const plain = chart.curves.filter(([, , style]) => !style).length;
+  const coloured = chart.curves.length > 2 || plain > 1;
   const drawn = chart.curves.flatMap(([key, label, style], c) =>
     runs.flatMap((run, r) => {
       const curve = run.curves[key];
       if (!curve) return [];
-      const color = style[0] === "#" ? style : COLOURS[(chart.curves.length > 2 ? c : r) % COLOURS.length];
+      const color = style[0] === "#" ? style : COLOURS[(coloured ? c : r) % COLOURS.length];
       const names = [...(runs.length > 1 ? [run.name] : []), ...(chart.curves.length > 1 ? [label] : [])];
-      const line = { color, width: 1.8, dash: style === "dash" || (chart.curves.length > 2 && r) ? "dash" : "solid" };
+      const line = { color, width: 1.8, dash: style === "dash" || (coloured && r) ? "dash" : "solid" };
       const all = run.x[axis.value];
       const trace = {
         x: curve.at ? curve.at.map((i) => all[i]) : all,

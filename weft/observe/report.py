@@ -104,17 +104,17 @@ GROUPED = {
 
 
 def report_page(
-    runs: Sequence[Path | History],
+    given: Sequence[Path | History],
     *,
     title: str = "",
     sections: Sequence[Section] = (),
     later: Sequence[Section] = (),
     running: bool | None = None,
-) -> str:
+) -> bytes:
     """The whole HTML file of one run, or of several beside each other.
 
     Args:
-        runs: their folders, or what has been read of them.
+        given: folders of runs, or what has been read of them.
         title: default: the runs' names.
         sections: (heading, HTML) of the caller's own, which come first, after what is told of each
             run in a line.  The heading is escaped here, the content by the caller.
@@ -125,18 +125,7 @@ def report_page(
         InvalidJob: if a folder is not that of a run.
         WeftError: if plotly is not installed, or a run's files cannot be read.
     """
-    read = [run if isinstance(run, History) else History(run) for run in runs]
-    return page_of(read, title, sections, later, running).decode()
-
-
-def page_of(
-    runs: Sequence[History],
-    title: str = "",
-    sections: Sequence[Section] = (),
-    later: Sequence[Section] = (),
-    running: bool | None = None,
-) -> bytes:
-    """See `report_page`."""
+    runs = [run if isinstance(run, History) else History(run) for run in given]
     names = names_of(runs)
     now = time.time()
     states = [run.state(now, running) for run in runs]
@@ -597,7 +586,8 @@ class Report:
             if self._run is None:
                 self._run = History(self._folder)
             self._run.read_on()
-            replace_bytes(self._folder / FILE, page_of([self._run], later=[LATER], running=running))
+            page = report_page([self._run], later=[LATER], running=running)
+            replace_bytes(self._folder / FILE, page)
         except Exception as error:
             # A full disk, no plotly, whatever it is: no reason to lose a run.  It is told once.
             if self._next < float("inf"):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -19,6 +21,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from weft.job import Job, WeftError, lookup
 from weft.observe.record import StepRecord, scalars
 from weft.observe.trackers import MLflow, WeightsAndBiases
+
+EVERY = 1.0  # seconds between two bursts of records to a tracker
+PATIENCE = 60.0  # seconds that a tracker has at the end for what is left
 
 
 class Sink(Protocol):
@@ -51,9 +56,14 @@ def open_sinks(
 
 
 class Guarded:
-    """A sink that may fail without ending the run, whose records are in metrics.jsonl anyway.
+    """A tracker: what writes to it costs the step little, and may fail without ending the run.
 
-    A first start it does end, with the reason: then somebody is there to read it.
+    Records are handed to a thread, which writes them in bursts: each time that it wakes it takes
+    Python's lock from the step.  Every tracker has its own, so that a server which does not answer
+    keeps no other tracker from its records.  They are in metrics.jsonl anyway.
+
+    A tracker that cannot be made ends a first start, with the reason: then somebody is there to
+    read it.
     """
 
     def __init__(
@@ -66,30 +76,58 @@ class Guarded:
         console: Console,
     ) -> None:
         self._name, self._console = name, console
-        self._sink: Sink | None = None
+        self._sink: Sink | None = None  # not made, or given up
+        self._waiting: deque[StepRecord] = deque()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
         try:
             self._sink = make(folder, job, resumed_step)
         except Exception as error:
             if resumed_step == 0:
                 why = f"{type(error).__name__}: {error}"
                 raise WeftError(f"observe.sinks: {name} cannot start: {why}") from error
-            self._failed(error)
+            self._tell(error)
 
     def write(self, record: StepRecord) -> None:
-        self._do(lambda sink: sink.write(record))
+        if self._sink is not None:
+            self._waiting.append(record)
+            self._thread = self._thread or self._start(self._sink)
 
     def close(self) -> None:
-        self._do(lambda sink: sink.close())
+        """Write what is left; but a server that is gone must not keep the job for ever."""
+        if self._sink is None:
+            return
+        self._end.set()
+        thread = self._thread or self._start(self._sink)
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            self._give_up(TimeoutError(f"its last ones took longer than {PATIENCE:g} s"))
 
-    def _do(self, what: Callable[[Sink], None]) -> None:
+    def _start(self, sink: Sink) -> threading.Thread:
+        # A daemon: if it hangs it does not keep the process.
+        name = f"weft-{self._name}"
+        thread = threading.Thread(target=self._run, args=(sink,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, sink: Sink) -> None:
         try:
-            if self._sink is not None:
-                what(self._sink)
-        except Exception as error:
-            self._failed(error)
+            ended = False
+            while not ended:
+                ended = self._end.wait(EVERY)
+                while self._waiting:
+                    sink.write(self._waiting.popleft())
+            sink.close()
+        except BaseException as error:  # SystemExit would end the thread without a word
+            self._give_up(error)
 
-    def _failed(self, error: Exception) -> None:
-        self._sink = None
+    def _give_up(self, error: BaseException) -> None:
+        if self._sink is not None:  # the thread of one that was too late may fail later
+            self._sink = None
+            self._waiting.clear()
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
         why = f"{type(error).__name__}: {error}"
         self._console.print(
             f"warning: {self._name} gets no more records, which metrics.jsonl has: {why}",
@@ -162,6 +200,7 @@ class TensorBoard:
     def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
         # Writes event files without TensorBoard itself (a web server) being installed.
         from tensorboardX import SummaryWriter
+        from tensorboardX.proto.summary_pb2 import Summary
 
         # A name of its own for each start: the default repeats within a second, and overwrites.
         self._writer = SummaryWriter(
@@ -170,10 +209,12 @@ class TensorBoard:
             flush_secs=10,
             filename_suffix=f".from-step-{resumed_step + 1}",
         )
+        self._summary = Summary
 
     def write(self, record: StepRecord) -> None:
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record.step, walltime=record.time)
+        # All in one event: one for each costs ten times as much.
+        values = [{"tag": name, "simple_value": value} for name, value in scalars(record).items()]
+        self._writer.file_writer.add_summary(self._summary(value=values), record.step, record.time)
 
     def close(self) -> None:
         self._writer.close()
@@ -229,6 +270,7 @@ class Terminal:
         text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
         if record.mfu is not None:
             text += f"  MFU {record.mfu:.1%}"
+        text += "".join(f"  {name} {mean:.3f}" for name, mean in (record.metrics or {}).items())
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, text=text)
         else:
@@ -238,7 +280,10 @@ class Terminal:
             line += f"  lr {record.lr:.2e}  {duration(left)} left"
             self._console.print(line, highlight=False, soft_wrap=True)
         if record.eval_loss is not None:
-            line = f"step {record.step}: held-out loss {record.eval_loss:.4f} nats/token"
+            more = record.eval_metrics or {}
+            line = f"step {record.step}: held-out loss {record.eval_loss:.4f}"
+            line += "".join(f"  {name} {mean:.3f}" for name, mean in more.items())
+            line += "" if more else " nats/token"
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -251,3 +296,9 @@ def duration(seconds: float) -> str:
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def shown(path: Path) -> str:
+    """As short as it can be told."""
+    from_here = os.path.relpath(path)
+    return str(path) if from_here.startswith("..") else from_here

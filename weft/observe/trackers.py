@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from weft.job import Job, flatten
 from weft.observe.record import StepRecord, scalars
 
 PROJECT = "weft"
-EVERY = 5.0  # seconds between what is sent to MLflow
+EVERY = 5.0  # seconds, at least, between what is sent to MLflow
 
 
 class WeightsAndBiases:
@@ -51,11 +51,14 @@ class WeightsAndBiases:
         self._run.log({**scalars(record), "step": record.step})
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # offline, its process writes on after that; ours may end any moment
 
 
 class MLflow:
-    """A run of MLflow: records are sent together, now and then, by a thread."""
+    """A run of MLflow, which is sent several records at once: a row of its costs milliseconds."""
 
     def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
         for name in ("mlflow", "alembic"):  # which tell of every table that they make
@@ -80,35 +83,24 @@ class MLflow:
         self._id = known.read_text("utf-8")
         self._client.update_run(self._id, status="RUNNING")
         self._waiting: list[Any] = []
-        self._error: Exception | None = None
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._send, name="weft-mlflow", daemon=True)
-        self._thread.start()
+        self._next = 0.0
 
     def write(self, record: StepRecord) -> None:
         from mlflow.entities import Metric
 
-        if self._error is not None:
-            raise self._error
         at = int(1000 * record.time)
         self._waiting.extend(
             Metric(name, value, at, record.step) for name, value in scalars(record).items()
         )
+        if time.monotonic() >= self._next:
+            self._send()
 
     def close(self) -> None:
-        self._end.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._send()
         self._client.set_terminated(self._id)
 
     def _send(self) -> None:
-        try:
-            ended = False
-            while not ended:
-                ended = self._end.wait(EVERY)
-                while batch := self._waiting[:1000]:  # again the most
-                    self._client.log_batch(self._id, metrics=batch)
-                    del self._waiting[: len(batch)]
-        except Exception as error:
-            self._error = error
+        while batch := self._waiting[:1000]:  # again the most
+            self._client.log_batch(self._id, metrics=batch)
+            del self._waiting[: len(batch)]
+        self._next = time.monotonic() + EVERY

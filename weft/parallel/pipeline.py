@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from weft.parallel.private import (
     greet_others_only,
@@ -52,6 +50,11 @@ def build_schedule(
     Returns:
         An object with ``step`` and ``eval``.
     """
+    # Here, for it brings torch's compiler, and with it a fifth of what a launcher, which builds no
+    # stages, would take to start.
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
     pipeline = plan.pipeline
     assert pipeline is not None
     last = len(pipeline.stages) - 1

@@ -212,6 +212,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
     problems += _check_experts(job, family)
+    problems += _check_objective(job, degrees)
     problems += _check_profile(job)
     problems += _check_debug(job)
     batch_problems = _check_batch(job, degrees)
@@ -454,13 +455,15 @@ def _check_device(
 ) -> Iterator[Problem]:
     """What only some hardware can do."""
     key, order = "parallel.async_tp", PLACEMENTS[job.parallel.placement]
-    kind, packing = job.remat.kind, job.data.packing
+    kind, keeps = job.remat.kind, job.data.keeps_documents
     chooses = kind in ("selective", "budget") and not job.compile.enable
-    if machine.device == "cuda" and packing == "documents" and chooses:
+    if machine.device == "cuda" and keeps and chooses:
         # FlexAttention is not compiled where operators are chosen one by one.
         rule = "would compute all scores of attention within documents (data.packing)"
         remedy = "use compile.enable true, or remat.kind full"
-        yield Problem("remat.kind", kind, rule, remedy, ("data.packing", "compile.enable"))
+        yield Problem(
+            "remat.kind", kind, rule, remedy, ("data.packing", "data.format", "compile.enable")
+        )
     if job.parallel.symmetric_memory:
         name, other = "parallel.symmetric_memory", "parallel.hierarchical_gather"
         if not machine.peer_access:
@@ -546,6 +549,21 @@ def _check_filled(job: Job, family: Family, local: int, microbatch: int) -> Iter
         remedy = f"use {either(divisors(local))}"
         depends = ("train.global_batch", *DEGREE_KEYS)
         yield Problem("train.microbatch", microbatch, rule, remedy, depends)
+
+
+def _check_objective(job: Job, degrees: Degrees) -> Iterator[Problem]:
+    """What an objective needs of data and layout."""
+    key, objective = "train.objective", job.train.objective
+    preferences = job.data.format == "preferences"
+    if objective == "dpo" and not preferences:
+        rule, remedy = "learns from preferences", "use data.format preferences"
+        yield Problem(key, objective, rule, remedy, ("data.format",))
+    if objective == "next_token" and preferences:
+        rule = "would learn rejected answers, too"
+        yield Problem(key, objective, rule, "use dpo, or data.format chat", ("data.format",))
+    if objective != "next_token" and degrees.cp > 1:
+        rule = "looks at whole rows, which parallel.cp cuts over ranks"
+        yield Problem(key, objective, rule, "use parallel.cp 1", ("parallel.cp",))
 
 
 def _check_profile(job: Job) -> Iterator[Problem]:

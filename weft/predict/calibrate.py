@@ -24,6 +24,7 @@ from typing import Literal
 import tomli_w
 
 from weft.job import InvalidJob, Job, Problem, read_job
+from weft.observe.history import WARMING, no_run
 from weft.observe.sinks import read_records, replace_text
 from weft.plan.cost import Hardware, Step, step_seconds
 from weft.plan.devices import (
@@ -43,8 +44,7 @@ from weft.predict.forecast import hardware_of, priced, step_of
 from weft.predict.trace import traces
 
 What = Literal["software", "launch", "bandwidth"]
-# Records of a start that are not the steady state, and that are left then at least.
-WARMING, LEAST = 2, 3
+LEAST = 3  # records of a start that are its steady state
 HEAD = (
     "# What `weft plan --calibrate` has learnt; see docs/planner.md.  Remove an entry to forget it."
 )
@@ -112,8 +112,7 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
         InvalidJob: if it is no run, or there can be no plan of it any more.
     """
     if not all((folder / name).is_file() for name in ("job.toml", "environment.json", "plan.json")):
-        rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
-        raise InvalidJob([Problem(key, str(folder), rule, remedy)])
+        raise InvalidJob([no_run(folder, key)])
     job, _, problems = read_job(str(folder / "job.toml"))
     if problems:
         raise InvalidJob(problems)

@@ -258,7 +258,7 @@ def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
         "tp": "async" if job.parallel.async_tp else "exposed",
         "cp": "ring" if ring else "exposed",
     }
-    documents = job.data.packing == "documents"
+    documents = job.data.keeps_documents
     fast = device.capability >= (9, 0) and not documents
     fused_optimizer = job.optim.states != "float32"
     return Setting(job.compile.enable, fused_optimizer, "attention" if fast else "flash", overlaps)

@@ -175,9 +175,11 @@ def no_rows(job: Job, plan: Plan) -> list[Batch]:
     left, batches = plan.local_batch, []
     for _ in range(plan.accumulation):
         rows = torch.zeros((min(left, plan.microbatch), job.train.seq_len), dtype=torch.int64)
-        packed = job.data.packing == "documents"
-        more = (rows.clone(), rows.clone()) if packed else (None, None)
-        batches.append(Batch(rows, rows.clone(), *more))
+        more = (rows.clone(), rows.clone()) if job.data.keeps_documents else (None, None)
+        batch = Batch(rows, rows.clone(), *more)
+        if job.data.format == "preferences":
+            batch = batch._replace(references_B2=torch.zeros(len(rows), 2))
+        batches.append(batch)
         left -= plan.microbatch
     return batches
 
@@ -381,6 +383,8 @@ def traceable(job: Job, plan: Plan) -> Job:
     changes["parallel"] = {"async_tp": False, "symmetric_memory": False}
     if plan.device == "cuda":
         changes["data"] = {"packing": "windows"}
+        if job.data.format == "chat":
+            changes["data"]["format"] = "text"
     return replace_sections(job, **changes)
 
 

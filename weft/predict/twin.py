@@ -48,7 +48,7 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
     whole = plan.gradient_sync == "step" and plan.accumulation > 1 and shards > 1
     remat, part = remat_of(job)
     tokens = plan.microbatch * job.train.seq_len // plan.cp
-    documents = job.data.packing == "documents"
+    documents = job.data.keeps_documents
     return Layout(
         seq_len=job.train.seq_len,
         microbatch=plan.microbatch,
@@ -71,7 +71,8 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
         gradient_bytes=4 if plan.reduce_dtype == "float32" else 2,
         state_bytes=8 + MOMENT_BYTES[job.optim.states],
         kept_bytes=4.0 if whole and zero == 3 else 0.0,
-        chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens,
+        chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens
+        and job.train.objective == "next_token",
         reserved=plan.device == "cuda",
     )
 

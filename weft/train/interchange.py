@@ -33,6 +33,7 @@ from weft.checkpoint.manifest import CheckpointError, checkpoint_path
 from weft.checkpoint.safetensors import NAMES, Entry, Malformed, parse_json
 from weft.checkpoint.storage import create, is_remote
 from weft.data.prepare import Progress, Report
+from weft.data.store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml
 from weft.models.huggingface import from_config, shapes, shown, their_name, to_config
@@ -200,6 +201,8 @@ def _write_companions(folder: Path, found: Found, special: dict[str, Any], dtype
             _copy(found.run / SOURCE / name, folder / name)
         elif name in made:
             write_json(folder / name, made[name])
+    if (found.run / TEMPLATE_FILE).is_file():  # what it was tuned with
+        _copy(found.run / TEMPLATE_FILE, folder / TEMPLATE_FILE)
 
 
 def _copy(path: Path, to: Path) -> None:

@@ -27,6 +27,7 @@ from weft.checkpoint.replicas import compare_replicas
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import Saver
 from weft.data.loader import Ahead, Batch, Loader, samples_of
+from weft.data.store import SplitName
 from weft.data.text import Text
 from weft.job import Job, WeftError
 from weft.models import load_family
@@ -44,7 +45,7 @@ from weft.observe.memory import (
 from weft.observe.profile import Profile
 from weft.observe.record import Clock, StepRecord, spreads
 from weft.observe.sinks import Sink, open_sinks, read_records
-from weft.observe.sources import SourceLosses
+from weft.observe.sources import Means, SourceLosses, listed
 from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
@@ -56,6 +57,7 @@ from weft.resilience.faults import at as reach
 from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Wishes
 from weft.resilience.stragglers import Probe, Stragglers, every_rank
+from weft.train.references import with_references
 from weft.train.replica_groups import join
 from weft.train.setup import (
     Position,
@@ -115,8 +117,15 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         parts, mesh, engine, optimizer, decay = build(job, plan, rank)
     home = home_of(job.checkpoint.dir, folder)
     at = resume(home, job.checkpoint.local, parts, optimizer, say)
+    splits: tuple[SplitName, ...] = ("train", "validation")
+    mixtures = {
+        split: samples_of(text, split, job.train.seq_len, job.data, job.train.seed)
+        for split in splits
+    }
+    if engine.objective.references:
+        mixtures = with_references(job, plan, text, mixtures, engine, mesh, at.step, say)
     loader = Loader(
-        samples_of(text, "train", job.train.seq_len, job.data.packing),
+        mixtures["train"],
         seed=job.train.seed,
         global_batch=job.train.global_batch,
         dp_rank=mesh.dp_rank,
@@ -128,6 +137,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     family = load_family(job.model.kind)
     layers = LayerNorms(parts, family.blocks, plan.pp) if job.observe.grad_norms else None
     sources = SourceLosses(text.shares, rank.device)
+    metrics = Means(engine.objective.metrics, rank.device)
     statistics = open_statistics(job, plan, mesh, parts)
 
     def backward(rows: list[int]) -> AbstractContextManager[None]:
@@ -187,6 +197,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
             ledger.back_to(step, recorded())
             statistics.back_to(step)
             sources.forget()
+            metrics.forget()
             sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
             for sink in sinks:
                 stack.enter_context(closing(sink))
@@ -259,6 +270,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                         step_unless(optimizer, bad)
                         engine.balance.step(bad)
                     sources.add(engine.by_source)
+                    metrics.add(engine.metrics)
                 drop_gradients()
                 statistics.parameters(step)
                 at = Position(step, samples, watch.state())
@@ -277,12 +289,15 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 reach("record")
                 probe = Probe(rank.device) if rank.device.type == "cuda" else None
                 with clock.waiting_for_device():
-                    told = watch.check(trial.told, *worst, *norms, *sources.since())
+                    means = (*sources.since(), *metrics.since())
+                    told = watch.check(trial.told, *worst, *norms, *means)
                     loss, norm, *more = told
                     expert_load = more.pop(0) if worst else None
                 reach("tell")
-                times, eval_loss, eval_losses = clock.read(), None, None
+                times, eval_loss = clock.read(), None
+                eval_losses, eval_metrics = None, None
                 named = layers.names if layers else []
+                of_sources = len(named) + len(text.shares)
                 ledger.spent("productive")
                 measured(times[0])
                 data_seconds, compute_seconds = clock.own()
@@ -295,10 +310,10 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 )
                 if evaluating:
                     reach("evaluate")
-                    held_out_text = held_out(job, plan, text, mesh)
+                    held_out_text = held_out(job, plan, mixtures["validation"], mesh)
                     eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
-                    means = sources.means(engine.by_source)
-                    eval_losses = sources.named([mean for of in means for mean in of.tolist()])
+                    eval_losses = sources.named(listed(sources.means(engine.by_source)))
+                    eval_metrics = metrics.named(listed(metrics.means(engine.metrics)))
                     if eval_losses:  # a source may have had fewer sequences than its share
                         eval_loss = sources.mean(eval_losses)
                     ledger.spent("evaluating")
@@ -326,8 +341,10 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                     ranks=spreads(table),
                     expert_load=expert_load,
                     grad_norms=dict(zip(named, more, strict=False)) or None,
-                    source_losses=sources.named(more[len(named) :]),
+                    source_losses=sources.named(more[len(named) : of_sources]),
                     source_eval_losses=eval_losses,
+                    metrics=metrics.named(more[of_sources:]),
+                    eval_metrics=eval_metrics,
                 )
                 anomalies = []
                 for sink in sinks:

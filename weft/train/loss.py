@@ -39,11 +39,6 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return losses_N.view_as(targets_BT)
 
 
-def valid_tokens(targets_BT: Tensor) -> Tensor:
-    """Number of targets with a loss: an int64 scalar on their device."""
-    return (targets_BT != IGNORE).sum()
-
-
 CHUNK_BYTES = 512 << 20  # of float32 logits that are there at a time
 
 

@@ -6,6 +6,7 @@ Apart from the launchers this is the only place that looks at the environment.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -41,7 +42,9 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.state import named_buffers, named_parameters
 from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import Saver, load, load_local, set_aside
+from weft.data.conversations import check_chat
 from weft.data.loader import check_length
+from weft.data.packing import check_conversations
 from weft.data.source import STDLIB, check_path
 from weft.data.text import Text
 from weft.data.tokenizer import load_tokenizer, vocab_entries
@@ -49,6 +52,7 @@ from weft.job import (
     InvalidJob,
     Job,
     Problem,
+    WeftError,
     difference,
     lookup,
     read_job,
@@ -69,10 +73,20 @@ from weft.plan.resolve import Machine, Plan, resolve_nodes
 from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
 from weft.resilience.heartbeat import name_groups
+from weft.train.objective import OBJECTIVES
 from weft.train.step import Engine
 
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
-FIXED = ("model.", "train.seed", "train.seq_len", "data.packing", "optim.kind")
+FIXED = (
+    "model.",
+    "train.seed",
+    "train.seq_len",
+    "train.objective",
+    "data.format",
+    "data.packing",
+    "data.too_long",
+    "optim.kind",
+)
 # What sinks need that weft does not bring.
 TRACKERS = ("wandb", "mlflow")
 # Before the first step of a run on imported weights, only what those hang on.
@@ -147,7 +161,7 @@ def prepare_job(
         plan = resolve_nodes(job, detect_machine(job.run.device), recipe, base)
     except InvalidJob as error:
         later += error.problems
-    later += _check_files(job, plan)
+    later += {str(found): found for found in _check_files(job, plan)}.values()
     if plan is not None:
         job = replace(job, run={"dir": plan.run_dir})
     later += _check_restarts(job.resilience.time_limit)
@@ -189,6 +203,7 @@ def _complete(job: Job) -> Job:
             "path": full(job.data.path, STDLIB),
             "mixture": {full(path, STDLIB): weight for path, weight in job.data.mixture.items()},
             "tokenizer": full(job.data.tokenizer, "train"),
+            "chat_template": full(job.data.chat_template, "auto"),
             "cache": full(job.data.cache, "auto"),
         },
         checkpoint={
@@ -207,6 +222,7 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
         yield Problem("data.path", job.data.path, "is not read beside data.mixture", remedy)
     for path in job.data.mixture:
         yield from (changed(p, key="data.mixture") for p in check_path(path))
+    yield from check_chat(job.data)
     if job.data.cache != "auto":
         yield from check_writable("data.cache", job.data.cache)
     if job.compile.enable:
@@ -280,6 +296,7 @@ def check_names(job: Job) -> Iterator[Problem]:
     named: list[tuple[str, str, Mapping[str, object]]] = [
         ("optim.kind", job.optim.kind, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),
+        ("train.objective", job.train.objective, OBJECTIVES),
         *(("observe.sinks", sink, SINKS) for sink in job.observe.sinks),
     ]
     for name, value, table in named:
@@ -311,10 +328,10 @@ def check_writable(key: str, value: str) -> Iterator[Problem]:
 def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
     """Is the run's folder writable, and is the run in it, whose checkpoints may be, the same?"""
     folder = Path(job.run.dir)
-    unwritable = list(check_writable("run.dir", job.run.dir))
-    yield from unwritable
+    wrong = list(check_writable("run.dir", job.run.dir))
+    yield from wrong
     before = folder / "job.toml"
-    if unwritable or unreachable or not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
+    if wrong or unreachable or not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
         return
     if not before.is_file() and job.resilience.lighthouse != "none":
         return  # they are another replica group's
@@ -346,7 +363,9 @@ def check_text(job: Job, plan: Plan, text: Text) -> None:
     for source in text.sources:
         what = f"the train text of {source.name}" if job.data.mixture else "the train text"
         tokens = source.store.manifest.train.tokens
-        problems += check_length(tokens, job.train.seq_len, what)
+        if source.store.manifest.kind == "text":
+            problems += check_length(tokens, job.train.seq_len, what)
+        problems += check_conversations(source.store, job.train.seq_len, job.data)
     for path in reversed(checkpoints(home_of(job.checkpoint.dir, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
@@ -547,6 +566,34 @@ def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) ->
     path = Path(plan.run_dir) / "statistics.jsonl"
     params = dict(named_parameters(parts))
     return Statistics(job.debug.statistics, path, layers, params, plan.tokens_per_step)
+
+
+@contextmanager
+def owning(folder: Path, taken: Problem, shared: bool = False) -> Iterator[None]:
+    """Hold a folder's lock: two processes that write into it would undo each other's work.
+
+    The kernel frees it when the process ends, however that happens.
+
+    Args:
+        taken: what to say if another process holds it.
+        shared: with others that hold it shared.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    with file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidJob([taken]) from error
+        yield
+
+
+def unwritable(folder: Path, error: OSError) -> WeftError:
+    """What to say of a folder that turned out not to take what was written."""
+    return WeftError(f"{error.filename or folder}: cannot be written: {error.strerror}")
 
 
 def home_of(value: str, run: Path) -> Path:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.data.loader import IGNORE, Batch, evaluation_batches, samples_of
-from weft.data.text import Text
+from weft.data.loader import IGNORE, Batch, Mixture, evaluation_batches
 from weft.job import Job
 from weft.models import Family
 from weft.observe.spans import action, span
@@ -25,19 +24,15 @@ from weft.parallel.private import around_actions, forward_only
 from weft.parallel.shard import reshard, set_gradient_sync
 from weft.parallel.tensor import vocabulary_cross_entropy
 from weft.plan.resolve import Plan
-from weft.train.loss import (
-    chunk_tokens,
-    cross_entropy,
-    linear_cross_entropy,
-    valid_tokens,
-)
+from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
+from weft.train.objective import Losses, build_objective
 
 
 class Engine:
     """This rank's parts of the model, and how a batch goes through them.
 
-    The loss is a sum over tokens, divided once by the valid tokens of the whole global batch: so
-    it cannot depend on how tokens are spread over ranks and microbatches.
+    The loss is a sum, divided once by what the whole global batch counts for (of next tokens, its
+    valid targets): so it cannot depend on how tokens are spread over ranks and microbatches.
     """
 
     def __init__(
@@ -51,11 +46,14 @@ class Engine:
     ) -> None:
         self.parts, self.plan, self.mesh, self.device = parts, plan, mesh, device
         self.parallel = job.parallel
+        self.objective = build_objective(job.train)
         self._divisor: Tensor | float = 1.0
         self.schedule: Any = None
         tokens = plan.microbatch * job.train.seq_len // plan.cp
         self._chunk = chunk_tokens(tokens, plan.model.vocab_size // plan.tp)
-        headless = self._chunk < tokens and family.without_head is not None
+        headless = (
+            self._chunk < tokens and family.without_head is not None and self.objective.sums_tokens
+        )
         has_last_stage, last_part = True, parts[-1]
         if plan.pipeline is not None:
             self.schedule = build_schedule(
@@ -86,13 +84,17 @@ class Engine:
             self._weight = family.without_head(last_part)
         self._gathers = Gathers(parts) if plan.float8_gather else None
         # Ranks that share matrices compute the same loss: one of them tells it.
-        self._tells = has_last_stage and mesh.at["tp"] == 0
-        # Of a mixture, for each source: the summed loss in nats of this rank's tokens of the last
-        # batch, and how many they are.
+        self.tells = has_last_stage and mesh.at["tp"] == 0
+        # Of a mixture, for each source: the summed loss in nats of this rank's rows of the last
+        # batch, and what they count for (tokens, if it is next tokens).
         self.by_source: Tensor | None = None
         if len(job.data.mixture) > 1:
             self.by_source = torch.zeros(len(job.data.mixture), 2, device=device)
-        self._sources: list[Tensor] = []  # of each microbatch, of each row
+        # The same of the objective's metrics.
+        self.metrics: Tensor | None = None
+        if self.objective.metrics:
+            self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)
+        self._batches: list[Batch] = []  # the microbatches that are computed
         self._microbatch = 0  # whose forward pass ran last
         rate = getattr(plan.model, "balance_rate", 0.0)
         self.balance = Balance(parts, family.routed, rate, mesh, device)
@@ -109,19 +111,19 @@ class Engine:
             over_groups: adds up in place over replica groups.
 
         Returns:
-            This rank's share of the mean loss: summed over ranks it is the loss in nats per token.
+            This rank's share of the mean loss: summed over ranks it is the loss in nats per token
+            (or what else the objective counts).
             A float32 scalar that has not been waited for.
         """
         if self._gathers is not None:
             self._gathers.scale()
         batches = self._begin(batches)
-        if self.by_source is not None:
-            self.by_source.zero_()
+        self._forget()
         self.balance.begin()
-        count = _sum([valid_tokens(batch.targets_BT) for batch in batches])
+        count = _sum([self.objective.counts(batch).sum() for batch in batches])
         count = self.mesh.sum_over_tokens(count)
         over_groups([count])
-        # A batch without a valid target has no loss and no gradient.
+        # A batch that counts for nothing has no loss and no gradient.
         self._divisor = count.clamp(min=1)
         if self.schedule is not None:
             losses = self._run_schedule(batches, self.schedule.step)
@@ -175,8 +177,7 @@ class Engine:
         if self._gathers is not None:
             self._gathers.scale()
         self._divisor = 1.0
-        if self.by_source is not None:
-            self.by_source.zero_()
+        self._forget()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         # A pipeline takes as many at a time as it does in training.
         at_a_time = self.plan.accumulation if self.schedule is not None else 1
@@ -193,8 +194,10 @@ class Engine:
                 self._microbatch = 0
                 losses = [self._forward(here[0])]
             total[0] += self._told(losses)
-            if self._tells:
-                total[1] += torch.stack([valid_tokens(batch.targets_BT) for batch in here]).sum()
+            if self.tells:
+                total[1] += torch.stack(
+                    [self.objective.counts(batch).sum() for batch in here]
+                ).sum()
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         for part in self.parts:
@@ -210,16 +213,18 @@ class Engine:
     def _loss(self, out: Tensor, targets_BT: Tensor) -> Tensor:
         """Of the model's output: logits, or what the product takes that makes them."""
         with span("loss"):
+            batch = self._batches[self._microbatch]
             if self._weight is None:
-                losses_BT = self._cross_entropy(out, targets_BT)
-                loss = losses_BT.sum()
+                losses = self.objective.losses(self._cross_entropy(out, targets_BT), batch)
+                total = losses.loss_B.sum()
             else:
-                loss, losses_BT = linear_cross_entropy(
+                total, losses_BT = linear_cross_entropy(
                     out, self._weight(), targets_BT, self._cross_entropy, self._chunk
                 )
-            if self.by_source is not None and self._tells:
-                self._count(losses_BT.detach(), targets_BT)
-            return loss / self._divisor
+                losses = self.objective.losses(losses_BT, batch)
+            if self.tells:
+                self._count(losses, batch)
+            return total / self._divisor
 
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.plan.tp > 1:
@@ -227,37 +232,47 @@ class Engine:
             return vocabulary_cross_entropy(logits_BTV, targets_BT, IGNORE, group)
         return cross_entropy(logits_BTV, targets_BT)
 
-    def _count(self, losses_BT: Tensor, targets_BT: Tensor) -> None:
-        """Add the losses of the microbatch to those of its rows' sources."""
-        assert self.by_source is not None
-        rows_B2 = torch.stack((losses_BT.sum(1), (targets_BT != IGNORE).sum(1)), dim=1)
-        numbers = torch.arange(len(self.by_source), device=self.device)
-        of_BS = self._sources[self._microbatch].unsqueeze(1) == numbers
-        self.by_source += (of_BS.unsqueeze(2) * rows_B2.unsqueeze(1)).sum(0)
+    def _forget(self) -> None:
+        for sums in (self.by_source, self.metrics):
+            if sums is not None:
+                sums.zero_()
+
+    @torch.no_grad()
+    def _count(self, losses: Losses, batch: Batch) -> None:
+        """Add the rows of a microbatch to what is told of sources and metrics."""
+        if self.by_source is None and self.metrics is None:
+            return
+        count_B = self.objective.counts(batch)
+        if self.metrics is not None:
+            self.metrics[:, 0] += losses.metrics_BM.sum(0)
+            self.metrics[:, 1] += count_B.sum()
+        if self.by_source is not None:
+            rows_B2 = torch.stack((losses.loss_B.detach(), count_B), dim=1)
+            numbers = torch.arange(len(self.by_source), device=self.device)
+            of_BS = cast(Tensor, batch.sources_B).unsqueeze(1) == numbers
+            self.by_source += (of_BS.unsqueeze(2) * rows_B2.unsqueeze(1)).sum(0)
 
     def _begin(self, batches: Sequence[Batch]) -> list[Batch]:
         """This rank's tokens of the microbatches that come next."""
-        if self.by_source is not None:
-            self._sources = [cast(Tensor, batch.sources_B) for batch in batches]
-        return [self._own_tokens(batch) for batch in batches]
+        self._batches = [self._own_tokens(batch) for batch in batches]
+        return self._batches
 
     def _told(self, losses: list[Tensor]) -> Tensor:
         """The sum of ``losses`` where it is this rank that tells it, else zero."""
-        if not (losses and self._tells):
+        if not (losses and self.tells):
             return torch.zeros((), device=self.device)
         return _sum([loss.detach() for loss in losses])
 
     def _run_schedule(self, batches: list[Batch], run: Any) -> list[Tensor]:
         """The microbatches through the pipeline, by ``step`` or ``eval`` of its schedule."""
         assert self.plan.pipeline is not None
-        rows = self.plan.microbatch
-        if self.by_source is not None:
-            self._sources = [_filled(sources_B, rows) for sources_B in self._sources]
-        whole = [
-            torch.cat(column) for column in zip(*(_pad(b, rows) for b in batches), strict=True)
-        ]
-        tokens, targets, *rest = whole
-        names = ["positions_BT", "documents_BT"][: len(rest)]
+        self._batches = padded = [_pad(batch, self.plan.microbatch) for batch in batches]
+        columns = {
+            name: torch.cat(column)
+            for name in ("tokens_BT", "targets_BT", "positions_BT", "documents_BT")
+            if (column := [getattr(batch, name) for batch in padded])[0] is not None
+        }
+        tokens, targets = columns.pop("tokens_BT"), columns.pop("targets_BT")
         first = 0 in self.plan.pipeline.stages_of(self.mesh.at["pp"])
         losses: list[Tensor] = []
         run(
@@ -265,7 +280,7 @@ class Engine:
             target=targets,
             losses=losses,
             return_outputs=False,
-            **dict(zip(names, rest, strict=True)),
+            **columns,
         )
         return losses
 
@@ -283,7 +298,7 @@ class Engine:
         mine = {
             name: cut(column, place, plan.cp, balance)
             for name, column in batch._asdict().items()
-            if column is not None and name != "sources_B"
+            if column is not None and name.endswith("_BT")
         }
         return batch._replace(**mine)
 
@@ -307,16 +322,12 @@ def _chain(rows: Tensor) -> Tensor:
     return total
 
 
-def _pad(batch: Batch, rows: int) -> list[Tensor]:
-    """The batch's tensors with ``rows`` rows, those that are added without a target.
-
-    In the order tokens, targets, positions, and documents where there are any.
-    """
+def _pad(batch: Batch, rows: int) -> Batch:
+    """The batch with ``rows`` rows, those that are added without a target."""
     missing = rows - len(batch.tokens_BT)
-    columns = [batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.documents_BT]
-    padded = [_filled(column, rows) for column in columns if column is not None]
+    padded = Batch._make(None if column is None else _filled(column, rows) for column in batch)
     if missing:
-        padded[1][-missing:] = IGNORE
+        padded.targets_BT[-missing:] = IGNORE
     return padded
 
 
@@ -331,10 +342,10 @@ def _empty(batch: Batch) -> Batch:
     return batch._replace(targets_BT=torch.full_like(batch.targets_BT, IGNORE))
 
 
-def held_out(job: Job, plan: Plan, text: Text, mesh: Mesh) -> Iterator[Batch]:
+def held_out(job: Job, plan: Plan, samples: Mixture, mesh: Mesh) -> Iterator[Batch]:
     """This rank's part of the held-out sequences, the same ones every time."""
     return evaluation_batches(
-        samples_of(text, "validation", job.train.seq_len, job.data.packing),
+        samples,
         sequences=job.train.eval_sequences,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,

@@ -1,0 +1,157 @@
+"""What preparing and reading data costs, beside Hugging Face's `datasets` on the same cores.
+
+    .venv/bin/python benchmarks/data.py [--megabytes 16] [--rounds 3] [--seq-len 2048]
+
+*Tokenising*: the same lines of JSON, made of the standard library's sources in documents of some
+kilobytes, with the same tokenizer, in turns: `weft.data.prepare.prepare` with an empty cache (it
+reads, checks, hashes, splits, tokenises and writes), and `load_dataset("json").map(batched=True,
+num_proc=cores)`, which keeps input_ids in Arrow files, its cache empty, too.  Both start their
+processes anew.  What is timed is what a user waits for; the ratio is of the medians of rounds.
+
+*Reading*: rows of a warm store in the loader's random order, in one process with one thread, beside
+`dataset.with_format("numpy")` of the same rows, cut to the same length, in the same random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sysconfig
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import datasets
+import numpy as np
+import tokenizers
+
+from weft.data.loader import Loader, samples_of
+from weft.data.prepare import prepare
+from weft.data.text import Source, Text
+from weft.data.tokenizer import train_tokenizer
+from weft.job import DataSection
+
+CORES = len(os.sched_getaffinity(0))
+DOCUMENT_BYTES = 4000
+BATCH_ROWS = 16
+
+
+def write_lines(file: Path, size: int) -> None:
+    """The library's sources, cut at lines into documents, over again until there is enough."""
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    written = 0
+    with file.open("w") as out:
+        while written < size:
+            for source in library:
+                text = f"# {written}\n{source.read_text(errors='replace')}"
+                for first in range(0, len(text), DOCUMENT_BYTES):
+                    part = text[first : first + DOCUMENT_BYTES]
+                    written += out.write(json.dumps({"text": part}) + "\n")
+                if written >= size:
+                    break
+
+
+def by_weft(file: Path, tokenizer: Path, folder: Path) -> int:
+    section = DataSection(path=str(file), tokenizer=str(tokenizer))
+    manifest = prepare(section, folder).manifest
+    return manifest.train.tokens + manifest.validation.tokens
+
+
+def by_datasets(file: Path, tokenizer: Path, folder: Path) -> int:
+    given = datasets.load_dataset("json", data_files=str(file), cache_dir=str(folder))["train"]
+    encode = tokenizers.Tokenizer.from_file(str(tokenizer))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each of its processes
+    done = given.map(
+        lambda rows: {"input_ids": [e.ids for e in encode.encode_batch_fast(rows["text"])]},
+        batched=True,
+        num_proc=CORES,
+        remove_columns=given.column_names,
+    )
+    del os.environ["TOKENIZERS_PARALLELISM"]
+    return int(sum(map(len, done.with_format("arrow")[:]["input_ids"].to_pylist())))
+
+
+def tokenising(file: Path, tokenizer: Path, folder: Path, rounds: int) -> None:
+    ways = {"weft": by_weft, "datasets": by_datasets}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    tokens = {}
+    for number in range(rounds):
+        for name, way in list(ways.items())[:: 1 if number % 2 else -1]:
+            place = folder / f"{name}-{number}"
+            began = time.perf_counter()
+            tokens[name] = way(file, tokenizer, place)
+            seconds[name].append(time.perf_counter() - began)
+            shutil.rmtree(place)
+    size = file.stat().st_size
+    print(f"tokenising {size / 1e6:.0f} MB of lines, {CORES} cores, {rounds} rounds")
+    for name, times in seconds.items():
+        told = " ".join(f"{t:.1f}" for t in times)
+        speed = size / median(times) / 1e6
+        print(f"  {name:<10} {speed:6.2f} MB/s  {tokens[name]:,} tokens  seconds: {told}")
+    ratios = sorted(b / a for a, b in zip(seconds["weft"], seconds["datasets"], strict=True))
+    print(f"  weft / datasets: {median(ratios):.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+
+
+def reading(file: Path, tokenizer: Path, folder: Path, seq_len: int, rounds: int) -> None:
+    section = DataSection(path=str(file), tokenizer=str(tokenizer))
+    store = prepare(section, folder / "warm")
+    text = Text(store.path, (Source("x", 1.0, store),))
+    stream = store.tokens("train")
+    rows = stream.window(np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len + 1)
+    arrow = datasets.Dataset.from_dict({"ids": rows.astype(np.int32)}).with_format("numpy")
+    count = 200
+    speeds: dict[str, list[float]] = {"windows": [], "documents": [], "datasets": []}
+    for _ in range(rounds):
+        for packing in ("windows", "documents"):
+            samples = samples_of(text, "train", seq_len, packing)  # type: ignore[arg-type]
+            loader = Loader(samples, 0, BATCH_ROWS, 0, 1, BATCH_ROWS)
+            began = time.perf_counter()
+            for step in range(count):
+                loader.batch(step * BATCH_ROWS)
+            taken = time.perf_counter() - began
+            speeds[packing].append(count * BATCH_ROWS * seq_len / taken / 1e6)
+        order = np.random.default_rng(0).integers(0, len(arrow), (count, BATCH_ROWS))
+        began = time.perf_counter()
+        for row in order:
+            found = arrow[row]["ids"].astype(np.int64)
+            found[:, :-1].copy(), found[:, 1:].copy()
+        taken = time.perf_counter() - began
+        speeds["datasets"].append(count * BATCH_ROWS * seq_len / taken / 1e6)
+    print(f"reading batches of {BATCH_ROWS} x {seq_len} tokens, one process, million tokens/s")
+    for name, found in speeds.items():
+        print(f"  {name:<10} {median(found):7.1f}  ({min(found):.1f}-{max(found):.1f})")
+    print(f"  windows / datasets: {median(speeds['windows']) / median(speeds['datasets']):.1f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    options = parser.parse_args()
+    datasets.disable_progress_bars()
+    print(
+        f"{date.today()}  Python {platform.python_version()}  datasets {datasets.__version__}  "
+        f"tokenizers {tokenizers.__version__}  load {os.getloadavg()[0]:.1f}"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file, tokenizer = folder / "lines.jsonl", folder / "tokenizer.json"
+        write_lines(file, options.megabytes << 20)
+        with file.open() as lines:
+            texts = (json.loads(line)["text"] for line in lines)
+            some = [text for _, text in zip(range(500), texts, strict=False)]
+        train_tokenizer(some, 16_000).save(str(tokenizer))
+        reading(file, tokenizer, folder, options.seq_len, max(5, options.rounds))
+        tokenising(file, tokenizer, folder, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,425 @@
+"""Conversations: the same tokens as transformers', and loss on what the assistant says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from tests.chat import (
+    CHATML,
+    LLAMA,
+    MARKED,
+    MISTRAL,
+    REASONING,
+    TEMPLATES,
+    TURNS,
+    message,
+    write_lines,
+    write_tokenizer,
+)
+from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, parse, read_lines
+from weft.data.conversations import check_chat, prepare_conversations
+from weft.data.prepare import prepare_text
+from weft.data.store import open_store
+from weft.data.text import open_text
+from weft.job import DataSection, InvalidJob
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": "<b>&'"}}}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+
+CONVERSATIONS = {
+    "turns": TURNS,
+    "system": [message("system", "Be <brief> & 'kind'."), *TURNS[2:]],
+    "special": [message("user", "say <|im_end|> and </s>"), message("assistant", "<|eot_id|> ok")],
+}
+
+
+def section(path: Path, tokenizer: Path, **more: Any) -> DataSection:
+    values = {"path": str(path), "tokenizer": str(tokenizer), "format": "chat"} | more
+    return DataSection.model_validate(values)
+
+
+def writer(tokenizer: Path, **more: Any) -> Writer:
+    return Writer(str(tokenizer), load_template(section(Path("x"), tokenizer, **more)))
+
+
+def encode(of: Writer, example: Example) -> Encoded:
+    [found] = of.encode([of.write(example)])
+    return found
+
+
+def pieces(of: Writer, found: Encoded) -> list[tuple[str, int]]:
+    """Every token with its mask."""
+    names = [of.tokenizer.id_to_token(token) for token in found.tokens.tolist()]
+    return list(zip(names, found.learned.astype(int).tolist(), strict=True))
+
+
+def learned_text(of: Writer, found: Encoded) -> list[str]:
+    """The text of each run of learned tokens."""
+    edges = np.flatnonzero(np.diff(found.learned.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [
+        of.tokenizer.decode(found.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges
+    ]
+
+
+# --------------------------------------------------------------------------- the same as theirs
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_token_ids_are_those_of_transformers(name: str, conversation: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    if (name, conversation) == ("mistral", "system"):
+        pytest.skip("this template refuses it")
+    theirs = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, TEMPLATES[name]).parent)
+    ours = writer(tmp_path / "tokenizer.json")
+    messages = CONVERSATIONS[conversation]
+    found = encode(ours, Example(messages, None, 0))
+    expected = theirs.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=name == "marked"
+    )
+    assert found.tokens.tolist() == expected["input_ids"]
+    if name == "marked" and conversation != "turns":
+        # There a turn begins with blanks, which a byte-level tokenizer says are of no token, so
+        # that transformers loses them.
+        assert found.learned.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_tools_and_calls_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = write_tokenizer(tmp_path, LLAMA)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [TURNS[0], CALL, message("tool", "4"), message("assistant", "It is 4.")]
+    [example] = parse(json.dumps({"messages": messages, "tools": [TOOL]}).encode(), False)
+    ours = writer(tokenizer)
+    found = encode(ours, example)
+    assert found.tokens.tolist() == theirs.apply_chat_template(messages, tools=[TOOL])["input_ids"]
+    assert learned_text(ours, found) == ['{\n "name": "add"\n}<|eot_id|>', "It is 4.<|eot_id|>"]
+
+
+# --------------------------------------------------------------------------- what is learned
+
+
+def test_the_mask_token_by_token(tmp_path: Path) -> None:
+    ours = writer(write_tokenizer(tmp_path, CHATML))
+    found = encode(ours, Example([message("user", "it?"), message("assistant", "it is")], None, 0))
+    names = pieces(ours, found)
+    answer = names.index(("<|im_start|>", 0), names.index(("?", 0)))
+    assert names[answer:] == [
+        ("<|im_start|>", 0),
+        *((piece, 0) for piece in ("as", "s", "i", "s", "t", "an", "t")),
+        ("Ċ", 0),
+        ("it", 1),
+        ("Ġis", 1),
+        ("<|im_end|>", 1),
+        ("Ċ", 0),
+    ]
+    assert not any(mask for _, mask in names[:answer])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", ["It is 4.<|eot_id|>", "There it is 4, too.\nReally\t 你好 🙂<|eot_id|>"]),
+        (
+            "chatml",
+            ["  It is 4.\n\n  <|im_end|>", "There it is 4, too.\nReally\t 你好 🙂<|im_end|>"],
+        ),
+        ("mistral", [" It is 4.</s>", " There it is 4, too.\nReally\t 你好 🙂</s>"]),
+        (
+            "marked",
+            ["  It is 4.\n\n  <|im_end|>", "There it is 4, too.\nReally\t 你好 🙂<|im_end|>"],
+        ),
+    ],
+)
+def test_learned_are_the_assistants_turns(name: str, expected: list[str], tmp_path: Path) -> None:
+    ours = writer(write_tokenizer(tmp_path, TEMPLATES[name]))
+    assert learned_text(ours, encode(ours, Example(TURNS, None, 0))) == expected
+    # Of a preference, only what comes after the prompt.
+    assert learned_text(ours, encode(ours, Example(TURNS, None, 3))) == expected[1:]
+
+
+def test_with_and_without_marks_the_same_is_learned(tmp_path: Path) -> None:
+    unmarked = MARKED.replace("{% generation %}", "").replace("{%- endgeneration %}", "")
+    marked, cut = (
+        writer(write_tokenizer(tmp_path / str(i), text))
+        for i, text in enumerate((MARKED, unmarked))
+    )
+    for messages in CONVERSATIONS.values():
+        a, b = (encode(each, Example(messages, None, 0)) for each in (marked, cut))
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert a.learned.tolist() == b.learned.tolist()
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    ours = writer(write_tokenizer(tmp_path, REASONING))
+    thought = message("assistant", "4", reasoning="two and two")
+    one = parse(json.dumps({"messages": [TURNS[0], thought]}).encode(), False)[0]
+    assert learned_text(ours, encode(ours, one)) == ["<think>two and two</think>4<|im_end|>"]
+    two = parse(json.dumps({"messages": [TURNS[0], thought, *TURNS[2:]]}).encode(), False)[0]
+    with pytest.raises(Malformed, match=r"no generation blocks.*\(message 2\)"):
+        ours.write(two)
+
+
+# --------------------------------------------------------------------------- lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": "a?", "response": "b"},
+        {"prompt": "a?", "completion": "b"},
+        {"instruction": "a?", "output": "b", "input": ""},
+        {"messages": [message("user", "a?"), message("assistant", "b", name=None)]},
+    ],
+)
+def test_pairs_are_conversations(line: dict[str, Any]) -> None:
+    expected = [message("user", "a?"), message("assistant", "b")]
+    assert parse(json.dumps(line).encode(), False) == [Example(expected, None, 0)]
+
+
+def test_characters_that_json_writes_in_two_halves_are_whole() -> None:
+    [example] = parse(rb'{"prompt": "\ud83d\ude42", "response": "x"}', False)
+    assert example.messages[0]["content"] == "\U0001f642"
+
+
+def test_system_and_input() -> None:
+    line = {"system": "s", "instruction": "a", "input": "i", "output": "b"}
+    [example] = parse(json.dumps(line).encode(), False)
+    assert [m["content"] for m in example.messages] == ["s", "a\n\ni", "b"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": "a?", "chosen": "b", "rejected": "c"},
+        {
+            "prompt": [message("user", "a?")],
+            "chosen": [message("assistant", "b")],
+            "rejected": [message("assistant", "c")],
+        },
+        {
+            "chosen": [message("user", "a?"), message("assistant", "b")],
+            "rejected": [message("user", "a?"), message("assistant", "c")],
+        },
+    ],
+)
+def test_preferences(line: dict[str, Any]) -> None:
+    chosen, rejected = parse(json.dumps(line).encode(), True)
+    assert chosen == Example([message("user", "a?"), message("assistant", "b")], None, 1)
+    assert rejected == Example([message("user", "a?"), message("assistant", "c")], None, 1)
+
+
+BAD = {
+    '{"messages": [': "is not JSON",
+    "[1]": "is no JSON object",
+    '{"text": "x"}': "has no messages",
+    '{"messages": []}': "empty conversation",
+    '{"messages": [{"content": "x"}]}': "message 1 has no role",
+    '{"messages": [{"role": "wizard", "content": "x"}]}': "the role 'wizard'",
+    '{"messages": [{"role": "assistant"}]}': "message 1 has no content",
+    '{"messages": [{"role": "user", "content": "x"}]}': "no assistant's turn",
+    '{"messages": [7]}': "message 1 is no JSON object",
+    '{"prompt": 3, "response": "x"}': "prompt is no text",
+    '{"prompt": "a", "chosen": "x", "rejected": "y"}': "use data.format preferences",
+    r'{"prompt": "\ud83d", "response": "x"}': "half of a character",
+    "\udcff": "is not UTF-8",
+}
+
+
+def test_every_bad_line_is_told_with_its_place(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
+    good = json.dumps({"messages": TURNS})
+    text = "\n".join([good, "", *BAD, good])
+    (tmp_path / "bad.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(InvalidJob) as caught:
+        prepare_text(section(tmp_path / "bad.jsonl", tokenizer), tmp_path / "cache")
+    [problem] = caught.value.problems
+    lines = problem.rule.splitlines()
+    assert lines[0] == f"{len(BAD)} lines are no conversation:"
+    for number, (line, what) in enumerate(list(BAD.items())[:10], 3):
+        assert lines[number - 2].startswith(f"  bad.jsonl:{number}: "), line
+        assert what in lines[number - 2]
+    assert lines[-1] == "  and 3 more"
+    for line, what in BAD.items():
+        with pytest.raises(Malformed, match=what):
+            parse(line.encode("utf-8", "surrogateescape"), False)
+    assert not list((tmp_path / "cache").rglob("*.bin*"))
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "has no rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+        ({"prompt": 1, "chosen": "b", "rejected": "c"}, "prompt is neither"),
+        ({"prompt": "a", "chosen": 1, "rejected": "c"}, "chosen or rejected is neither"),
+        ({"prompt": "a", "chosen": [TURNS[0]], "rejected": "c"}, "no assistant's turn"),
+    ],
+)
+def test_bad_preferences(line: dict[str, Any], what: str) -> None:
+    with pytest.raises(Malformed, match=what):
+        parse(json.dumps(line).encode(), True)
+
+
+def test_a_templates_own_message_with_its_place(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "model", MISTRAL)
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[1:]}])
+    with pytest.raises(InvalidJob, match=r"a\.jsonl:2: .*must alternate") as caught:
+        prepare_text(section(file, tokenizer), tmp_path / "cache")
+    assert "tokenizer_config.json" in caught.value.problems[0].remedy
+    assert {f.name for f in (tmp_path / "cache").rglob("*") if f.is_file()} == {"lock"}
+
+
+def test_a_template_is_a_program_in_a_sandbox(tmp_path: Path) -> None:
+    text = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    ours = writer(write_tokenizer(tmp_path, text))
+    with pytest.raises(Malformed, match=r"unsafe"):
+        ours.write(Example(TURNS, None, 0))
+    ours = writer(write_tokenizer(tmp_path / "b", "{{ messages.append(1) }}"))
+    with pytest.raises(Malformed, match=r"not safely|unsafe"):
+        ours.write(Example(TURNS, None, 0))
+
+
+def test_where_templates_come_from(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path, "in the config")
+    source = load_template(section(Path("x"), tokenizer)).sources
+    assert source == {"default": "in the config"}
+    several = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    write_tokenizer(tmp_path, "", chat_template=several)
+    template = load_template(section(Path("x"), tokenizer))
+    assert template.sources == {"default": "d", "tool_use": "t"}
+    assert template.render(Example(TURNS, [TOOL], 0), 1, False) == "t"
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface/chat_template.jinja").write_text("of the import")
+    assert load_template(section(Path("x"), tokenizer)).sources == {"default": "of the import"}
+    (tmp_path / "chat_template.jinja").write_text("beside")
+    assert load_template(section(Path("x"), tokenizer)).sources == {"default": "beside"}
+    (tmp_path / "mine.jinja").write_text("mine")
+    chosen = section(Path("x"), tokenizer, chat_template=str(tmp_path / "mine.jinja"))
+    assert load_template(chosen).sources == {"default": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "rule"),
+    [
+        ({"tokenizer": "train"}, "data.tokenizer", "is for text"),
+        ({"chat_template": "/nowhere.jinja"}, "data.chat_template", "does not exist"),
+        ({"path": "python-stdlib"}, "data.path", "has no conversations"),
+    ],
+)
+def test_mistakes_that_need_no_reading(
+    changes: dict[str, str], key: str, rule: str, tmp_path: Path
+) -> None:
+    tokenizer = write_tokenizer(tmp_path, LLAMA)
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    assert check_chat(section(file, tokenizer)) == []
+    chosen = section(file, tokenizer).model_copy(update=changes)
+    [problem] = check_chat(chosen)
+    assert problem.key == key
+    assert rule in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("template", "rule"),
+    [("{% if %}", "is no chat template: line 1"), ("", "neither chat_template.jinja nor")],
+)
+def test_no_template(template: str, rule: str, tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "m", template)
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    [problem] = check_chat(section(file, tokenizer))
+    assert (problem.key, rule in problem.rule) == ("data.chat_template", True)
+
+
+# --------------------------------------------------------------------------- the store
+
+
+def conversation(number: int) -> dict[str, Any]:
+    asked = message("user", f"it is what {number}?")
+    return {"messages": [asked, message("assistant", f"it is {number}")]}
+
+
+def test_a_store_of_conversations(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
+    lines = [conversation(i) for i in range(60)]
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data/a.jsonl", [*lines[:20], lines[3]])
+    packed = "".join(json.dumps(line) + "\n" for line in lines[20:40]).encode()
+    (tmp_path / "data/b.jsonl.gz").write_bytes(gzip.compress(packed))
+    packed = "".join(json.dumps(line) + "\n" for line in lines[40:]).encode()
+    (tmp_path / "data/c.jsonl.zst").write_bytes(zstandard.compress(packed))
+    (tmp_path / "data/README.md").write_text("not a conversation")
+    chosen = section(tmp_path / "data", tokenizer, holdout=0.1)
+    text = prepare_text(chosen, tmp_path / "cache")
+    store = text.sources[0].store
+    assert store.manifest.kind == "chat"
+    assert store.manifest.files == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst"]
+    ours, seen = writer(tokenizer), {}
+    for split in ("train", "validation"):
+        begin = 0
+        stream, learned = store.tokens(split), store.learned(split)
+        assert learned is not None
+        for end, file, line in store.index(split).tolist():
+            at = np.array([begin])
+            tokens, mask = (s.window(at, end - begin)[0] for s in (stream, learned))
+            expected = lines[[0, 20, 40][file] + line - 1] if (file, line) != (0, 21) else lines[3]
+            found = encode(ours, Example(expected["messages"], None, 0))
+            assert tokens.tolist() == found.tokens.tolist()
+            assert mask.tolist() == found.learned.astype(int).tolist()
+            seen[file, line] = split
+            begin = end
+        assert begin == len(stream) == len(learned)
+    assert len(seen) == 61
+    assert list(seen.values()).count("validation") in (6, 7)
+    assert seen[0, 4] == seen[0, 21]  # copies are on one side
+
+    # The next time it is there; and as a store of its own.
+    before = {file: file.stat().st_mtime_ns for file in store.path.iterdir()}
+    again = prepare_text(chosen, tmp_path / "cache")
+    assert again.fingerprint == text.fingerprint == open_text(store.path).fingerprint
+    assert {file: file.stat().st_mtime_ns for file in store.path.iterdir()} == before
+    own = prepare_text(section(store.path, tokenizer), tmp_path / "other")
+    assert own.fingerprint == text.fingerprint
+    # Another template is another store.
+    (tmp_path / "t.jinja").write_text(CHATML)
+    other = prepare_text(
+        chosen.model_copy(update={"chat_template": str(tmp_path / "t.jinja")}), tmp_path / "cache"
+    )
+    assert other.fingerprint != text.fingerprint
+    # What is learned is part of the content.
+    file = store.path / "train-00000.learned"
+    file.write_bytes(b"\1" * file.stat().st_size)
+    with pytest.raises(InvalidJob, match=r"train-00000\.learned has other content"):
+        open_store(store.path, check_content=True)
+
+
+def test_a_broken_archive_is_told(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"a": 1}\n' * 1000)
+    for name, data in (("a.jsonl.gz", whole[:30]), ("b.jsonl.gz", b"no gzip")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(InvalidJob, match="cannot be read"):
+            list(read_lines(tmp_path / name))
+    packed = zstandard.compress(b"{}\n")
+    for data in (b"no zstd", packed[:-3], packed + packed[:5]):
+        (tmp_path / "c.jsonl.zst").write_bytes(data)
+        with pytest.raises(InvalidJob, match="cannot be read"):
+            list(read_lines(tmp_path / "c.jsonl.zst"))
+    (tmp_path / "c.jsonl.zst").write_bytes(packed + packed)
+    assert len(list(read_lines(tmp_path / "c.jsonl.zst"))) == 2
+    (tmp_path / "d.jsonl").write_bytes("\ufeff{}\n\n{}".encode())
+    assert list(read_lines(tmp_path / "d.jsonl")) == [(1, b"{}\n"), (3, b"{}")]
+
+
+def test_too_few_to_hold_one_out(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
+    file = write_lines(tmp_path / "a.jsonl", [conversation(1)] * 3)
+    with pytest.raises(InvalidJob, match="fewer than two"):
+        prepare_conversations(section(file, tokenizer), tmp_path / "cache")

@@ -1,0 +1,310 @@
+"""Files of many documents, prepared: by several processes, resumed, and refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.data import prepare as preparing
+from weft.data.prepare import Progress, prepare, prepare_text
+from weft.data.source import PIECE_BYTES
+from weft.data.store import Store
+from weft.job import DataSection, InvalidJob
+
+ROOT = Path(__file__).parents[2]
+SHARD = 20_000
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    words = ["some", "few", "words", "that", "come", "again", "and"]
+    return [f"{n}: {' '.join(rng.choices(words, k=rng.randint(1, 60)))}" for n in range(count)]
+
+
+def write_lines(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+def section(path: Path | str, **changes: object) -> DataSection:
+    return DataSection.model_validate({"path": str(path), "vocab_size": 300} | changes)
+
+
+def decoded(store: Store, name: str) -> list[str]:
+    stream = store.tokens(name)  # type: ignore[arg-type]
+    ids = stream.window(np.array([0]), len(stream))[0]
+    ends = np.flatnonzero(ids == store.manifest.separator)
+    parts = np.split(ids, ends + 1)[:-1]
+    return [store.tokenizer().decode(part[:-1].tolist()) for part in parts]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "lock"}
+
+
+@pytest.fixture
+def several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "READ_ALONE_BYTES", 1)
+    monkeypatch.setattr(preparing, "ENCODE_ALONE_BYTES", 1)
+    monkeypatch.setattr(preparing, "_cores", lambda: 2)
+
+
+def test_every_document_is_in_one_split_whole(tmp_path: Path) -> None:
+    given = texts(2000)
+    store = prepare(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
+    train, held = decoded(store, "train"), decoded(store, "validation")
+    assert sorted(train + held) == sorted(given)
+    assert (store.manifest.train.documents, store.manifest.validation.documents) == (
+        len(train),
+        len(held),
+    )
+    assert 0.03 < len(held) / len(given) < 0.07
+    assert store.manifest.train.bytes == sum(len(text.encode()) for text in train)
+
+
+def test_processes_make_what_one_makes(tmp_path: Path, several_processes: None) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for n in range(3):
+        write_lines(folder / f"{n}.jsonl", texts(400, n))
+    (folder / "g.jsonl.gz").write_bytes(gzip.compress((folder / "0.jsonl").read_bytes()))
+    (folder / "README.md").write_text("about them")
+    store = prepare(section(folder), tmp_path / "two", shard_bytes=SHARD)
+    assert len(store.manifest.train.shards) > 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparing, "_cores", lambda: 1)
+        alone = prepare(section(folder), tmp_path / "one", shard_bytes=SHARD)
+    assert contents(store.path) == contents(alone.path)
+    # Where a shard ends changes no document.
+    large = prepare(section(folder), tmp_path / "one")
+    assert len(large.manifest.train.shards) < len(store.manifest.train.shards)
+    for name in ("train", "validation"):
+        assert decoded(large, name) == decoded(store, name)
+
+
+def test_more_documents_move_none(tmp_path: Path) -> None:
+    given = texts(1500)
+    one = prepare(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
+    more = [*texts(200, 1), *given, *texts(300, 2), *given[:100]]
+    two = prepare(section(write_lines(tmp_path / "y.jsonl", more)), tmp_path / "c")
+    assert set(decoded(one, "validation")) <= set(decoded(two, "validation"))
+    assert set(decoded(one, "train")) <= set(decoded(two, "train"))
+    assert not set(decoded(two, "train")) & set(decoded(two, "validation"))  # nor do copies
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_of_few_documents_one_is_held_out(count: int, tmp_path: Path) -> None:
+    store = prepare(
+        section(write_lines(tmp_path / "x.jsonl", texts(count)), holdout=0.001), tmp_path / "c"
+    )
+    assert store.manifest.validation.documents == 1
+    assert store.manifest.train.documents == count - 1
+    again = prepare(section(tmp_path / "x.jsonl", holdout=0.001), tmp_path / "c")
+    assert again == store
+    write_lines(tmp_path / "x.jsonl", ["alone"])
+    with pytest.raises(InvalidJob, match="too little text"):
+        prepare(section(tmp_path / "x.jsonl"), tmp_path / "c")
+
+
+def test_a_store_is_known_again_without_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_lines(tmp_path / "x.jsonl", texts(300))
+    store = prepare(section(file), tmp_path / "c")
+    changed = prepare(section(file, field="text", holdout=0.2), tmp_path / "c")
+    assert changed.path != store.path
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.data.documents.documents", None)  # nothing can be read
+        assert prepare(section(file), tmp_path / "c") == store
+    write_lines(file, texts(301))
+    assert prepare(section(file), tmp_path / "c").path != store.path
+
+
+def test_a_mixture_of_kinds_shares_a_tokenizer(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "web.jsonl", texts(300))
+    (tmp_path / "book.txt").write_text("A book of another kind.\n" * 500)
+    mixture = {str(lines): 1.0, str(tmp_path / "book.txt"): 1.0}
+    text = prepare_text(section("python-stdlib", mixture=mixture), tmp_path / "c")
+    hashes = {source.store.manifest.tokenizer_hash for source in text.sources}
+    assert len(hashes) == 1
+    learnt = text.sources[0].store.tokenizer().get_vocab()
+    assert {"Ġwords", "Ġbook"} <= learnt.keys()  # both were learnt from
+
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from weft.data.prepare import prepare
+from weft.data import prepare as preparing
+from weft.job import DataSection
+preparing.READ_ALONE_BYTES = preparing.ENCODE_ALONE_BYTES = 1
+preparing._cores = lambda: int(sys.argv[4])
+def die(progress):
+    made = list(Path(sys.argv[2]).glob("stores/*/*-*.json"))
+    if progress.message == "tokenising" and len(made) > 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+if __name__ == "__main__":
+    prepare(DataSection(path=sys.argv[1], vocab_size=300), Path(sys.argv[2]), die,
+            shard_bytes=int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_killed_and_started_again(cores: int, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_lines(folder / "0.jsonl", texts(1000))
+    (folder / "1.jsonl.gz").write_bytes(gzip.compress((folder / "0.jsonl").read_bytes()))
+    whole = prepare(section(folder), tmp_path / "one", shard_bytes=SHARD)
+    (tmp_path / "kill.py").write_text(KILL)
+    arguments = [tmp_path / "kill.py", folder, tmp_path / "two", SHARD, cores]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, *map(str, arguments)], env=environment, timeout=100)
+    assert killed.returncode == -signal.SIGKILL
+    time.sleep(1)  # its processes end with it
+    half = tmp_path / "two" / "stores" / whole.path.name
+    before = {file.name: file.stat().st_mtime_ns for file in half.glob("*-*.bin")}
+    assert not (half / "store.json").exists()
+    assert 3 <= len(before) < len(list(whole.path.glob("*-*.bin")))
+    resumed = prepare(section(folder), tmp_path / "two", shard_bytes=SHARD)
+    assert contents(resumed.path) == contents(whole.path)
+    kept = [name for name, time in before.items() if (half / name).stat().st_mtime_ns == time]
+    assert len(kept) >= len(before) - 2 * cores  # at most those without a receipt are made again
+
+
+# ------------------------------------------------------------------ bad data
+
+
+def refused(tmp_path: Path, path: Path | str, **changes: object) -> str:
+    with pytest.raises(InvalidJob) as caught:
+        prepare(section(path, **changes), tmp_path / "c")
+    assert not list((tmp_path / "c").glob("*/*")), "something was left behind"
+    return str(caught.value)
+
+
+def test_a_broken_line_behind_a_million(tmp_path: Path, several_processes: None) -> None:
+    file = tmp_path / "x.jsonl"
+    good = b'{"text": "some words"}\n'
+    file.write_bytes(good * 999_999 + b'{"text": "some wo\n' + good)
+    began = time.monotonic()
+    told = refused(tmp_path, file)
+    assert "x.jsonl, line 1000000: is not JSON: Invalid control character" in told or (
+        "x.jsonl, line 1000000: is not JSON: Unterminated string" in told
+    )
+    assert "a line or row is no document" in told
+    assert time.monotonic() - began < 60  # some 4 on a quiet machine
+
+
+def test_every_mistake_with_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_lines(folder / "good.jsonl", texts(10))
+    (folder / "a.jsonl").write_text('{"text": "x"}\n{"body": "y"}\n')
+    (folder / "b.jsonl").write_bytes(b"\n" * 70_000 + b'{"text": "\xff"}\n' * 20)
+    whole = gzip.compress(b'{"text": "x"}\n' * 1000)
+    (folder / "c.jsonl.gz").write_bytes(whole[:-8])  # all lines are there, but not the checksum
+    told = refused(tmp_path, folder)
+    assert "22 lines or rows are no document" in told
+    assert "a.jsonl, line 2: has no field 'text'; it has body" in told
+    assert "b.jsonl, line 70001: byte 10: not UTF-8" in told
+    assert "and 12 more" in told
+    assert "--data.invalid_utf8 skip" in told
+    assert "data.field" in told
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl").unlink()
+    assert "c.jsonl.gz, line 1001: the compressed file is cut off" in refused(tmp_path, folder)
+
+
+def test_parquet_without_the_column(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet", reason="pip install 'weft[data]'")
+    import pyarrow as pa
+
+    pq.write_table(pa.table({"content": ["x", "y"], "n": [1, 2]}), tmp_path / "x.parquet")
+    told = refused(tmp_path, tmp_path / "x.parquet")
+    assert "x.parquet" in told
+    assert "has no column 'text'; it has content, n" in told
+    assert "data.field" in told
+    assert "the column 'n' holds int64, not text" in refused(
+        tmp_path, tmp_path / "x.parquet", field="n"
+    )
+    assert prepare(section(tmp_path / "x.parquet", field="content"), tmp_path / "d")
+    (tmp_path / "bad.parquet").write_bytes(b"no Parquet")
+    assert "is not a Parquet file" in refused(tmp_path, tmp_path / "bad.parquet")
+
+
+def test_empty_documents_are_counted(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "x.jsonl", [*texts(30), "", " \n", ""])
+    said: list[str] = []
+    store = prepare(section(file), tmp_path / "c", lambda p: said.append(p.message))
+    assert store.manifest.empty_documents == 3
+    assert "left out 3 documents that are empty" in said
+    write_lines(file, ["", ""])
+    assert "holds no documents but 2 empty ones" in refused(tmp_path / "other", file)
+
+
+def test_invalid_utf8_in_lines(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "x.jsonl", texts(50))
+    with file.open("ab") as out:
+        out.write(b'{"text": "bad \xff"}\n')
+    skipped = prepare(section(file, invalid_utf8="skip"), tmp_path / "c")
+    assert (skipped.manifest.skipped_files, skipped.manifest.replaced_files) == (1, 0)
+    replaced = prepare(section(file, invalid_utf8="replace"), tmp_path / "c")
+    assert (replaced.manifest.skipped_files, replaced.manifest.replaced_files) == (0, 1)
+    assert "bad \ufffd" in decoded(replaced, "train") + decoded(replaced, "validation")
+
+
+def test_a_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
+    """It is held a few times over, not many; and encoded in pieces, so it does not take long."""
+    text = "".join(f"sentence number {n} of a long book.\n" for n in range(60_000))
+    book = text * (50_000_000 // len(text) + 1)
+    file = write_lines(tmp_path / "x.jsonl", [book, *texts(5)])
+    assert file.stat().st_size > 50_000_000
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from weft.data.documents import Reader, read_records\n"
+        "from weft.data.files import local_file\n"
+        "from weft.data.records import units_of\n"
+        "file = local_file(Path(sys.argv[1]), 'x.jsonl')\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "found = read_records(units_of(file, 'jsonl', 32 << 20), Reader('text', 'error', 32 << 20,"
+        " 1 << 63), 'x', Path(sys.argv[2]), lambda n: None, 1)\n"
+        "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert found.text_bytes > 50_000_000\n"
+        "print((after - before) // 1024)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file), str(tmp_path / "c")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert int(done.stdout) < 6 * 52
+    data = book.encode()
+    pieces = list(preparing._pieces(data))
+    assert max(end - begin for begin, end in pieces) <= PIECE_BYTES
+    assert b"".join(data[begin:end] for begin, end in pieces) == data
+
+
+def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "x.jsonl", texts(50))
+
+    def spoil(progress: Progress) -> None:
+        if progress.message == "training the tokenizer":
+            write_lines(file, texts(60))
+
+    with pytest.raises(InvalidJob, match="changed while it was being prepared"):
+        prepare(section(file), tmp_path / "c", spoil)
+    assert not list((tmp_path / "c").glob("stores/*/store.json"))

@@ -1,0 +1,68 @@
+"""Data sets of Hugging Face's `datasets`.  The hub itself is stood for by a local folder, which
+`datasets` reads by the same streams; names and commits of the hub are not tried here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_documents import decoded, section, texts
+from weft.data.hub import check_name
+from weft.data.prepare import prepare
+from weft.data.source import look
+from weft.job import InvalidJob
+
+datasets = pytest.importorskip("datasets", reason="pip install 'weft[data]'")
+datasets.disable_progress_bars()
+
+
+def test_saved_to_disk(tmp_path: Path) -> None:
+    given = texts(500)
+    made = datasets.Dataset.from_dict({"n": range(500), "text": given}).shuffle(seed=0)
+    made.save_to_disk(tmp_path / "saved", num_shards=3)
+    assert look(str(tmp_path / "saved")).kind == "saved"
+    store = prepare(section(tmp_path / "saved"), tmp_path / "c", shard_bytes=5000)
+    assert len(store.manifest.train.shards) > 3
+    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
+    both = datasets.DatasetDict({"train": made, "test": made})
+    both.save_to_disk(tmp_path / "both")
+    with pytest.raises(InvalidJob, match="has several splits: test, train"):
+        prepare(section(tmp_path / "both"), tmp_path / "c")
+    split = prepare(section(tmp_path / "both" / "train"), tmp_path / "c")
+    assert sorted(decoded(split, "train")) == sorted(decoded(store, "train"))
+    with pytest.raises(InvalidJob, match="has no column 'txt'; did you mean 'text'"):
+        prepare(section(tmp_path / "saved", field="txt"), tmp_path / "c")
+
+
+def test_streamed(tmp_path: Path) -> None:
+    given = texts(400)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for part in range(4):
+        rows = {"text": given[part::4], "n": list(range(100))}
+        datasets.Dataset.from_dict(rows).to_parquet(folder / f"train-{part:05d}-of-00004.parquet")
+    datasets.Dataset.from_dict({"text": ["x", None, "y"]}).to_parquet(folder / "test.parquet")
+    store = prepare(section(f"hf://{folder}"), tmp_path / "c", shard_bytes=3000)
+    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
+    files = {shard.file.split("-")[1] for shard in store.manifest.train.shards}
+    assert len(files) == 4  # each part by itself
+    test = prepare(section(f"hf://{folder}@test"), tmp_path / "c")
+    assert test.manifest.empty_documents == 1
+    for url, rule in (
+        (f"hf://{folder}@nosplit", "cannot be opened: ValueError: Bad split: nosplit"),
+        (f"hf://{tmp_path}/nowhere", "cannot be opened"),
+    ):
+        with pytest.raises(InvalidJob) as caught:
+            prepare(section(url), tmp_path / "c")
+        assert rule in str(caught.value)
+    with pytest.raises(InvalidJob, match=r"row 1 of part \d: the field 'n' is no text"):
+        prepare(section(f"hf://{folder}", field="n"), tmp_path / "c")
+
+
+def test_names() -> None:
+    for url in ("hf://org/name", "hf://org/name:en", "hf://org/name:en@test", "hf://name@test"):
+        assert check_name(url) == []
+    for url in ("hf://", "hf://:en", "hf://@train", "hf://org/name:", "hf://org/name@"):
+        [problem] = check_name(url)
+        assert "hf://org/name" in problem.remedy

@@ -1,0 +1,97 @@
+"""What `weft data inspect` and `prepare` say, of data whose numbers are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.cli import main
+from weft.data import inspect as inspecting
+from weft.data.inspect import inspect, summary
+from weft.data.prepare import prepare_text
+from weft.data.tokenizer import train_tokenizer
+from weft.job import DataSection
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A token for each byte."""
+    train_tokenizer([], 257).save(str(tmp_path / "bytes.json"))
+    return tmp_path / "bytes.json"
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    file = tmp_path / "letters.jsonl"
+    texts = ["a" * (n % 50 + 1) for n in range(1, 400)] + ["the longest " * 100, ""]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 24])
+def test_numbers_are_those_of_the_text(
+    chunk: int, lines: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspecting, "CHUNK_TOKENS", chunk)
+    text = prepare_text(DataSection(path=str(lines), tokenizer=str(tokenizer)), tmp_path / "c")
+    store = text.sources[0].store
+    stream = store.tokens("train")
+    ids = stream.window(np.array([0]), len(stream))[0]
+    ends = np.flatnonzero(ids == store.manifest.separator)
+    sizes = np.diff(ends, prepend=-1) - 1
+    said = "\n".join(inspect(text, 2 if chunk > 7 else 0))
+    split = store.manifest.train
+    row = next(line for line in said.splitlines() if line.startswith("train")).split()
+    expected = [f"{len(sizes):,}", f"{len(ids):,}", "100.0%", f"{split.bytes:,}"]
+    assert row[1:5] == expected
+    assert split.bytes == sizes.sum()
+    assert f"min {sizes.min()}  " in said
+    assert f"median {int(np.sort(sizes)[int(np.ceil(len(sizes) / 2)) - 1])}  " in said
+    assert "max 1,200" in said
+    assert "1,200 tokens: the longest the longest" in said
+    within = int(((sizes >= 16) & (sizes < 32)).sum())
+    assert any(line.split()[:4] == ["16", "-", "31", str(within)] for line in said.splitlines())
+    assert "1 empty documents were left out" in said
+    if chunk > 7:
+        assert said.count("-- from token") == 2
+
+
+def test_shares_of_a_mixture(lines: Path, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("line\n" * 2000)
+    mixture = {str(lines): 3.0, str(tmp_path / "book.txt"): 1.0}
+    text = prepare_text(DataSection(mixture=mixture, tokenizer=str(tokenizer)), tmp_path / "c")
+    said = "\n".join(summary(text))
+    assert "a run sees: letters 75.0%, book 25.0%" in said
+    tokens = [source.store.manifest.train.tokens for source in text.sources]
+    for name, count in zip(("letters", "book"), tokens, strict=True):
+        row = next(line for line in said.splitlines() if line.startswith(name)).split()
+        assert f"{count / sum(tokens):.1%}" in row
+
+
+def test_commands(
+    lines: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["--data.tokenizer", str(tokenizer), "--data.cache", str(tmp_path / "c")]
+    assert main(["data", "prepare", str(lines), *keys]) == 0
+    first = capsys.readouterr()
+    assert "tokenising" in first.err
+    assert "tokenizer: 257 entries; prepared in" in first.out
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(f'extends = "demo"\n[data]\npath = "{lines}"\n')
+    assert main(["data", "inspect", str(recipe), "--samples", "1", *keys]) == 0
+    second = capsys.readouterr()
+    assert "tokenising" not in second.err  # it was prepared
+    assert second.out.count("-- from token") == 1
+    store = first.out.split("prepared in ")[1].strip()
+    assert main(["data", "inspect", store]) == 0
+    np.arange(1, 200, dtype="<u2").tofile(tmp_path / "raw.bin")
+    assert main(["data", "inspect", str(tmp_path / "raw.bin"), *keys]) == 0
+    assert "no token that ends a document" in capsys.readouterr().out
+    wrong = ["data", "prepare", "demo", "--data.path", "/nowhere", "--data.feld", "x"]
+    assert main(wrong) == 2
+    assert "did you mean 'data.field'" in capsys.readouterr().err
+    assert main(["data", "prepare", str(tmp_path / "nothing.jsonl"), *keys]) == 2
+    assert "does not exist" in capsys.readouterr().err

@@ -1,0 +1,293 @@
+"""Whole documents in rows: nothing lost, nothing cut, little padding."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.chat import LLAMA, message, write_lines, write_tokenizer
+from weft.data.chat import Writer, load_template, parse
+from weft.data.loader import IGNORE, Batch, Loader, Mixture, Pairs, samples_of
+from weft.data.packing import best_fit, check_conversations, pack, packing_line
+from weft.data.prepare import prepare_text
+from weft.data.text import Text, open_text
+from weft.job import DataSection
+
+
+def rows_of(lengths: np.ndarray[Any, Any], capacity: int, seed: int = 0) -> list[list[int]]:
+    order, firsts = best_fit(lengths, capacity, seed)
+    return [order[a:b].tolist() for a, b in pairwise(firsts)]
+
+
+# --------------------------------------------------------------------------- best fit
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 100])
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_every_document_is_in_one_row(capacity: int, count: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, capacity + 1, count)
+    rows = rows_of(lengths, capacity)
+    assert sorted(document for row in rows for document in row) == list(range(count))
+    assert all(0 < lengths[row].sum() <= capacity for row in rows)
+
+
+def test_it_is_best_fit_decreasing() -> None:
+    """Against the definition, by trying every row."""
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, 31, 60)
+        rooms: list[int] = []
+        for length in sorted(lengths.tolist(), reverse=True):
+            fitting = [room for room in rooms if room >= length]
+            if fitting:
+                rooms[rooms.index(min(fitting))] -= length
+            else:
+                rooms.append(30 - length)
+        found = [30 - lengths[row].sum() for row in rows_of(lengths, 30)]
+        assert sorted(found) == sorted(rooms)
+
+
+def test_the_seed_decides_who_shares_a_row_and_nothing_else_does() -> None:
+    lengths = np.random.default_rng(0).integers(1, 30, 300)
+    assert rows_of(lengths, 64) == rows_of(lengths.copy(), 64)
+    assert rows_of(lengths, 64) != rows_of(lengths, 64, seed=1)
+    assert len(rows_of(lengths, 64)) == len(rows_of(lengths, 64, seed=1))
+
+
+def test_many_documents_are_packed_quickly_and_tightly() -> None:
+    lengths = np.random.default_rng(0).lognormal(5.5, 1, 200_000).astype(int).clip(1, 4096)
+    began = time.perf_counter()
+    order, firsts = best_fit(lengths, 4096, 0)
+    assert time.perf_counter() - began < 20  # 0.5 s on a quiet core
+    assert lengths.sum() / (4096 * (len(firsts) - 1)) > 0.999
+    assert len(order) == len(lengths)
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def section(path: Path, tokenizer: Path, **more: Any) -> DataSection:
+    values = {"path": str(path), "tokenizer": str(tokenizer), "format": "chat"} | more
+    return DataSection.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    write_tokenizer(folder / "model", LLAMA)
+    lines = []
+    for i in range(40):
+        turns = [message("user", "it? " * (i % 7 + 1)), message("assistant", "is " * (i % 5 + 1))]
+        lines.append({"messages": turns * (i % 3 + 1)})
+    write_lines(folder / "chat.jsonl", lines)
+    pairs = [
+        {"prompt": "it " * (i % 5), "chosen": "is it " * (i + 1), "rejected": "was"}
+        for i in range(12)
+    ]
+    write_lines(folder / "pairs.jsonl", pairs)
+    return folder
+
+
+def opened(folder: Path, name: str, **more: Any) -> tuple[Text, DataSection]:
+    chosen = section(folder / name, folder / "model/tokenizer.json", **more)
+    return prepare_text(chosen, folder / "cache"), chosen
+
+
+def everything(mixture: Mixture) -> Batch:
+    [samples] = mixture.sources
+    return samples.rows(np.arange(len(samples)))
+
+
+def documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """Tokens and targets of each document in a batch, without the filling."""
+    found = []
+    assert batch.documents_BT is not None
+    for tokens, targets, of in zip(*batch[:3], strict=True):
+        for number in range(int(of.max()) + 1):
+            here = of == number
+            if (targets[here] != IGNORE).any():
+                found.append((tokens[here].tolist(), targets[here].tolist()))
+    return found
+
+
+def test_rows_hold_every_conversation_once(folder: Path) -> None:
+    text, chosen = opened(folder, "chat.jsonl")
+    batch = everything(samples_of(text, "train", 160, chosen, 3))
+    store = text.sources[0].store
+    stream, learned = store.tokens("train"), store.learned("train")
+    assert learned is not None
+    begin, expected = 0, []
+    for end in store.index("train")[:, 0].tolist():
+        at, size = np.array([begin]), end - begin
+        tokens, mask = stream.window(at, size)[0], learned.window(at, size)[0]
+        targets = np.where(mask[1:] == 1, tokens[1:], IGNORE)
+        expected.append((tokens[:-1].tolist(), targets.tolist()))
+        begin = end
+    assert sorted(documents(batch)) == sorted(expected)
+    # Positions count from 0 in each document, of which none is in two pieces.
+    assert batch.documents_BT is not None
+    assert batch.positions_BT is not None
+    for of, positions in zip(batch.documents_BT, batch.positions_BT, strict=True):
+        assert (of.diff() >= 0).all()
+        for number in range(int(of.max()) + 1):
+            count = int((of == number).sum())
+            assert positions[of == number].tolist() == list(range(count))
+
+
+def test_the_line_that_tells_of_packing(folder: Path) -> None:
+    text, chosen = opened(folder, "chat.jsonl")
+    store = text.sources[0].store
+    rows = pack(store, "train", 160, chosen, 0)
+    batch = everything(samples_of(text, "train", 160, chosen, 0))
+    used = sum(len(tokens) for tokens, _ in documents(batch))
+    assert rows.full(160) == pytest.approx(used / (160 * len(rows)))
+    assert rows.full(160) > 0.9
+    line = packing_line(store, 160, chosen, 0)
+    assert f"in {len(rows)} rows of 160, {rows.full(160):.1%} full" in line
+    targets = sum((batch.targets_BT != IGNORE).sum(1)).item()  # type: ignore[union-attr]
+    assert f"{targets / store.manifest.train.tokens:.0%} are learned" in line
+
+
+def test_what_is_too_long_is_told_by_file_and_line(folder: Path) -> None:
+    text, chosen = opened(folder, "chat.jsonl")
+    store = text.sources[0].store
+    [problem] = check_conversations(store, 100, chosen)
+    assert problem.key == "train.seq_len"
+    writer = Writer(chosen.tokenizer, load_template(chosen))
+    lines = (folder / "chat.jsonl").read_bytes().splitlines()
+    long = {}
+    for number, line in enumerate(lines, 1):
+        [example] = parse(line, False)
+        [found] = writer.encode([writer.write(example)])
+        if len(found.tokens) > 101:
+            long[number] = len(found.tokens) - 1
+    number, size = next(iter(long.items()))
+    assert f"{len(long)} conversations:\n  chat.jsonl:{number}: {size} tokens\n" in problem.rule
+    assert f"use {max(long.values())}" in problem.remedy
+    assert check_conversations(store, max(long.values()), chosen) == []
+
+    skip = chosen.model_copy(update={"too_long": "skip"})
+    assert check_conversations(store, 100, skip) == []
+    index = store.index("train")
+    here = [line for _, _, line in index.tolist() if line in long]
+    rows = pack(store, "train", 100, skip, 0)
+    assert (rows.skipped, rows.cut) == (len(here), 0)
+    assert len(rows.order) == len(index) - len(here)
+    assert f"; {len(here)} too long and left out" in packing_line(store, 100, skip, 0)
+
+    truncate = chosen.model_copy(update={"too_long": "truncate"})
+    rows = pack(store, "train", 100, truncate, 0)
+    assert (rows.skipped, rows.cut) == (0, len(here))
+    assert len(rows.order) == len(index)
+    batch = everything(samples_of(text, "train", 100, truncate, 0))
+    assert sum(len(tokens) == 100 for tokens, _ in documents(batch)) >= len(here)
+    [problem] = check_conversations(store, 5, skip)
+    assert "all" in problem.rule
+
+
+def test_pairs_are_rows_of_two_answers(folder: Path) -> None:
+    text, chosen = opened(folder, "pairs.jsonl", format="preferences")
+    mixture = samples_of(text, "train", 128, chosen, 0)
+    [pairs] = mixture.sources
+    assert isinstance(pairs, Pairs)
+    batch = everything(mixture)
+    store = text.sources[0].store
+    assert len(batch.tokens_BT) == store.manifest.train.documents // 2
+    writer = Writer(chosen.tokenizer, load_template(chosen))
+    lines = (folder / "pairs.jsonl").read_bytes().splitlines()
+    for row, (_, _, number) in enumerate(store.index("train")[::2].tolist()):
+        examples = parse(lines[number - 1], True)
+        for answer, found in enumerate(writer.encode([writer.write(e) for e in examples])):
+            assert batch.documents_BT is not None
+            here = batch.documents_BT[row] == answer
+            assert batch.tokens_BT[row, here].tolist() == found.tokens[:-1].tolist()
+            targets = np.where(found.learned, found.tokens, IGNORE)[1:]
+            assert batch.targets_BT[row, here].tolist() == targets.tolist()
+    [problem] = check_conversations(store, 60, chosen)
+    assert "pairs" in problem.rule
+    skip = chosen.model_copy(update={"too_long": "skip"})
+    rows = pack(store, "train", 60, skip, 0)
+    assert rows.skipped == store.manifest.train.documents // 2 - len(rows) > 0
+    [problem] = check_conversations(store, 60, chosen.model_copy(update={"too_long": "truncate"}))
+    assert problem.key == "data.too_long"
+
+
+def test_each_pair_carries_its_references(folder: Path) -> None:
+    text, chosen = opened(folder, "pairs.jsonl", format="preferences")
+    [pairs] = samples_of(text, "train", 128, chosen, 0).sources
+    assert isinstance(pairs, Pairs)
+    known = torch.arange(2.0 * len(pairs)).view(-1, 2)
+    loader = Loader(
+        Mixture([Pairs(pairs.packed, known)]),
+        seed=0,
+        global_batch=len(pairs),
+        dp_rank=0,
+        dp_size=1,
+        microbatch=2,
+    )
+    plain = everything(Mixture([pairs]))
+    for batch in loader.batch(0):
+        for row, references in zip(batch.tokens_BT, batch.references_B2, strict=True):  # type: ignore[arg-type]
+            [number] = (plain.tokens_BT == row).all(1).nonzero()[0].tolist()
+            assert references.tolist() == known[number].tolist()
+
+
+# --------------------------------------------------------------------------- text, and mixtures
+
+
+def test_best_fit_of_text_cuts_only_what_is_longer_than_a_row(text_folder: Path) -> None:
+    chosen = DataSection(path=str(text_folder), vocab_size=512, packing="best_fit")
+    text = prepare_text(chosen, text_folder.parent / "best-fit")
+    mixture = samples_of(text, "train", 512, chosen, 0)
+    store = text.sources[0].store
+    stream = store.tokens("train")
+    tokens = stream.window(np.array([0]), len(stream))[0]
+    batch = everything(mixture)
+    targets = batch.targets_BT[batch.targets_BT != IGNORE]
+    # Every token but the first of each document is a target, once.
+    ends = np.flatnonzero(tokens == store.manifest.separator)
+    rest = np.delete(tokens, np.concatenate(([0], ends[:-1] + 1)))
+    assert np.array_equal(np.sort(targets.numpy()), np.sort(rest))
+    assert len(ends) == store.manifest.train.documents
+    longest = max(np.diff(ends, prepend=-1)) - 1
+    whole = everything(samples_of(text, "train", int(longest), chosen, 0))
+    assert whole.documents_BT is not None
+    found = documents(whole)
+    assert len(found) == len(ends)
+    assert "full" in packing_line(store, 512, chosen, 0)
+
+
+def test_a_mixture_of_text_and_conversations(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("it is what it is\n" * 300)
+    tokenizer = folder / "model/tokenizer.json"
+    plain = DataSection(path=str(tmp_path / "plain.txt"), tokenizer=str(tokenizer))
+    store = prepare_text(plain, tmp_path / "cache").sources[0].store
+    mixed = DataSection.model_validate(
+        {
+            "mixture": {str(folder / "chat.jsonl"): 3, str(store.path): 1},
+            "tokenizer": str(tokenizer),
+            "format": "chat",
+        }
+    )
+    text = prepare_text(mixed, tmp_path / "cache")
+    assert open_text(text.path) == text
+    assert [source.store.manifest.kind for source in text.sources] == ["chat", "text"]
+    mixture = samples_of(text, "train", 160, mixed, 0)
+    batch = mixture.rows(np.array([0, 1, 0]), np.array([0, 2, 1]))
+    assert batch.sources_B is not None
+    assert batch.sources_B.tolist() == [0, 1, 0]
+    assert batch.documents_BT is not None
+    alone = mixture.sources[0].rows(np.array([0, 1]))
+    for ours, theirs in zip(batch[:4], alone[:4], strict=True):
+        assert torch.equal(ours[[0, 2]], theirs)  # type: ignore[index]
+
+
+def test_a_store_serves_every_length_of_rows(folder: Path) -> None:
+    text, _ = opened(folder, "chat.jsonl")
+    assert opened(folder, "chat.jsonl", too_long="skip")[0].path == text.path
+    assert opened(folder, "chat.jsonl", holdout=0.2)[0].path != text.path

@@ -1,0 +1,173 @@
+"""Documents out of lines and rows: the same from every format, and every mistake with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.data import records
+from weft.data.files import local_file
+from weft.data.records import Document, Fault, documents, kind_of, units_of
+
+pa = pytest.importorskip("pyarrow", reason="pip install 'weft[data]'")
+zstandard = pytest.importorskip("zstandard", reason="pip install 'weft[data]'")
+import pyarrow.feather  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+TEXTS = ["one", "two\nlines", 'ünï 😀 \\ "quoted"', "", "a" * 5000, *map(str, range(500))]
+
+
+def lines_of(texts: list[str], field: str = "text") -> bytes:
+    # Every second line has its characters escaped.
+    lines = (json.dumps({"id": n, field: t}, ensure_ascii=n % 2 > 0) for n, t in enumerate(texts))
+    return ("\n".join(lines) + "\n").encode()
+
+
+def write_stream(path: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, 100)
+
+
+WRITERS: dict[str, Callable[[Path, list[str]], object]] = {
+    "x.jsonl": lambda p, t: p.write_bytes(lines_of(t)),
+    "x.json": lambda p, t: p.write_bytes(b"\xef\xbb\xbf" + lines_of(t).replace(b"\n", b"\r\n")),
+    "x.jsonl.gz": lambda p, t: p.write_bytes(gzip.compress(lines_of(t))),
+    "x.jsonl.zst": lambda p, t: p.write_bytes(zstandard.compress(lines_of(t))),
+    "two-frames.jsonl.zst": lambda p, t: p.write_bytes(
+        zstandard.compress(lines_of(t)[:100]) + zstandard.compress(lines_of(t)[100:])
+    ),
+    "x.parquet": lambda p, t: pq.write_table(pa.table({"text": t}), p, row_group_size=70),
+    "dictionary.parquet": lambda p, t: pq.write_table(
+        pa.table({"n": range(len(t)), "text": pa.array(t).dictionary_encode()}), p
+    ),
+    "x.arrow": lambda p, t: write_stream(p, pa.table({"text": t})),
+    "large.arrow": lambda p, t: write_stream(p, pa.table({"text": pa.array(t, pa.large_string())})),
+    "x.feather": lambda p, t: pyarrow.feather.write_feather(
+        pa.table({"text": t}), p, chunksize=100
+    ),
+}
+
+
+def read(path: Path, size: int = 1 << 30, **options: object) -> list[Document | Fault]:
+    """All of a file, in units of so many bytes; numbers count over the file."""
+    file = local_file(path, path.name)
+    settings = {"field": "text", "invalid": "error"} | options
+    found: list[Document | Fault] = []
+    for unit in units_of(file, kind_of(file), size):
+        before = len(found)
+        for each in documents(unit, **settings):  # type: ignore[arg-type]
+            found.append(each._replace(number=before + each.number))
+    return found
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name, TEXTS)
+    expected = [Document(n, text.encode()) for n, text in enumerate(TEXTS, 1)]
+    assert read(tmp_path / name) == expected
+    for size in (1, 100, 1000, 5003, 6000):
+        assert read(tmp_path / name, size) == expected, size
+    file = local_file(tmp_path / name, name)
+    [unit] = units_of(file, kind_of(file), 1 << 30)
+    for after in (1, 69, 70, 71, len(TEXTS)):
+        assert list(documents(unit, "text", "error", after)) == expected[after:]
+
+
+def test_units_of_any_size_have_every_line_once(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    texts = ["x" * rng.choice([0, 1, 5, 300]) for _ in range(60)]
+    data = b"\n\n".join(lines_of(texts).splitlines())  # blank lines count, too, and none at the end
+    (tmp_path / "x.jsonl").write_bytes(data)
+    expected = list(read(tmp_path / "x.jsonl"))
+    assert [d.data for d in expected[::2]] == [t.encode() for t in texts]  # type: ignore[union-attr]
+    assert all(d.data == b"" for d in expected[1::2])  # type: ignore[union-attr]
+    for size in range(1, 400, 7):
+        assert read(tmp_path / "x.jsonl", size) == expected
+
+
+BAD_LINES = {
+    '{"text": "x"': "line 2: is not JSON: Expecting ',' delimiter at character 14",
+    "": None,
+    "[1]": "line 2: is a list, not an object with a field 'text'",
+    '{"txt": "a"}': "line 2: has no field 'text'; did you mean 'txt'?",
+    '{"text": 7}': "line 2: the field 'text' is a number, not text",
+    '{"text": null}': None,
+    '{"text": "\\ud800"}': "line 2: character 0 of the field 'text' is half a character",
+    "[" * 100_000: "line 2: is not JSON: ",
+}
+
+
+@pytest.mark.parametrize(("line", "told"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
+def test_lines_that_are_no_documents(line: str, told: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "good"}\n' + line + '\n{"text": "good"}\n')
+    first, found, last = read(path)
+    assert (first, last) == (Document(1, b"good"), Document(3, b"good"))
+    if told is None:  # empty ones are none, but no mistake
+        assert found == Document(2, b"")
+    else:
+        assert isinstance(found, Fault)
+        assert f"line {found.number}: {found.what}".startswith(told)
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "a\xffb"}\n{"text": "\\udc00c"}\n{"text": "d"}\n')
+    one, two, _ = read(path)
+    assert one == Fault(1, "byte 11: not UTF-8")
+    assert isinstance(two, Fault)
+    good = Document(3, b"d")
+    assert read(path, invalid="skip") == [Document(1, None), Document(2, None), good]
+    replaced = [Document(n, t.encode(), True) for n, t in ((1, "a\ufffdb"), (2, "\ufffdc"))]
+    assert read(path, invalid="replace") == [*replaced, good]
+    rows = pa.array([b"a\xffb", b"d"]).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": rows}), tmp_path / "x.parquet")
+    one, two = read(tmp_path / "x.parquet")
+    assert (one, two) == (Fault(1, "byte 1: not UTF-8"), Document(2, b"d"))
+    assert read(tmp_path / "x.parquet", invalid="replace")[0] == replaced[0]
+    (tmp_path / "u.jsonl").write_bytes('{"text": "x"}\n'.encode("utf-16"))
+    assert read(tmp_path / "u.jsonl") == [Fault(1, "the file is UTF-16, not UTF-8", True)]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
+def test_compressed_files_that_are_cut_off_or_damaged(name: str, tmp_path: Path) -> None:
+    whole = lines_of([str(random.Random(n).random()) for n in range(30_000)])
+    compress = gzip.compress if name.endswith("gz") else zstandard.compress
+    data = compress(whole)
+    (tmp_path / name).write_bytes(data[: len(data) // 2])
+    *good, last = read(tmp_path / name)
+    assert isinstance(last, Fault)
+    assert last.last
+    assert "cut off" in last.what
+    assert all(isinstance(each, Document) for each in good[:-1])
+    # What was cut is told for the line where it was.
+    assert last.number == len(good) + 1
+    (tmp_path / name).write_bytes(b"this is no compressed file")
+    [fault] = read(tmp_path / name)
+    assert "damaged" in fault.what  # type: ignore[union-attr]
+
+
+def test_a_line_too_long_is_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LINE_BYTES", 1000)
+    (tmp_path / "x.jsonl").write_bytes(lines_of(["a", "b" * 2000, "c"]))
+    good, fault = read(tmp_path / "x.jsonl")
+    assert good == Document(1, b"a")
+    assert isinstance(fault, Fault)
+    assert fault.number == 2
+    assert "is each document a line?" in fault.what
+
+
+def test_a_million_short_lines_are_read_quickly(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "some words"}\n' * 999_999 + b'{"text": "some words"\n')
+    begun = time.process_time()
+    *_, last = read(path, 4 << 20)
+    assert isinstance(last, Fault)
+    assert last.number == 1_000_000
+    assert time.process_time() - begun < 20  # about 2.5 on a quiet machine

@@ -1,0 +1,55 @@
+"""Processes that share work: what they report, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from weft.data.workers import Advance, each
+from weft.job import InvalidJob, Problem, WeftError
+
+
+def doubled(number: int, advance: Advance) -> tuple[int, int]:
+    advance(number)
+    return 2 * number, os.getpid()
+
+
+def refused_at_3(number: int, advance: Advance) -> int:
+    if number == 3:
+        raise InvalidJob([Problem("data.path", "x", "is the third"), Problem("a", 1, "and more")])
+    for _ in range(600):
+        time.sleep(0.1)  # until it is told to stop
+        advance(1)
+    return number
+
+
+def killed(number: int, advance: Advance) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_every_thing_is_done_once_and_told() -> None:
+    for processes in (1, 2):
+        told: list[int] = []
+        found = dict(each(doubled, range(20), told.append, processes))
+        assert {place: result[0] for place, result in found.items()} == {
+            n: 2 * n for n in range(20)
+        }
+        assert sum(told) == sum(range(20))
+        assert {pid == os.getpid() for _, pid in found.values()} == {processes == 1}
+
+
+def test_a_refusal_stops_the_others_and_keeps_its_problems() -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidJob) as caught:
+        list(each(refused_at_3, [1, 3], lambda size: None, 2))
+    assert [problem.rule for problem in caught.value.problems] == ["is the third", "and more"]
+    assert time.monotonic() - began < 50
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
+        list(each(killed, [1, 2], lambda size: None, 2))

@@ -1,0 +1,383 @@
+"""Preparing a store of conversations: JSONL tokenised once, with what of it is learned.
+
+The lines are read twice.  The first time every line is looked at, so that all that is wrong with
+the files is known within seconds, and the held-out conversations are chosen: those with the lowest
+hashes, so that one more line hardly changes the choice, and copies stay on the same side.  The
+second time they are written by the template, tokenised and appended to the files of their split.
+``store.json`` comes last; what a killed attempt leaves is no store, and is removed by the next.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
+
+from weft.data.chat import (
+    CANNOT_BE_CUT,
+    CUT_REMEDY,
+    ENDINGS,
+    Encoded,
+    Example,
+    Malformed,
+    Template,
+    Writer,
+    load_template,
+    parse,
+    read_lines,
+)
+from weft.data.prepare import Progress, Report, _cache_problems, _lock
+from weft.data.source import STDLIB, STORE_FILE, Document, find_documents, is_store
+from weft.data.store import (
+    FORMAT,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    Dtype,
+    Manifest,
+    Shard,
+    Split,
+    SplitName,
+    Store,
+    open_store,
+    write_file,
+)
+from weft.data.text import Source, Text, write_mixture
+from weft.data.tokenizer import separator_id, vocab_entries
+from weft.job import DataSection, InvalidJob, Problem
+
+BATCH_LINES = 1024  # written by the template, and then tokenised over all cores
+SHOWN = 10  # lines that something is wrong with
+LAYOUT = 1  # of the files of a store, in the name of its folder
+
+
+def prepare_conversations(
+    section: DataSection, cache: Path, progress: Report | None = None
+) -> Text:
+    """What ``section`` wants a run to train on, prepared now unless it was before.
+
+    Of a mixture, sources may also be prepared stores of the same tokenizer, of text, too.
+
+    Raises:
+        InvalidJob: every problem of the tokenizer and the template at once; then every line that is
+            no conversation; then every one that the template cannot write.
+    """
+    report = progress or (lambda _: None)
+    writer = _writer(section)
+    problems: list[Problem] = []
+    stores = []
+    for path in section.mixture or [section.path]:
+        try:
+            stores.append(_store(section, path, writer, cache, report))
+        except InvalidJob as invalid:
+            problems += invalid.problems
+    if problems:
+        raise InvalidJob(problems)
+    if not section.mixture:
+        return Text(stores[0].path, (Source(stores[0].path.name, 1.0, stores[0]),))
+    with _cache_problems(cache):
+        return write_mixture(section.mixture, stores, cache / "mixtures")
+
+
+def check_chat(section: DataSection) -> list[Problem]:
+    """What is wrong with tokenizer, template and files, found without reading conversations."""
+    if section.format == "text":
+        return []
+    problems: list[Problem] = []
+    try:
+        _writer(section)
+    except InvalidJob as invalid:
+        problems += invalid.problems
+    for path in section.mixture or [section.path]:
+        try:
+            if not is_store(path):
+                _files(path)
+        except InvalidJob as invalid:
+            problems += invalid.problems
+    return problems
+
+
+def _writer(section: DataSection) -> Writer:
+    key, path = "data.tokenizer", section.tokenizer
+    if path == "train":
+        rule = "is for text; conversations need one that has the tokens of a chat template"
+        remedy = "give the tokenizer.json of the model, with its chat template beside it"
+        raise InvalidJob([Problem(key, path, rule, remedy)])
+    template: Template | None = None
+    problems: list[Problem] = []
+    try:
+        template = load_template(section)
+    except InvalidJob as invalid:
+        problems += invalid.problems
+    try:
+        writer = Writer(path, template or Template({}, {}, ""))
+        separator_id(writer.tokenizer, path)
+    except InvalidJob as invalid:
+        problems += invalid.problems
+    if problems:
+        raise InvalidJob(problems)
+    return writer
+
+
+def _files(path: str) -> list[Document]:
+    """The JSONL files of a path, by name."""
+    key, remedy = "data.path", f"give a file or a folder of {', '.join(ENDINGS)}"
+    if path == STDLIB:
+        raise InvalidJob([Problem(key, path, "has no conversations", remedy)])
+    found = [
+        document
+        for document in find_documents(path)
+        if document.size_bytes and document.name.endswith(ENDINGS)
+    ]
+    if not found:
+        raise InvalidJob([Problem(key, path, "holds no JSONL", remedy)])
+    return found
+
+
+def _store(section: DataSection, path: str, writer: Writer, cache: Path, report: Report) -> Store:
+    if is_store(path):
+        store = open_store(path)
+        if store.manifest.tokenizer_hash != writer.hash:
+            rule = f"does not match the store {path}, which was prepared with another"
+            remedy = f"use {store.path / TOKENIZER_FILE}"
+            raise InvalidJob([Problem("data.tokenizer", section.tokenizer, rule, remedy)])
+        if (section.format == "preferences") != (store.manifest.kind == "preferences"):
+            rule = f"is a store of {store.manifest.kind}, not of {section.format}"
+            raise InvalidJob([Problem("data.path", path, rule, "use another data.format")])
+        return store
+    files = _files(path)
+    survey = _survey(files, section, path, report)
+    template = [dict(writer.template.sources), dict(writer.template.special)]
+    settings = [FORMAT, LAYOUT, section.format, section.holdout, writer.hash, template]
+    key = xxh3_128_hexdigest(json.dumps([settings, survey.content]).encode())
+    folder = cache / "stores" / key
+    if is_store(folder):
+        return open_store(folder)
+    with _cache_problems(cache), _lock(folder, report):
+        if not is_store(folder):  # another process may have made it while this one waited
+            _build(folder, key, files, survey, section, path, writer, report)
+    return open_store(folder)
+
+
+class _Survey(NamedTuple):
+    """What the first reading found: names and hashes of the files; the hash of each line."""
+
+    content: list[tuple[str, str]]
+    hashes: NDArray[np.uint64]
+    held: np.uint64  # from this hash downwards a line is held out
+
+
+def _survey(files: list[Document], section: DataSection, path: str, report: Report) -> _Survey:
+    total, done = sum(file.size_bytes for file in files), 0
+    preferences = section.format == "preferences"
+    wrong = _Wrong(path, "no preference" if preferences else "no conversation")
+    content, hashes = [], array("Q")
+    for file in files:
+        digest = xxh3_128()
+        for number, line in read_lines(file.path):
+            digest.update(line)
+            hashes.append(xxh3_64_intdigest(line.strip()))
+            try:
+                parse(line, preferences)
+            except Malformed as error:
+                wrong.add(file.name, number, str(error))
+        content.append((file.name, digest.hexdigest()))
+        done += file.size_bytes
+        report(Progress("reading the conversations", done, total))
+    wrong.raise_any("mend or remove these lines")
+    every = np.array(hashes, np.uint64)
+    distinct = np.unique(every)
+    if len(distinct) < 2:
+        rule = "has fewer than two conversations: one to train on, and one to hold out"
+        raise InvalidJob([Problem("data.path", path, rule, "give more")])
+    held = distinct[min(len(distinct) - 1, math.ceil(section.holdout * len(distinct))) - 1]
+    return _Survey(content, every, held)
+
+
+class _Wrong:
+    """Lines that something is wrong with: the first few, and how many there are."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self.what = path, what
+        self.count, self.shown = 0, list[str]()
+
+    def add(self, name: str, line: int, why: str) -> None:
+        self.count += 1
+        if len(self.shown) < SHOWN:
+            self.shown.append(f"{name}:{line}: {why}")
+
+    def raise_any(self, remedy: str) -> None:
+        if not self.count:
+            return
+        more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
+        count = "a line is" if self.count == 1 else f"{self.count} lines are"
+        rule = f"{count} {self.what}:\n  " + "\n  ".join([*self.shown, *more])
+        raise InvalidJob([Problem("data.path", self.path, rule, remedy)])
+
+
+# --------------------------------------------------------------------------- building
+
+
+class _Line(NamedTuple):
+    file: int
+    number: int
+    hash: np.uint64
+    examples: list[Example]
+
+
+def _lines(files: list[Document], survey: _Survey, preferences: bool) -> Iterator[_Line]:
+    """Every line again.
+
+    Raises:
+        InvalidJob: a file is no longer what it was.
+    """
+    place = 0
+    for index, file in enumerate(files):
+        digest = xxh3_128()
+        for number, line in read_lines(file.path):
+            digest.update(line)
+            if place == len(survey.hashes) or survey.hashes[place] != xxh3_64_intdigest(
+                line.strip()
+            ):
+                break
+            yield _Line(index, number, survey.hashes[place], parse(line, preferences))
+            place += 1
+        if digest.hexdigest() != survey.content[index][1]:
+            rule, remedy = "changed while it was being prepared", "start again once it is complete"
+            raise InvalidJob([Problem("data.path", str(file.path), rule, remedy)])
+
+
+class _Column:
+    """A file of numbers that is written piece by piece, and has its name only when it is whole."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._path, self._dtype = path, dtype
+        self._temporary = path.with_name(path.name + ".tmp")
+        self._file = self._temporary.open("wb")
+        self._hash, self.size = xxh3_128(), 0
+
+    def append(self, values: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(values, self._dtype).data.cast("B")
+        self._file.write(data)
+        self._hash.update(data)
+        self.size += values.size
+
+    def finish(self) -> Shard:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = self._file.tell()
+        self._file.close()
+        os.replace(self._temporary, self._path)
+        return Shard(self._path.name, self.size, size, self._hash.hexdigest())
+
+    def close(self) -> None:
+        """Nothing is left of what was not finished."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class _SplitFiles:
+    """The files of one split while they are written."""
+
+    def __init__(self, folder: Path, name: SplitName, dtype: str, stack: ExitStack) -> None:
+        self.tokens = _Column(folder / f"{name}-00000.bin", dtype)
+        self.learned = _Column(folder / f"{name}-00000.learned", "uint8")
+        self.index = _Column(folder / f"{name}-00000.documents", "int64")
+        self.bytes = 0
+        for column in (self.tokens, self.learned, self.index):
+            stack.callback(column.close)
+
+    def append(self, line: _Line, text: str, encoded: Encoded) -> None:
+        self.tokens.append(encoded.tokens)
+        self.learned.append(encoded.learned)
+        self.index.append(np.array([self.tokens.size, line.file, line.number]))
+        self.bytes += len(text.encode("utf-8", "replace"))
+
+    def finish(self) -> Split:
+        documents = self.index.size // 3
+        shards = [self.tokens.finish()]
+        columns = (self.learned.finish(), self.index.finish())
+        return Split(documents, self.bytes, self.tokens.size, shards, *columns)
+
+
+def _build(
+    folder: Path,
+    key: str,
+    files: list[Document],
+    survey: _Survey,
+    section: DataSection,
+    path: str,
+    writer: Writer,
+    report: Report,
+) -> None:
+    entries = vocab_entries(writer.tokenizer)
+    dtype: Dtype = "uint16" if entries <= 1 << 16 else "uint32"
+    frequency = np.zeros(entries, np.int64)
+    wrong = _Wrong(path, "not to be written as tokens")
+    uncut = False
+    with ExitStack() as stack:
+        train, validation = (
+            _SplitFiles(folder, name, dtype, stack) for name in ("train", "validation")
+        )
+        batch: list[tuple[_Line, list[tuple[str, list[range]]]]] = []
+
+        def flush() -> None:
+            encoded = iter(writer.encode([each for _, written in batch for each in written]))
+            for line, written in batch:
+                found = [next(encoded) for _ in written]
+                if not all(each.learned[1:].any() for each in found):
+                    wrong.add(
+                        files[line.file].name, line.number, "no token of the assistant's is there"
+                    )
+                    continue
+                split = validation if line.hash <= survey.held else train
+                for (text, _), each in zip(written, found, strict=True):
+                    split.append(line, text, each)
+                    if split is train:
+                        tokens = each.tokens[1:][each.learned[1:]]
+                        frequency[:] += np.bincount(tokens, minlength=entries)
+            batch.clear()
+
+        for place, line in enumerate(_lines(files, survey, section.format == "preferences"), 1):
+            try:
+                batch.append((line, [writer.write(example) for example in line.examples]))
+            except Malformed as error:
+                uncut |= str(error).startswith(CANNOT_BE_CUT)
+                wrong.add(files[line.file].name, line.number, str(error))
+            if len(batch) == BATCH_LINES:
+                flush()
+                report(Progress("tokenising the conversations", place, len(survey.hashes)))
+        flush()
+        remedy = (
+            CUT_REMEDY if uncut else f"mend these lines, or the template {writer.template.place}"
+        )
+        wrong.raise_any(remedy)
+        write_file(folder / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
+        write_file(folder / TEMPLATE_FILE, writer.template.sources["default"].encode())
+        p = frequency[frequency > 0] / frequency.sum()
+        manifest = Manifest(
+            format=FORMAT,
+            key=key,
+            source=path,
+            dtype=dtype,
+            vocab_size=entries,
+            separator=separator_id(writer.tokenizer, section.tokenizer),
+            tokenizer_hash=writer.hash,
+            unigram_entropy_nats=float(-(p * np.log(p)).sum()),
+            skipped_files=0,
+            replaced_files=0,
+            train=train.finish(),
+            validation=validation.finish(),
+            kind=section.format,
+            files=[file.name for file in files],
+        )
+        write_file(folder / STORE_FILE, json.dumps(asdict(manifest), indent=1).encode())

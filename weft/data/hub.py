@@ -1,0 +1,163 @@
+"""Data sets of Hugging Face's `datasets`: from the hub as a stream, and folders of save_to_disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from weft.data.files import File
+from weft.job import InvalidJob, Problem, suggest
+
+HUB = "hf://"
+ROWS = 1000  # of a saved data set that are decoded at a time
+
+_NAME = re.compile(r"(?P<name>/[^:@]+|[^:@]+)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a folder is what ``save_to_disk`` writes: a data set, or several splits of one."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def _datasets(path: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        rule, remedy = f"needs {error.name}, which is not installed", "pip install 'weft[data]'"
+        raise InvalidJob([Problem("data.path", path, rule, remedy)]) from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+# --------------------------------------------------------------------------- saved ones
+
+
+def saved_set(path: str, field: str) -> tuple[File, int]:
+    """A data set that was saved, and its number of rows.
+
+    Raises:
+        InvalidJob: it cannot be read, has several splits, or lacks the field.
+    """
+    folder = Path(path).expanduser().absolute()
+    splits = [f.name for f in sorted(folder.iterdir()) if (f / "state.json").is_file()]
+    if (folder / "dataset_dict.json").is_file():
+        if len(splits) != 1:
+            rule = f"has several splits: {', '.join(splits)}"
+            remedy = f"give one of them, such as {folder / (splits or ['train'])[0]}"
+            raise InvalidJob([Problem("data.path", path, rule, remedy)])
+        folder /= splits[0]
+    found = _loaded(str(folder))
+    _check_field(path, field, found.column_names)
+    files = [Path(each["filename"]).stat() for each in found.cache_files]
+    size = sum(stat.st_size for stat in files)
+    version = f"{found._fingerprint} {[stat.st_mtime_ns for stat in files]}"
+    return File(folder.name, str(folder), size, version), len(found)
+
+
+@cache
+def _loaded(folder: str) -> Any:
+    try:
+        return _datasets(folder).load_from_disk(folder)
+    except (OSError, ValueError, KeyError) as error:
+        rule = f"cannot be read as a saved data set: {error}"
+        raise InvalidJob([Problem("data.path", folder, rule, "save it again")]) from error
+
+
+def load_rows(file: File, field: str, begin: int, end: int) -> Iterator[Any]:
+    """The field of rows ``begin:end``, as pyarrow's arrays."""
+    table = _loaded(file.path).select_columns(field).with_format("arrow")
+    for first in range(begin, end, ROWS):
+        yield from table[first : min(end, first + ROWS)].column(field).chunks
+
+
+# --------------------------------------------------------------------------- on the hub
+
+
+def hub_set(url: str, field: str) -> tuple[File, int]:
+    """A data set on the hub, and in how many parts it can be read.
+
+    Args:
+        url: ``hf://org/name[:config][@split]``; the split is train by itself.
+
+    Raises:
+        InvalidJob: there is no such data set, configuration or split, or it lacks the field.
+    """
+    stream = _stream(url, revision := _revision(url))
+    if stream.column_names is not None:
+        _check_field(url, field, stream.column_names)
+    return File(url.removeprefix(HUB), url, 0, revision), stream.num_shards
+
+
+def check_name(url: str) -> list[Problem]:
+    """What is wrong with a URL, as far as its text tells."""
+    if _NAME.fullmatch(url.removeprefix(HUB)):
+        return []
+    remedy = "write it as hf://org/name, hf://org/name:config or hf://org/name:config@split"
+    return [Problem("data.path", url, "is no data set's name", remedy)]
+
+
+def _parts(url: str) -> tuple[str, str | None, str]:
+    if problems := check_name(url):
+        raise InvalidJob(problems)
+    found = _NAME.fullmatch(url.removeprefix(HUB))
+    assert found is not None
+    return found["name"], found["config"], found["split"] or "train"
+
+
+def _revision(url: str) -> str:
+    """The commit that the data set is at now; of a local folder nothing."""
+    name, _, _ = _parts(url)
+    if Path(name).is_absolute():
+        return ""
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().dataset_info(name).sha)
+    except Exception as error:  # of requests, of the hub, of names
+        raise _unreachable(url, error) from error
+
+
+def _stream(url: str, revision: str) -> Any:
+    name, config, split = _parts(url)
+    datasets = _datasets(url)
+    try:
+        return datasets.load_dataset(
+            name, config, split=split, streaming=True, revision=revision or None
+        )
+    except Exception as error:  # whatever its builders raise
+        raise _unreachable(url, error) from error
+
+
+def _unreachable(url: str, error: Exception) -> InvalidJob:
+    told = " ".join(str(error).split())[:300]
+    rule = f"cannot be opened: {type(error).__name__}: {told}"
+    remedy = "check name, configuration (:config), split (@split), network and HF_TOKEN"
+    return InvalidJob([Problem("data.path", url, rule, remedy)])
+
+
+def _check_field(path: str, field: str, names: list[str]) -> None:
+    if field not in names:
+        rule = f"has no column {field!r}; {suggest(field, names)}"
+        remedy = "name the column with the text in data.field"
+        raise InvalidJob([Problem("data.path", path, rule, remedy)])
+
+
+def hub_rows(file: File, field: str, part: int, parts: int, after: int) -> Iterator[str | None]:
+    """The field of the rows of one part of a data set, after the first ``after`` ones."""
+    stream = _stream(file.path, file.version)
+    if stream.column_names is not None:  # decodes nothing else
+        stream = stream.select_columns([field])
+    if parts > 1:
+        stream = stream.shard(num_shards=parts, index=part)
+    for number, row in enumerate(stream.skip(after), after + 1):
+        value = row.get(field)
+        if value is not None and not isinstance(value, str):
+            rule = f"row {number} of part {part}: the field {field!r} is no text"
+            remedy = "name the column with the text in data.field"
+            raise InvalidJob([Problem("data.path", file.path, rule, remedy)])
+        yield value

@@ -1,0 +1,331 @@
+"""Documents out of files that hold many: lines of JSON, rows of Parquet, Arrow and data sets.
+
+A *unit* is a stretch of a file that a process can open and read by itself: a range of bytes of
+plain lines, some row groups of Parquet, some rows of a data set, or all of a compressed file.
+Reading one gives its documents in order, each with the line or row that it came from, counted
+from 1 inside the unit; where a line is no document, there is a `Fault` in its place, so that one
+reading finds all of them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from weft.data.files import CutOff, File, decompressed, format_of, is_compressed, open_file
+from weft.data.hub import hub_rows, load_rows
+from weft.job import InvalidJob, Problem, suggest
+
+LINE_BYTES = 256 << 20  # a longer line is none: it would be held whole, and several times over
+ROWS_BYTES = 4 << 20  # of rows of Parquet that are decoded at a time, about
+
+Kind = Literal["jsonl", "parquet", "arrow", "disk", "hub"]
+Invalid = Literal["error", "replace", "skip"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A stretch of a file: ``begin`` to ``end`` are bytes of plain lines, and else row groups,
+    rows or parts; ``size_bytes`` is about what there is to read."""
+
+    file: File
+    kind: Kind
+    begin: int
+    end: int
+    size_bytes: int
+
+    @property
+    def counts(self) -> str:
+        return "line" if self.kind == "jsonl" else "row"
+
+
+class Fault(NamedTuple):
+    """Why a line or row is no document; ``last`` if nothing can be read after it."""
+
+    number: int
+    what: str
+    last: bool = False
+
+
+class Document(NamedTuple):
+    """The text of a line or row in UTF-8, and whether something in it had to be replaced.
+
+    None: it was not UTF-8 and is to be left out.
+    """
+
+    number: int
+    data: bytes | None
+    replaced: bool = False
+
+
+# --------------------------------------------------------------------------- units
+
+
+def units_of(file: File, kind: Kind, size: int) -> list[Unit]:
+    """A file in units of about ``size`` bytes, as far as it can be cut.
+
+    Raises:
+        InvalidJob: it cannot be opened, or is not what its name says.
+    """
+    if kind == "parquet":
+        return _row_groups(file, size)
+    if kind == "jsonl" and not is_compressed(file.name):
+        borders = [*range(0, file.size_bytes, size), file.size_bytes]
+        return [Unit(file, kind, begin, end, end - begin) for begin, end in pairwise(borders)]
+    return [Unit(file, kind, 0, 0, file.size_bytes)]
+
+
+def kind_of(file: File) -> Kind:
+    """Of a file that is named, or lies in a folder of records."""
+    found = format_of(file.name, alone=True)
+    assert found is not None
+    assert found != "tokens"
+    return found
+
+
+def _row_groups(file: File, size: int) -> list[Unit]:
+    units = []
+    with open_file(file) as stream:
+        about = _parquet(file, stream).metadata
+        begin = held = 0
+        for group in range(about.num_row_groups):
+            held += about.row_group(group).total_byte_size
+            if held >= size or group == about.num_row_groups - 1:
+                units.append(Unit(file, "parquet", begin, group + 1, held))
+                begin, held = group + 1, 0
+    return units
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def documents(
+    unit: Unit, field: str, invalid: Invalid, after: int = 0
+) -> Iterator[Document | Fault]:
+    """What a unit holds, from the line or row after number ``after`` on.
+
+    Raises:
+        InvalidJob: the file cannot be read, is not what its name says, or lacks the field.
+    """
+    if unit.kind == "jsonl":
+        with open_file(unit.file) as stream:
+            for number, line in _lines(unit, stream, after):
+                if isinstance(line, Fault):
+                    yield line
+                elif line.isspace():
+                    yield Document(number, b"")
+                else:
+                    yield _document(number, line, field, invalid)
+        return
+    number = after
+    for data in _rows(unit, field, after):
+        number += 1
+        yield _row(number, data, invalid)
+
+
+def _lines(
+    unit: Unit, stream: BinaryIO, after: int
+) -> Iterator[tuple[int, bytes]] | Iterator[tuple[int, Fault]]:
+    """Lines that begin in the unit, with their numbers."""
+    whole = is_compressed(unit.file.name)
+    number, place = 0, unit.begin
+    try:
+        if whole:
+            stream = decompressed(stream, unit.file.name)
+        elif unit.begin:
+            stream.seek(unit.begin - 1)
+            place -= 1
+            while place < unit.end:  # the rest of a line that begins before the unit
+                part = stream.readline(LINE_BYTES)
+                place += len(part)
+                if not part or part.endswith(b"\n"):
+                    break
+        while whole or place < unit.end:
+            line = stream.readline(LINE_BYTES + 1)
+            if not line:
+                break
+            if place == 0 and line.startswith(codecs.BOM_UTF8):
+                line = line[3:]
+                place += 3
+            if place == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                yield 1, Fault(1, "the file is UTF-16, not UTF-8", last=True)
+                return
+            number += 1
+            place += len(line)
+            if len(line) > LINE_BYTES:
+                what = f"is longer than {LINE_BYTES >> 20} MiB; is each document a line?"
+                yield number, Fault(number, what, last=True)
+                return
+            if number > after:
+                yield number, line
+    except CutOff as error:
+        yield number + 1, Fault(number + 1, str(error), last=True)
+
+
+_decode = json.JSONDecoder().decode
+
+
+def _document(number: int, line: bytes, field: str, invalid: Invalid) -> Document | Fault:
+    replaced = False
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        if invalid == "skip":
+            return Document(number, None)
+        if invalid == "error":
+            return Fault(number, f"byte {error.start}: not UTF-8")
+        text, replaced = line.decode("utf-8", "replace"), True
+    try:
+        found = _decode(text)
+    except json.JSONDecodeError as error:
+        return Fault(number, f"is not JSON: {error.msg} at character {error.pos + 1}")
+    except (ValueError, RecursionError) as error:
+        return Fault(number, f"is not JSON: {error}")
+    if not isinstance(found, dict):
+        return Fault(number, f"is {_type(found)}, not an object with a field {field!r}")
+    if field not in found:
+        return Fault(number, f"has no field {field!r}; {_fields(field, found)}")
+    value = found[field]
+    if value is None:
+        return Document(number, b"")
+    if not isinstance(value, str):
+        return Fault(number, f"the field {field!r} is {_type(value)}, not text")
+    try:
+        return Document(number, value.encode(), replaced)
+    except UnicodeEncodeError as error:  # half a pair of \uD800 and its like
+        if invalid == "skip":
+            return Document(number, None)
+        if invalid == "error":
+            what = f"character {error.start} of the field {field!r} is half a character"
+            return Fault(number, what)
+        repaired = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return Document(number, repaired.encode(), True)
+
+
+def _row(number: int, data: bytes | None, invalid: Invalid) -> Document | Fault:
+    if not data:
+        return Document(number, b"")
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        if invalid == "skip":
+            return Document(number, None)
+        if invalid == "error":
+            return Fault(number, f"byte {error.start}: not UTF-8")
+        return Document(number, data.decode("utf-8", "replace").encode(), True)
+    return Document(number, data)
+
+
+def _type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+    return names.get(type(value), "null" if value is None else "a number")
+
+
+def _fields(field: str, found: dict[str, Any]) -> str:
+    near = suggest(field, found)
+    return f"{near}" if near.startswith("did") else f"it has {', '.join(list(found)[:8]) or 'none'}"
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def _rows(unit: Unit, field: str, after: int) -> Iterator[bytes | None]:
+    """The fields of rows after the first ``after`` ones."""
+    if unit.kind == "disk":
+        yield from _values(load_rows(unit.file, field, unit.begin + after, unit.end), unit, field)
+    elif unit.kind == "hub":
+        for text in hub_rows(unit.file, field, unit.begin, unit.end, after):
+            yield None if text is None else text.encode("utf-8", "surrogatepass")
+    else:
+        with open_file(unit.file) as stream:
+            tables = _parquet_tables if unit.kind == "parquet" else _arrow_tables
+            left = after
+            for table in tables(unit, stream, field):
+                if left >= len(table):
+                    left -= len(table)
+                    continue
+                yield from _values([table.slice(left)], unit, field)
+                left = 0
+
+
+def _values(columns: Any, unit: Unit, field: str) -> Iterator[bytes | None]:
+    """Columns of text (pyarrow's arrays) as bytes."""
+    import pyarrow as pa
+
+    for column in columns:
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise _wrong(unit.file, f"the column {field!r} holds {kind}, not text")
+        if kind != column.type:
+            column = column.cast(kind)
+        # As bytes: whether they are UTF-8 is for invalid_utf8 to judge, not for Python to fail at.
+        yield from column.cast(pa.large_binary()).to_pylist()
+
+
+def _parquet(file: File, stream: BinaryIO) -> Any:
+    pa = _pyarrow(file)
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(stream)
+    except (pa.ArrowException, OSError) as error:
+        raise _wrong(file, f"is not a Parquet file: {error}") from error
+
+
+def _parquet_tables(unit: Unit, stream: BinaryIO, field: str) -> Iterator[Any]:
+    import pyarrow as pa
+
+    parquet = _parquet(unit.file, stream)
+    _check_column(unit.file, field, parquet.schema_arrow.names)
+    groups = range(unit.begin, unit.end)
+    rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
+    at_once = max(1, min(4096, ROWS_BYTES * rows // max(1, unit.size_bytes)))
+    try:
+        for batch in parquet.iter_batches(at_once, row_groups=list(groups), columns=[field]):
+            yield batch.column(0)
+    except (pa.ArrowException, OSError) as error:
+        raise _wrong(unit.file, f"is damaged: {error}") from error
+
+
+def _arrow_tables(unit: Unit, stream: BinaryIO, field: str) -> Iterator[Any]:
+    """Of a file (also called Feather), or of a stream, which is what `datasets` writes."""
+    pa = _pyarrow(unit.file)
+    try:
+        try:
+            file = pa.ipc.open_file(stream)
+            _check_column(unit.file, field, file.schema.names)
+            for index in range(file.num_record_batches):
+                yield file.get_batch(index).column(field)
+        except pa.ArrowInvalid:
+            stream.seek(0)
+            reader = pa.ipc.open_stream(stream)
+            _check_column(unit.file, field, reader.schema.names)
+            for batch in reader:
+                yield batch.column(field)
+    except (pa.ArrowException, OSError) as error:
+        raise _wrong(unit.file, f"is not an Arrow file, or damaged: {error}") from error
+
+
+def _check_column(file: File, field: str, names: Sequence[str]) -> None:
+    if field not in names:
+        raise _wrong(file, f"has no column {field!r}; {_fields(field, dict.fromkeys(names))}")
+
+
+def _pyarrow(file: File) -> Any:
+    try:
+        import pyarrow as pa
+
+        return pa
+    except ImportError as error:
+        rule, remedy = "needs pyarrow, which is not installed", "pip install 'weft[data]'"
+        raise InvalidJob([Problem("data.path", file.path, rule, remedy)]) from error
+
+
+def _wrong(file: File, rule: str) -> InvalidJob:
+    remedy = "name the column with the text in data.field" if "column" in rule else "replace it"
+    return InvalidJob([Problem("data.path", str(Path(file.path)), rule, remedy)])
