@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.layouts import parse
-from tests.small import Overrides, gradients, losses, merged, newest_state, records, train_rank
+from tests.small import (
+    Overrides,
+    gradients,
+    losses,
+    merged,
+    newest_state,
+    plan_here,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+)
+from weft.checkpoint.replicas import ReplicasDiffer, compare_replicas
+from weft.checkpoint.state import named_buffers
 from weft.job import InvalidJob, read_job
 from weft.plan.resolve import Machine, resolve
+from weft.train.setup import build
 
 TOLERANCE = 1e-5
 
@@ -35,11 +51,14 @@ def reference(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, A
     return run_ranks(gradients, 1, list(overrides), store)[0]  # type: ignore[no-any-return]
 
 
-def check(layout: str, store: Path, model: Overrides = MODEL) -> None:
-    """The layout against one process, on every rank."""
+def check(
+    layout: str, store: Path, model: Overrides = MODEL, more: Sequence[tuple[str, str]] = ()
+) -> None:
+    """The layout, with ``more``, against one process, on every rank."""
     ranks, overrides = parse(layout)
+    overrides += more
     one = reference(str(store), tuple(model))
-    for many in merged(run_ranks(gradients, ranks, model + overrides, str(store), timeout=180)):
+    for many in merged(run_ranks(gradients, ranks, model + overrides, str(store), timeout=300)):
         assert many["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
         assert many["norm"] == pytest.approx(one["norm"], rel=TOLERANCE)
         for kind in ("grads", "clipped"):
@@ -92,6 +111,13 @@ def test_expert_parallel_with_everything_else(layout: str, store_path: Path) -> 
     check(layout, store_path, [*MODEL, *((name, value) for name, value in changed)])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_around_the_experts(store_path: Path, tmp_path: Path) -> None:
+    compiled = [("compile.enable", "true"), ("compile.cache", str(tmp_path))]
+    check("dp_shard2 ep=2", store_path, more=compiled)
+
+
 # --------------------------------------------------------------------------- training
 
 
@@ -140,6 +166,27 @@ def test_resumed_to_the_bit(store_path: Path, tmp_path: Path) -> None:
     once, twice = newest_state(tmp_path / "once"), newest_state(tmp_path / "twice")
     assert once.keys() == twice.keys()
     assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def other_biases(overrides: Overrides) -> str:
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    compare_replicas(built.parts, built.optimizer)
+    buffers = dict(named_buffers(built.parts))
+    if dist.get_rank() == 1:
+        buffers["layers.2.mlp.router.expert_bias"][3] += 0.001
+    try:
+        compare_replicas(built.parts, built.optimizer)
+    except ReplicasDiffer as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_compare_their_biases() -> None:
+    _, overrides = parse("dp_shard2 ep=2")
+    for told in run_ranks(other_biases, 2, MODEL + overrides, timeout=180):
+        assert "model.layers.2.mlp.router.expert_bias" in told
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies
     for name, tensor in state.items():
         kind, _, rest = name.partition(".")
         place = rest if kind == "model" else rest.rpartition(".")[0]
-        param = params[place] if place in params else _beside(place, params)
+        param = params[place] if place in params else beside(place, params)
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             axes = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
@@ -125,8 +125,8 @@ def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies
     return found
 
 
-def _beside(buffer: str, params: Mapping[str, nn.Parameter]) -> nn.Parameter:
-    """A parameter of the module that has a buffer: it is on the same ranks."""
+def beside(buffer: str, params: Mapping[str, nn.Parameter]) -> nn.Parameter:
+    """A parameter of the module that has a buffer, which every rank that has it holds whole."""
     module = buffer.rpartition(".")[0] + "."
     return next(param for name, param in params.items() if name.startswith(module))
 
