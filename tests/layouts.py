@@ -94,6 +94,9 @@ TRACED = [
     "dp_shard4 optim.states=bfloat16",
     "dp_shard2 tp2 optim.kind=muon",
     "dp_shard4 train.microbatch=2 train.global_batch=20",
+    "dp_shard4 lora.rank=4",
+    "dp_shard2 tp2 lora.rank=4 remat.kind=selective",
+    "dp_shard2 pp2 lora.rank=4",
 ]
 MATRIX = [
     *(layout for some in (SINGLE, PAIRS, EACH_SCHEDULE, PIPELINES) for layout in some),

@@ -44,7 +44,7 @@ def test_a_flag_of_another_tool(capsys: pytest.CaptureFixture[str]) -> None:
         ("optim.beta1", "1", "must be less than 1"),
         ("observe.grad_norms", "perhaps", "must be true or false"),
         ("observe.sinks", "wandbb", "did you mean 'wandb'?"),
-        ("data.packing", "boxes", "must be 'windows' or 'documents'"),
+        ("data.packing", "boxes", "must be 'windows', 'documents' or 'best_fit'"),
         ("run.workers", "-1", "must be at least 1"),
         ("model.num_layers", "two", "must be a whole number"),
         ("model.preset", "9b", "no such preset"),

@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         problems: list[Problem] = []
         if arguments and arguments[0] in OPTIONS:
             arguments, overrides, problems = split_overrides(arguments)
-        given = argparse.Namespace(overrides=overrides, problems=problems)
+        words = sys.argv[1:] if argv is None else argv
+        given = argparse.Namespace(overrides=overrides, problems=problems, arguments=words)
         options = parser().parse_args(arguments, given)
         return int(options.command(options))
     except InvalidJob as error:
@@ -83,6 +84,21 @@ OPTIONS = {
         "--report": 1,
     },
     "verify": {"--ranks": 1, "--steps": 1, "--json": 0},
+    "generate": {
+        "--prompt": 1,
+        "--prompts": 1,
+        "--batch": 1,
+        "--json": 0,
+        "--max-tokens": 1,
+        "--temperature": 1,
+        "--top-k": 1,
+        "--top-p": 1,
+        "--min-p": 1,
+        "--repetition-penalty": 1,
+        "--stop": 1,
+        "--seed": 1,
+    },
+    "evaluate": {"--task": 1, "--batch": 1, "--json": 0},
     "compare": {
         "--vary": 1,
         "--repeat": 1,
@@ -239,13 +255,56 @@ def parser() -> Parser:
         help="the page (default: report.html, in the run's folder or, of several runs, here)",
     )
 
-    sub = add("generate", generate, "Continue a prompt with a trained model.")
+    sub = add("generate", generate, "Continue prompts with a trained model.")
     sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
-    sub.add_argument("--prompt", default="", help="text to continue (default: a new document)")
+    sub.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text to continue, more than one if given again (default: a new document)",
+    )
+    sub.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="a prompt a line; of a .jsonl file a string, or an object with 'prompt'",
+    )
+    sub.add_argument("--batch", type=positive, default=8, help="prompts at a time (8)")
+    sub.add_argument("--json", action="store_true", help="print an object a prompt, each on a line")
     sub.add_argument("--max-tokens", type=count, default=200, help="at most that many (200)")
     sub.add_argument("--temperature", type=not_negative, default=0.8, help="0: likeliest (0.8)")
     sub.add_argument("--top-k", type=count, default=50, help="among so many; 0: all (50)")
-    sub.add_argument("--seed", type=count, default=0, help="of the sampling (0)")
+    sub.add_argument(
+        "--top-p", type=not_negative, default=1.0, help="among the likeliest of that share (1)"
+    )
+    sub.add_argument(
+        "--min-p", type=not_negative, default=0.0, help="at least that share of the likeliest's (0)"
+    )
+    sub.add_argument(
+        "--repetition-penalty",
+        type=not_negative,
+        default=1.0,
+        help="divides logits of what is there already (1)",
+    )
+    sub.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; several times"
+    )
+    sub.add_argument("--seed", type=count, default=0, help="of the first prompt's sampling (0)")
+    sub.epilog = GENERATE_HELP
+
+    sub = add("evaluate", evaluate, "Measure a trained model: its loss on text, or its answers.")
+    sub.add_argument("checkpoint", type=Path, help="folder of a run, or of one of its checkpoints")
+    sub.add_argument(
+        "--task",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="multiple choice, a YAML file as the Evaluation Harness has it; several times",
+    )
+    sub.add_argument("--batch", type=positive, default=8, help="of tasks, rows at a time (8)")
+    sub.add_argument("--json", action="store_true", help="print an object a line instead")
+    sub.epilog = EVALUATE_HELP
 
     sub = add("rollback", rollback, "Let a run go on from an earlier checkpoint.")
     sub.add_argument("run", type=Path, help="folder of the run")
@@ -261,8 +320,11 @@ def parser() -> Parser:
     )
     sub.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (float32)")
     sub.add_argument("--max-shard", default="5GB", help="largest file (5GB)")
+    sub.add_argument(
+        "--adapter", action="store_true", help="of a LoRA run, only the adapters, as PEFT has them"
+    )
 
-    sub = add("import", import_, "Make a run of a Hugging Face Llama, to train it further.")
+    sub = add("import", import_, "Make a run of a Hugging Face model, to train it further.")
     sub.add_argument(
         "folder",
         type=place,
@@ -332,6 +394,28 @@ other; docs/planner.md tells how they are priced, and how far predictions are fr
 Any key is overridden as --section.key value; 'weft train --help' lists them."""
 
 
+GENERATE_HELP = """\
+Each prompt is sampled by a seed of its own, --seed plus its number from 0, whatever --batch is.
+
+  weft generate runs/demo --prompt 'class ' --prompt 'def ' --temperature 0
+  weft generate runs/mine --prompts questions.jsonl --json --parallel.tp 2
+
+--parallel.tp and --parallel.dp_shard spread the model over that many ranks of this machine, or of
+torchrun's, whatever layout it was trained in."""
+
+
+EVALUATE_HELP = """\
+Without --task it is the loss on all of the run's held-out text, or on all of another text with
+--data.path; --train.eval_sequences takes that many sequences only, evenly spread.
+
+  weft evaluate runs/demo
+  weft evaluate runs/mine --data.path book.txt --parallel.dp_shard 2 --json
+  weft evaluate runs/mine --task questions.yaml --parallel.tp 2
+
+The layout is that of this command: one process unless degrees are given.  With --task these are
+parallel.tp and parallel.dp_shard; else any."""
+
+
 VERIFY_HELP = """\
 The recipe is shrunk to test size: few narrow layers, short rows, a small vocabulary, and at most
 --ranks processes on this machine's CPU.  What makes its layout is kept: every axis of more than one
@@ -382,6 +466,13 @@ def place(text: str) -> Path:
     from weft.checkpoint.storage import open_folder
 
     return open_folder(text)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if (number := count(text)) == 0:
+        raise argparse.ArgumentTypeError("0 is not a whole number from 1")
+    return number
 
 
 def not_negative(text: str) -> float:
@@ -618,30 +709,104 @@ def report(options: argparse.Namespace) -> int:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Print the prompt and its continuation as it grows."""
-    import torch
+    """Print the prompts and their continuations, one alone as it grows."""
+    from weft.launch.again import on_every_rank
+    from weft.train.generate import Sampling, generate, read_prompts, rows_of, speech_of
+    from weft.train.inference import find_checkpoint, lay_out, restore
+    from weft.train.setup import Rank
 
-    from weft.train.generate import generate, load_checkpoint
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
+    problems = list(options.problems)
+    prompts = [os.fsencode(text).decode("utf-8", "replace") for text in options.prompt]
+    if options.prompts:
+        prompts += read_prompts(options.prompts, problems)
+    names = ("max_tokens", "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
+    chosen = {name: getattr(options, name) for name in names}
+    sampling = Sampling(**chosen, stop=tuple(filter(None, options.stop)))
+    problems += sampling.problems()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
-    model, tokenizer, seq_len = load_checkpoint(options.checkpoint.resolve(), device)
-    print(prompt, end="", flush=True)
-    for text in generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=options.max_tokens,
-        context=seq_len,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-    ):
-        print(text, end="", flush=True)
-    print()
-    return 0
+    found = find_checkpoint(options.checkpoint.resolve())
+    allowed = ("parallel.", "precision.compute", "run.device")
+    job, plan = lay_out(found, options.overrides, problems, allowed, generating=True)
+    speech = speech_of(found)
+
+    def run(rank: Rank) -> None:
+        model = restore(found, job, plan, rank)
+
+        def say(*texts: str, end: str = "\n") -> None:
+            if rank.rank == 0:
+                print(*texts, end=end, flush=True)
+
+        growing = len(prompts) < 2 and not options.json
+        if growing:
+            say(*prompts, end="")
+        for first in range(0, max(1, len(prompts)), options.batch):
+            here = prompts[first : first + options.batch] or [""]
+            rows = rows_of(here, speech, sampling, first)
+            for _, piece in generate(model, speech, rows, sampling):
+                if growing:
+                    say(piece, end="")
+            for row in [] if growing else rows:
+                say(json.dumps(row.to_dict()) if options.json else f"{row.prompt}{row.text}\n---")
+        if growing:
+            say()
+
+    return on_every_rank(plan, options.arguments, run)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Print losses, or scores of tasks."""
+    from dataclasses import asdict
+
+    from weft.launch.again import on_every_rank, prepare_to_evaluate, text_to_evaluate
+    from weft.observe.sinks import quiet_console
+    from weft.train.evaluate import EVERY, losses_on
+    from weft.train.generate import speech_of
+    from weft.train.inference import find_checkpoint, lay_out, restore
+    from weft.train.setup import Rank, joined
+    from weft.train.tasks import read_task, score
+
+    problems, tasks = list(options.problems), []
+    for path in options.task:
+        try:
+            tasks.append(read_task(path))
+        except InvalidJob as error:
+            problems += error.problems
+    found = find_checkpoint(options.checkpoint.resolve())
+    allowed = ["parallel.", "precision.compute", "run.device"]
+    if not tasks:
+        allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch"]
+        allowed += ["train.eval_sequences"]
+    asking = bool(options.task)
+    job, plan = lay_out(found, options.overrides, problems, allowed, generating=asking)
+    given = {name for name, _ in options.overrides}
+    own = not given & {"data.path", "data.mixture"}
+    sequences = job.train.eval_sequences if "train.eval_sequences" in given else EVERY
+    if not tasks and plan.world_size > 1 and not joined():  # mistakes are told by one process
+        prepare_to_evaluate(found, job, own, quiet_console(sys.stderr))
+
+    def run(rank: Rank) -> None:
+        console = quiet_console(sys.stderr, quiet=rank.rank != 0)
+        told: dict[str, dict[str, object]] = {}
+        if tasks:
+            model, speech = restore(found, job, plan, rank), speech_of(found)
+            told = {task.name: asdict(score(task, model, speech, options.batch)) for task in tasks}
+        else:
+            text = text_to_evaluate(found, job, own, console, rank)
+            # Another text was not trained on, neither its one split nor its other.
+            losses = losses_on(found, job, plan, text, sequences, rank, whole=not own)
+            told = {loss.name: loss.to_dict() for loss in losses}
+        for name, numbers in told.items() if rank.rank == 0 else ():
+            if options.json:
+                print(json.dumps({"checkpoint": str(found.path), "name": name, **numbers}))
+                continue
+            print(name)
+            for key, value in numbers.items():
+                if isinstance(value, int | float):
+                    shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+                    print(f"  {key:<16}{shown}")
+
+    return on_every_rank(plan, options.arguments, run)
 
 
 def rollback(options: argparse.Namespace) -> int:
@@ -661,7 +826,7 @@ def export(options: argparse.Namespace) -> int:
     console = quiet_console(sys.stdout)
     with showing(console) as show:
         paths = (options.checkpoint.resolve(), options.out.absolute())
-        said = export_checkpoint(*paths, options.dtype, options.max_shard, show)
+        said = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
     console.print(said, soft_wrap=True)
     return 0
 
@@ -735,13 +900,15 @@ def debug_diff(options: argparse.Namespace) -> int:
 def schema(options: argparse.Namespace) -> int:
     """Print the recipe's schema with the fields of weft's own models."""
     from weft.job import schema as job_schema
-    from weft.models import load_family
+    from weft.models import FAMILIES
 
     tree = job_schema()
-    fields = load_family("llama").config.model_json_schema()["properties"]
-    tree["$defs"]["ModelSection"]["properties"] |= {
-        name: {k: v for k, v in field.items() if k != "default"} for name, field in fields.items()
-    }
+    for family in reversed(FAMILIES.values()):  # llama, the default, has the last word
+        fields = family.config.model_json_schema()["properties"]
+        tree["$defs"]["ModelSection"]["properties"] |= {
+            name: {k: v for k, v in field.items() if k != "default"}
+            for name, field in fields.items()
+        }
     print(json.dumps(tree, indent=2))
     return 0
 

@@ -290,6 +290,22 @@ class TrainSection(Section):
     eval_sequences: Positive = key(64, "held-out sequences per evaluation")
 
 
+class LoraSection(Section):
+    """Adapters beside frozen matrices (LoRA, QLoRA); see docs/fine-tuning.md."""
+
+    rank: NonNegative = key(0, "width of the adapters; 0: all weights are trained")
+    alpha: Annotated[float, Field(gt=0)] = key(16.0, "adapters count alpha / rank")
+    rank_stabilized: bool = key(False, "they count alpha / sqrt(rank) (rsLoRA)")
+    targets: tuple[Text, ...] = key(
+        (), "linear layers that get one: q_proj, v_proj, ...; none named: all of the blocks"
+    )
+    quantize: Literal["none", "int8", "nf4"] = key(
+        "none",
+        "what the blocks' frozen matrices are kept in, 64 numbers to a scale (nf4: QLoRA); none: "
+        "in the dtype that they are computed in",
+    )
+
+
 class OptimSection(Section):
     kind: str = key("adamw", "optimizer: adamw, muon, or module:function of your own")
     states: Literal["float32", "bfloat16", "8bit"] = key(
@@ -548,6 +564,7 @@ class Job(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     optim: OptimSection = OptimSection()
     parallel: ParallelSection = ParallelSection()
     pipeline: PipelineSection = PipelineSection()

@@ -25,6 +25,7 @@ from tests.chat import (
 )
 from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, parse, read_lines
 from weft.data.conversations import check_chat, prepare_conversations
+from weft.data.inspect import inspect
 from weft.data.prepare import prepare_text
 from weft.data.store import open_store
 from weft.data.text import open_text
@@ -314,6 +315,7 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
         ({"tokenizer": "train"}, "data.tokenizer", "is for text"),
         ({"chat_template": "/nowhere.jinja"}, "data.chat_template", "does not exist"),
         ({"path": "python-stdlib"}, "data.path", "has no conversations"),
+        ({"path": "hf://org/name"}, "data.path", "is not on this machine"),
     ],
 )
 def test_mistakes_that_need_no_reading(
@@ -399,6 +401,20 @@ def test_a_store_of_conversations(tmp_path: Path) -> None:
     file.write_bytes(b"\1" * file.stat().st_size)
     with pytest.raises(InvalidJob, match=r"train-00000\.learned has other content"):
         open_store(store.path, check_content=True)
+
+
+def test_inspecting_shows_what_is_learned(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "model", MARKED)
+    file = write_lines(tmp_path / "a.jsonl", [conversation(i) for i in range(10)])
+    text = prepare_text(section(file, tokenizer), tmp_path / "cache")
+    lines = list(inspect(text, 2))
+    assert any("tokens of a document" in line for line in lines)
+    [at] = [i for i, line in enumerate(lines) if line == "-- a.jsonl:1"]
+    said = (
+        "<|im_start|>user\nit is what 0?<|im_end|>\n<|im_start|>assistant\n[[it is 0<|im_end|>]]\n"
+    )
+    assert lines[at + 1] == said
+    assert sum(line.startswith("-- ") for line in lines) == 2
 
 
 def test_a_broken_archive_is_told(tmp_path: Path) -> None:

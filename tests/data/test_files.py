@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
+import re
 import threading
 import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
 from tests import s3
-from tests.data.test_documents import contents, decoded, section, texts, write_lines
+from tests.data.test_documents import decoded, section, texts, write_lines
 from tests.data.test_records import TEXTS, WRITERS
 from weft.data.files import _filesystem, format_of, local_file, open_file, remote_files
 from weft.data.prepare import prepare
@@ -164,24 +168,118 @@ def test_over_http(tmp_path: Path) -> None:
         server.server_close()
 
 
+class ReadOnlyS3(http.server.BaseHTTPRequestHandler):
+    """As much of S3 as reading takes: lists, heads, and ranges of objects; any key will do."""
+
+    objects: ClassVar[dict[str, bytes]] = {}
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        asked = parse_qs(url.query)
+        name = unquote(url.path).removeprefix("/data").removeprefix("/")
+        if "list-type" in asked:
+            self.answer(200, self.listed(asked).encode())
+        elif name not in self.objects:
+            self.answer(404, b"")
+        else:
+            data = self.objects[name]
+            etag = {"ETag": f'"{hashlib.md5(data).hexdigest()}"'}
+            if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+                first, last = int(found[1]), min(int(found[2]), len(data) - 1)
+                etag["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+                self.answer(206, data[first : last + 1], etag)
+            else:
+                self.answer(200, data, etag)
+
+    do_HEAD = do_GET
+
+    def listed(self, asked: dict[str, list[str]]) -> str:
+        prefix, delimiter = (asked.get(key, [""])[0] for key in ("prefix", "delimiter"))
+        keys, folders = [], set()
+        for name in sorted(self.objects):
+            if name.startswith(prefix):
+                inside, cut, _ = name.removeprefix(prefix).partition(delimiter or "\n")
+                if cut:
+                    folders.add(prefix + inside + cut)
+                else:
+                    keys.append(name)
+        contents = "".join(
+            f"<Contents><Key>{key}</Key><Size>{len(self.objects[key])}</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f'<ETag>"{hashlib.md5(self.objects[key]).hexdigest()}"</ETag></Contents>'
+            for key in keys
+        )
+        common = "".join(
+            f"<CommonPrefixes><Prefix>{folder}</Prefix></CommonPrefixes>" for folder in folders
+        )
+        return (
+            '<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<Name>data</Name><IsTruncated>false</IsTruncated><KeyCount>{len(keys)}</KeyCount>"
+            f"{contents}{common}</ListBucketResult>"
+        )
+
+    def answer(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        times = {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        for key, value in (times | (headers or {}) | {"Content-Length": str(len(data))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def s3_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _filesystem.cache_clear()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+def test_s3fs_reads_what_a_server_of_our_own_says(
+    every_format: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
+    ReadOnlyS3.objects = {f"prefix/{name}": data for name, data in every_format.items()}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), ReadOnlyS3)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    s3_at(server.server_address[1], monkeypatch)
+    try:
+        check_remote("s3://data/prefix", every_format, tmp_path)
+        [problem] = check_path("s3://data/nothing")
+        assert "holds no files" in problem.rule or "cannot be listed" in problem.rule
+    finally:
+        _filesystem.cache_clear()
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
     with s3.server() as port:
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        fsspec.filesystem("s3").mkdir("data")
+        s3_at(port, monkeypatch)
+        _filesystem("s3").mkdir("data")
         yield "s3://data/prefix"
+        _filesystem.cache_clear()
+
+
+def put_in_s3(url: str, files: dict[str, bytes]) -> str:
+    for name, data in files.items():
+        _filesystem("s3").pipe_file(f"{url}/{name}", data)
+    return url
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(s3.missing()), reason=f"no S3 server: {s3.missing()} not installed")
 def test_in_s3(bucket: str, every_format: dict[str, bytes], tmp_path: Path) -> None:
-    check_remote(put(bucket, every_format), every_format, tmp_path)
-    assert contents(tmp_path)  # nothing but the caches was made here
+    check_remote(put_in_s3(bucket, every_format), every_format, tmp_path)
 
 
 def test_without_what_reads_it_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

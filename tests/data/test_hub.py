@@ -35,7 +35,7 @@ def test_saved_to_disk(tmp_path: Path) -> None:
         prepare(section(tmp_path / "saved", field="txt"), tmp_path / "c")
 
 
-def test_streamed(tmp_path: Path) -> None:
+def test_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = texts(400)
     folder = tmp_path / "set"
     folder.mkdir()
@@ -47,6 +47,7 @@ def test_streamed(tmp_path: Path) -> None:
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
     files = {shard.file.split("-")[1] for shard in store.manifest.train.shards}
     assert len(files) == 4  # each part by itself
+    monkeypatch.setattr("weft.data.prepare._cores", lambda: 1)  # which is quicker
     test = prepare(section(f"hf://{folder}@test"), tmp_path / "c")
     assert test.manifest.empty_documents == 1
     for url, rule in (

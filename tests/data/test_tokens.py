@@ -166,7 +166,7 @@ def test_nanogpt_trains(tokenizer: Path, tmp_path: Path) -> None:
         mixture={str(folder): 1.0, str(tmp_path / "words.txt"): 1.0}, tokenizer=str(tokenizer)
     )
     text = prepare_text(section, tmp_path / "c")
-    mixture = samples_of(text, "train", 16, "windows")
+    mixture = samples_of(text, "train", 16, section, 0)
     rows = mixture.sources[0].rows(np.arange(4)).tokens_BT
     assert rows.flatten().tolist() == given[:64]
     assert text.sources[0].store.manifest.validation.tokens == 300

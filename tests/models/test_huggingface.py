@@ -9,15 +9,17 @@ import pytest
 from torch import nn
 
 from tests.models.test_llama import SCALED, SMALL, TIED
-from weft.models.huggingface import from_config, shapes, their_name, to_config
+from weft.models import FAMILIES
+from weft.models.huggingface import from_config, kind_of, shapes, their_name, to_config
 from weft.models.llama import PRESETS, Llama, LlamaConfig
 
+LLAMA = FAMILIES["llama"]
 EVERY = [SMALL, TIED, SCALED, *PRESETS.values()]
 
 
 @pytest.mark.parametrize("config", EVERY)
 def test_there_and_back(config: LlamaConfig) -> None:
-    assert from_config(to_config(config, "bfloat16")) == (config, [])
+    assert from_config(LLAMA, to_config(LLAMA, config, "bfloat16")) == (config, [])
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED, SCALED])
@@ -25,17 +27,17 @@ def test_what_transformers_writes_is_understood(config: LlamaConfig) -> None:
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
-    twin: nn.Module = LlamaForCausalLM(TheirConfig(**to_config(config, "float32")))
-    assert from_config(json.loads(twin.config.to_json_string())) == (config, [])
-    names = {their_name(name): shape for name, shape in shapes(config).items()}
+    twin: nn.Module = LlamaForCausalLM(TheirConfig(**to_config(LLAMA, config, "float32")))
+    assert from_config(LLAMA, json.loads(twin.config.to_json_string())) == (config, [])
+    names = {their_name(name): shape for name, shape in shapes(LLAMA, config).items()}
     assert names == {name: p.shape for name, p in twin.named_parameters()}
 
 
 def test_shapes_are_the_models() -> None:
     for config in (SMALL, TIED, SMALL.model_copy(update={"num_layers": 12})):
         params = {name: p.shape for name, p in Llama(config).named_parameters()}
-        assert list(shapes(config)) == list(params)
-        assert shapes(config) == params
+        assert list(shapes(LLAMA, config)) == list(params)
+        assert shapes(LLAMA, config) == params
 
 
 def test_a_config_of_an_older_transformers() -> None:
@@ -63,13 +65,13 @@ def test_a_config_of_an_older_transformers() -> None:
         "use_cache": True,
         "vocab_size": 32000,
     }
-    config, problems = from_config(tree)
+    config, problems = from_config(LLAMA, tree)
     assert problems == []
     assert config is not None
     assert (config.rope_theta, config.rope_scaling, config.num_kv_heads) == (10000.0, False, 32)
     for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
         del tree[name]
-    config, problems = from_config(tree)
+    config, problems = from_config(LLAMA, tree)
     assert problems == []
     assert config is not None
     assert (config.num_kv_heads, config.max_seq_len, config.norm_eps) == (32, 2048, 1e-6)
@@ -99,6 +101,8 @@ NONE = object()  # the field is taken out
         ({"auto_map": {"AutoModel": "x.Y"}}, ["which weft never does"]),
         ({"quantization_config": {"bits": 4}}, ["dequantised first"]),
         ({"sliding_window": 4096}, ["sliding_window = 4096: is nothing that weft's Llama has"]),
+        ({"layer_types": ["full_attention"] * 2, "head_dim": 32}, ["head_dim = 32: must be"]),
+        ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
         ({"hidden_size": NONE}, ["hidden_size: is missing"]),
         ({"hidden_size": "64"}, ['hidden_size = "64": must be a whole number']),
         ({"hidden_size": -64}, ["hidden_size = -64: must be at least 1"]),
@@ -130,11 +134,62 @@ NONE = object()  # the field is taken out
     ],
 )
 def test_what_is_not_this_model_is_refused(changes: dict[str, Any], expected: list[str]) -> None:
-    tree = to_config(SMALL, "float32") | changes
-    config, problems = from_config({k: v for k, v in tree.items() if v is not NONE})
+    tree = to_config(LLAMA, SMALL, "float32") | changes
+    config, problems = from_config(LLAMA, {k: v for k, v in tree.items() if v is not NONE})
     assert config is None
     assert len(problems) == len(expected), [str(problem) for problem in problems]
     for problem, text in zip(problems, expected, strict=True):
         assert str(problem).startswith("config.json ")
         assert text in str(problem)
         assert problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("qwen3", {"head_dim": 20}, []),
+        ("qwen3", {"head_dim": 21}, ["head_dim = 21: is odd"]),
+        ("qwen3", {"head_dim": NONE, "use_sliding_window": NONE}, []),
+        ("qwen3", {"sliding_window": 4096, "max_window_layers": 28}, []),  # not used
+        ("qwen3", {"use_sliding_window": True}, ["use_sliding_window = true: must be false"]),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        ("qwen3", {"attention_bias": True}, ["attention_bias"]),
+        ("qwen3", {"rope_scaling": LLAMA3}, ["rope_type = \"llama3\": must be 'default'"]),
+        ("mistral", {"sliding_window": 4096}, []),  # no row is longer
+        ("mistral", {"sliding_window": 63}, ["narrower than max_position_embeddings = 64"]),
+        ("mistral", {"sliding_window": "64"}, ["sliding_window"]),
+        (
+            "mistral",
+            {"sliding_window": NONE, "max_position_embeddings": 32768},
+            ["sliding_window = 4096"],
+        ),
+        ("mistral", {"head_dim": None}, []),
+        ("mistral", {"attention_bias": False}, ["attention_bias = false: is nothing"]),
+    ],
+)
+def test_other_families(kind: str, changes: dict[str, Any], expected: list[str]) -> None:
+    family = FAMILIES[kind]
+    config = family.presets["toy"].model_copy(update={"max_seq_len": 64})
+    tree = to_config(family, config, "float32") | changes
+    tree = {name: value for name, value in tree.items() if value is not NONE}
+    read, problems = from_config(family, tree)
+    assert len(problems) == len(expected), [str(problem) for problem in problems]
+    assert (read is None) == bool(expected)
+    for problem, text in zip(problems, expected, strict=True):
+        assert text in str(problem)
+    if read and kind == "qwen3":
+        assert read.head_dim == changes.get("head_dim", 48) or changes["head_dim"] is NONE
+    if read and changes.get("head_dim", 0) is None:
+        assert read.head_dim == config.dim // config.num_heads
+
+
+def test_which_family_a_file_is_of() -> None:
+    for kind, family in FAMILIES.items():
+        for preset in family.presets.values():
+            tree = to_config(family, preset, "float32")
+            assert kind_of(tree, FAMILIES) == (kind, [])
+            assert from_config(family, tree) == (preset, [])
+    for tree in ({"model_type": "gpt2"}, {}, {"model_type": ["llama"]}):
+        kind, (problem,) = kind_of(tree, FAMILIES)
+        assert kind is None
+        assert 'must be "llama" or "mistral" or "qwen3"' in str(problem)

@@ -78,7 +78,7 @@ def transformers_twin(model: Llama) -> nn.Module:
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
-    twin = LlamaForCausalLM(TheirConfig(**to_config(model.config, "float32")))
+    twin = LlamaForCausalLM(TheirConfig(**to_config(FAMILIES["llama"], model.config, "float32")))
     theirs = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
         theirs.pop(their_name(name)).data.copy_(parameter.data)

@@ -83,11 +83,19 @@ def test_fine_tuning_on_one_server() -> None:
     assert job.data.packing == "documents"
 
 
+def test_lora_is_fine_tuning_of_adapters() -> None:
+    full, lora, qlora = (planned(f"llama3-8b-{kind}")[1] for kind in ("finetune", "lora", "qlora"))
+    assert lora.model == qlora.model == full.model
+    assert lora.trained_params == qlora.trained_params < full.trained_params / 100
+    assert 0.6 < lora.flops_per_token / full.flops_per_token < 0.8
+    assert (lora.world_size, qlora.world_size) == (8, 1)
+
+
 def test_no_recipe_is_left_out() -> None:
     others = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
-    others |= {"llama3-8b-finetune", "llama3-8b-chat"}
     others |= {"moe-demo", "qwen3-30b-a3b"}
-    assert {*PUBLISHED, *others} == set(recipe_names())
+    tuned = {"llama3-8b-finetune", "llama3-8b-chat", "llama3-8b-lora", "llama3-8b-qlora"}
+    assert {*PUBLISHED, *others, *tuned} == set(recipe_names())
 
 
 @pytest.mark.parametrize("nodes", [1, 16, 32])

@@ -27,8 +27,8 @@ LONG = {
     "llama3-405b-4d-262k",
     "three-servers",
 }
-# On CPUs, of which arithmetic does not tell.
-NO_ARITHMETIC = {"demo", "three-servers-small"}
+# On CPUs, or not trained whole: of these arithmetic does not tell.
+NO_ARITHMETIC = {"demo", "three-servers-small", "llama3-8b-lora", "llama3-8b-qlora"}
 
 
 @cache

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
@@ -38,13 +39,15 @@ from weft.cli import main
 from weft.data.prepare import Progress
 from weft.data.text import open_text
 from weft.job import WeftError, replace, to_toml
-from weft.models import resolve_model
+from weft.models import FAMILIES, resolve_model
 from weft.models.huggingface import shapes, their_name, to_config
 from weft.models.llama import LlamaConfig
-from weft.train.generate import generate, load_checkpoint
+from weft.train.generate import Sampling, Speech, generate, rows_of, speech_of
+from weft.train.inference import find_checkpoint, load_whole, restore_alone
 from weft.train.interchange import export_checkpoint, import_model
 from weft.train.setup import build, check_text, prepare_job
 
+LLAMA = FAMILIES["llama"]
 # Grouped heads, scaled positions; a large learning rate, so that attention is far from uniform.
 MODEL: Overrides = [
     ("model.tied_embeddings", "false"),
@@ -63,14 +66,20 @@ MORE = [
 ]
 
 
+def load_checkpoint(run: Path) -> tuple[nn.Module, Speech]:
+    """The model with its head, and how its texts are written."""
+    found = find_checkpoint(run)
+    return load_whole(found, torch.device("cpu")), speech_of(found)
+
+
 def silent(progress: Progress) -> None:
     pass
 
 
-def trained(layout: str, folder: Path, store: Path) -> Path:
+def trained(layout: str, folder: Path, store: Path, model: Overrides = MODEL) -> Path:
     """A run's folder, as `weft train` leaves it."""
     ranks, overrides = parse(layout)
-    every = MODEL + overrides + [("run.dir", str(folder))]
+    every = model + overrides + [("run.dir", str(folder))]
     run_ranks(train_rank, ranks, every, str(store), timeout=180)
     job = small_job(*every)
     (folder / "job.toml").write_text(to_toml(job, "demo", job))
@@ -134,7 +143,8 @@ def test_transformers_loads_it_and_computes_the_same(
     assert not any(loaded.values()), loaded
     assert twin.dtype == torch.float32
     theirs = AutoTokenizer.from_pretrained(out, local_files_only=True)
-    model, tokenizer, _ = load_checkpoint(run, torch.device("cpu"))
+    model, speech = load_checkpoint(run)
+    tokenizer = speech.tokenizer
 
     prompt = "def parse(text):\n    return  [Ünï, 'x'] # don't\n"
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -157,17 +167,37 @@ def test_transformers_loads_it_and_computes_the_same(
             gradients[name] / scale, param.grad / scale, atol=2e-5, rtol=1e-4
         )
 
-    said = "".join(
-        generate(
-            model, tokenizer, "def ", max_tokens=20, context=64, temperature=0, top_k=0, seed=0
-        )
-    )
+    asked = restore_alone(find_checkpoint(run), torch.device("cpu"))
+    sampling = Sampling(max_tokens=20, temperature=0)
+    rows = rows_of(["def "], speech, sampling)
+    said = "".join(piece for _, piece in generate(asked, speech, rows, sampling))
     begun = torch.tensor([[theirs.bos_token_id, *theirs("def ")["input_ids"]]])
     written = twin.generate(
         begun, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(begun)
     )
     assert len(said) > 10
     assert theirs.decode(written[0, 1:], skip_special_tokens=True).startswith("def " + said)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_other_families_go_and_come_back(kind: str, store_path: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    own = [("model.kind", kind), ("model.head_dim", "12"), ("model.tied_embeddings", "false")]
+    run = trained("dp_shard2 tp2", tmp_path / "run", store_path, [*own, *MODEL[3:]])
+    out, again = tmp_path / "out", tmp_path / "again"
+    export_checkpoint(run, out, "float32", "5GB", silent)
+    twin, loaded = AutoModelForCausalLM.from_pretrained(
+        out, local_files_only=True, output_loading_info=True
+    )
+    assert not any(loaded.values()), loaded
+    assert twin.config.model_type == kind
+    import_model(out, again, silent)
+    assert_same_bits(of_model(newest_state(run)), of_model(newest_state(again)))
+    tokens = torch.arange(32).unsqueeze(0)
+    for folder in (run, again):
+        model, _ = load_checkpoint(folder)
+        torch.testing.assert_close(model(tokens), twin(tokens).logits, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -341,7 +371,7 @@ def hf_folder(
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(5)
-    twin = LlamaForCausalLM(TheirConfig(**to_config(config, "float32"), bos_token_id=0))
+    twin = LlamaForCausalLM(TheirConfig(**to_config(LLAMA, config, "float32"), bos_token_id=0))
     for name, param in twin.named_parameters():
         torch.nn.init.normal_(param, float("norm" in name), 0.2)
     twin.to(dtype).save_pretrained(folder, max_shard_size=max_shard)
@@ -506,13 +536,13 @@ TINY = LlamaConfig(
 
 def tiny_weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {their_name(name): torch.randn(shape) for name, shape in shapes(TINY).items()}
+    return {their_name(name): torch.randn(shape) for name, shape in shapes(LLAMA, TINY).items()}
 
 
 def tiny_folder(folder: Path, tokenizer: Path) -> Path:
     folder.mkdir()
     save_file(tiny_weights(), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(to_config(TINY, "float32")))
+    (folder / "config.json").write_text(json.dumps(to_config(LLAMA, TINY, "float32")))
     shutil.copy(tokenizer, folder / "tokenizer.json")
     return folder
 
@@ -733,7 +763,7 @@ def made_run(
     torch.manual_seed(0)
     parts = (
         (name, shape, iter([change(name, part) for part in [torch.randn(shape)]]))
-        for name, shape in shapes(config).items()
+        for name, shape in shapes(LLAMA, config).items()
     )
     write_model(folder / "checkpoints/step-00000001", parts, {"step": 1}, lambda done: None)
     job = replace(small_job(), model=config.model_dump(), run={"dir": str(folder)})

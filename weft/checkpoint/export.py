@@ -15,6 +15,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 Report = Callable[[int], None]  # told how many bytes have been written
+Rows = Callable[[str], Iterator[Tensor]]  # the consecutive rows of a weight, by our name
 
 
 class CannotHold(WeftError):
@@ -160,6 +162,7 @@ def write_weights(
     dtype: torch.dtype,
     max_shard: int,
     report: Report,
+    read: Rows | None = None,
 ) -> int:
     """Write weights as safetensors: one file, or several and an index.
 
@@ -167,6 +170,7 @@ def write_weights(
         names: theirs -> ours, of every weight, in the order in which they fill the files.
         dtype: what the weights are rounded to.
         max_shard: bytes of a file; a tensor that is larger gets a file of its own.
+        read: the rows of a weight, if not those in ``model``.
 
     Returns:
         How many files.
@@ -181,23 +185,51 @@ def write_weights(
     files = files if len(files) > 1 else [SINGLE]
     done = 0
     for name, shard in zip(files, shards, strict=True):
-        with create(folder / name) as file:
-            ordered = sorted(shard)  # as the library has them
-            file.write(table({n: model.shapes[names[n]] for n in ordered}, dtype))
-            for theirs in ordered:
-                for rows in read_weight(model, names[theirs]):
-                    rounded = rows.to(dtype)
-                    if not rounded.isfinite().all():
-                        kind = str(dtype).removeprefix("torch.")
-                        raise CannotHold(f"{names[theirs]} has values that {kind} cannot hold")
-                    done += file.write(raw(rounded))
-                    report(done)
+        some = {theirs: names[theirs] for theirs in shard}
+        rows = read or partial(read_weight, model)
+        done += write_tensors(folder / name, some, model.shapes, dtype, rows, report, done)
     if len(files) > 1:
         counts = {"total_parameters": sum(s.numel() for s in model.shapes.values())}
         where = {n: file for file, shard in zip(files, shards, strict=True) for n in shard}
         total = {"total_size": sum(sizes.values())}
         write_json(folder / INDEX, {"metadata": counts | total, "weight_map": where})
     return len(files)
+
+
+def write_tensors(
+    path: Path,
+    names: Mapping[str, str],
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    read: Rows,
+    report: Report = lambda done: None,
+    before: int = 0,
+) -> int:
+    """Write one file of safetensors.
+
+    Args:
+        names: theirs -> ours.
+        shapes: by our names.
+        before: bytes that were written into other files, for the report.
+
+    Returns:
+        The bytes of what is in it.
+
+    Raises:
+        CannotHold: if a weight is not finite in ``dtype``.
+    """
+    done, ordered = 0, sorted(names)  # as the library has them
+    with create(path) as file:
+        file.write(table({theirs: shapes[names[theirs]] for theirs in ordered}, dtype))
+        for theirs in ordered:
+            for rows in read(names[theirs]):
+                rounded = rows.to(dtype)
+                if not rounded.isfinite().all():
+                    kind = str(dtype).removeprefix("torch.")
+                    raise CannotHold(f"{names[theirs]} has values that {kind} cannot hold")
+                done += file.write(raw(rounded))
+                report(before + done)
+    return done
 
 
 def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:

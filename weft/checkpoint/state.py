@@ -22,9 +22,13 @@ State = dict[str, torch.Tensor]
 
 
 def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name in the whole model, parameter) of all parts of the model on this rank."""
-    for part in parts:
-        yield from part.named_parameters()
+    """(name in the whole model, parameter) of all that is trained, of all parts on this rank."""
+    return (pair for part in parts for pair in part.named_parameters() if pair[1].requires_grad)
+
+
+def frozen_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The others, which are in no checkpoint but the one that they came from."""
+    return (pair for part in parts for pair in part.named_parameters() if not pair[1].requires_grad)
 
 
 def named_buffers(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,7 +45,7 @@ def named_buffers(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tenso
 
 
 def model_state(parts: Sequence[nn.Module]) -> State:
-    """``model.<name>`` -> parameter or buffer, sharing memory with it."""
+    """``model.<name>`` -> parameter that is trained, or buffer, sharing memory with it."""
     params = {f"model.{name}": param.data for name, param in named_parameters(parts)}
     return params | {f"model.{name}": buffer for name, buffer in named_buffers(parts)}
 
@@ -102,7 +106,7 @@ class Copies(NamedTuple):
 
 def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies]]:
     """Along which axes other ranks hold the same as this one, of each tensor of a state."""
-    params = dict(named_parameters(parts))
+    params = dict(pair for part in parts for pair in part.named_parameters())
     found = {}
     for name, tensor in state.items():
         kind, _, rest = name.partition(".")

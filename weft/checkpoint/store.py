@@ -21,7 +21,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ from weft.checkpoint.state import (
     State,
     allocate_optimizer_state,
     copies_of,
+    frozen_parameters,
     local_part,
     model_state,
     optimizer_state,
@@ -78,7 +79,11 @@ from weft.checkpoint.state import (
 )
 from weft.checkpoint.storage import create, is_remote, put_new, remove, sync_folder
 from weft.parallel.init import shard_offsets
+from weft.parallel.quantize import keep_numbers, numbers_of
 from weft.resilience.faults import at
+
+# Elements of the whole model that are read at a time in float32, to be rounded.
+FROZEN_AT_ONCE = 1 << 28
 
 # --------------------------------------------------------------------------- saving
 
@@ -299,7 +304,8 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
                 remove(temporary)
         raise
     late = f"{final} is saved, but an older one could not be deleted"
-    from_rank_0(lambda: _delete_old(folder, keep), late, group)
+    base = manifest.get("base")
+    from_rank_0(lambda: _delete_old(folder, keep, base), late, group)
     at("checkpoint.saved")
 
 
@@ -357,11 +363,15 @@ def _commit(temporary: Path, final: Path, manifest: Json) -> None:
     sync_folder(final.parent)
 
 
-def _delete_old(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep``, and what is older than they are of abandoned branches."""
+def _delete_old(folder: Path, keep: int, base: str | None = None) -> None:
+    """Delete all but the newest ``keep``, and what is older than they are of abandoned branches.
+
+    Args:
+        base: the name of the one that has the weights which are not trained, and stays.
+    """
     kept = checkpoints(folder)[-keep:]
     for old in committed(folder):
-        if old in kept or checkpoint_step(old) > checkpoint_step(kept[-1]):
+        if old in kept or old.name == base or checkpoint_step(old) > checkpoint_step(kept[-1]):
             continue
         # First out of sight, in one step: nothing half-deleted may look whole.
         at("checkpoint.delete")
@@ -400,18 +410,68 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         CheckpointError: if it is of another model, or cannot be read.
     """
     at("load")
-    manifest = from_rank_0(lambda: read_manifest(path), f"{path}: could not be read")
-    try:
-        contents = parse_contents(manifest)  # every rank has the same one to judge
-    except Damaged as error:
-        raise DamagedCheckpoint(f"{path}: {error}") from error
+    manifest, contents = _open(path)
     folder = folder_of_shards(path, manifest)
     wrong = _fill(path, folder, contents, parts, optimizer, whole=True)
+    _refuse(path, folder, contents, wrong)
+    return manifest
+
+
+def _open(path: Path) -> tuple[Json, Contents]:
+    manifest = from_rank_0(lambda: read_manifest(path), f"{path}: could not be read")
+    try:
+        return manifest, parse_contents(manifest)  # every rank has the same one to judge
+    except Damaged as error:
+        raise DamagedCheckpoint(f"{path}: {error}") from error
+
+
+def _refuse(path: Path, folder: Path, contents: Contents, wrong: list[str]) -> None:
+    """Raise if any tensor is not what was saved."""
     if wrong:
         named = from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
         reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
         raise DamagedCheckpoint(f"{path}: {reason}")
-    return manifest
+
+
+def load_frozen(path: Path, parts: Sequence[nn.Module]) -> None:
+    """Load the parameters that are not trained from a checkpoint of the whole model.
+
+    Every rank calls it.  Some tensors at a time are read in float32, compared with what was saved,
+    and rounded to what they are kept in.
+
+    Raises:
+        DamagedCheckpoint, CheckpointError: as `load`.
+    """
+    manifest, contents = _open(path)
+    folder = folder_of_shards(path, manifest)
+    params = {f"model.{name}": param for name, param in frozen_parameters(parts)}
+
+    def all_there() -> None:
+        if missing := params.keys() - contents.tensors.keys():
+            raise ValueError(f"it is of another model: {min(missing)} is not in it")
+
+    _together(path, all_there)
+    for names in _some_at_a_time(contents):
+        some = contents._replace(tensors={name: contents.tensors[name] for name in names})
+        state = {name: numbers_of(params[name]) for name in names if name in params}
+        wrong = _fill_state(path, folder, some, state, copies_of(parts, state), whole=True)
+        _refuse(path, folder, contents, wrong)
+        for name, numbers in state.items():
+            keep_numbers(params[name], numbers)
+
+
+def _some_at_a_time(contents: Contents) -> Iterator[list[str]]:
+    """The names of all tensors in groups of so many elements, the same on every rank."""
+    names: list[str] = []
+    elements = 0
+    for name, entry in contents.tensors.items():
+        if names and elements + math.prod(entry.shape) > FROZEN_AT_ONCE:
+            yield names
+            names, elements = [], 0
+        names.append(name)
+        elements += math.prod(entry.shape)
+    if names:
+        yield names
 
 
 def load_local(
@@ -467,7 +527,21 @@ def _fill(
         }
         allocate_optimizer_state(parts, optimizer, saved)
         state |= optimizer_state(parts, optimizer)
-    copies = copies_of(parts, state)
+    wrong = _fill_state(what, folder, contents, state, copies_of(parts, state), whole)
+    if adopt := getattr(optimizer, "adopt", None):
+        adopt()
+    return wrong
+
+
+def _fill_state(
+    what: object,
+    folder: Path,
+    contents: Contents,
+    state: State,
+    copies: dict[str, list[Copies]],
+    whole: bool,
+) -> list[str]:
+    """`_fill` of these tensors."""
     owned = {name for name in state if owns(name, copies[name])}
     marks: dict[str, int] = {}
     _together(what, lambda: _read(folder, contents, state, owned if whole else None, marks))
@@ -478,10 +552,7 @@ def _fill(
             raise Damaged(f"{min(missing)} is not there any more, or not as a whole")
 
     _together(what, all_there)
-    wrong = _other_than(contents, state, copies, owned, marks)
-    if adopt := getattr(optimizer, "adopt", None):
-        adopt()
-    return wrong
+    return _other_than(contents, state, copies, owned, marks)
 
 
 def folder_of_shards(path: Path, manifest: Json) -> Path:

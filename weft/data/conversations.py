@@ -133,6 +133,9 @@ def _files(path: str) -> list[Document]:
     key, remedy = "data.path", f"give a file or a folder of {', '.join(ENDINGS)}"
     if path == STDLIB:
         raise InvalidJob([Problem(key, path, "has no conversations", remedy)])
+    if "://" in path:
+        rule = "is not on this machine; conversations are read from local files"
+        raise InvalidJob([Problem(key, path, rule, remedy)])
     found = [
         document
         for document in find_documents(path)

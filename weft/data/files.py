@@ -171,7 +171,8 @@ def open_file(file: File) -> Iterator[BinaryIO]:
             found = int(about.get("size") or 0), _version(about)
             stream: BinaryIO
             remote = fs.open(file.path, "rb", block_size=READ_BYTES)
-            stream = io.BufferedReader(remote, 1 << 20)  # whose readline takes a limit
+            # Whose readline takes a limit.
+            stream = cast(BinaryIO, io.BufferedReader(remote, 1 << 20))
         else:
             stream = open(file.path, "rb", buffering=1 << 20)  # noqa: SIM115 closed below
             stat = os.fstat(stream.fileno())

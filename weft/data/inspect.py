@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +88,8 @@ def _inspect(store: Store, samples: int) -> Iterator[str]:
     stream, separator = store.tokens("train"), store.manifest.separator
     lengths: dict[int, int] = {}
     longest: list[tuple[int, int]] = []  # of documents: tokens, and where they begin
-    for begins, sizes in _documents(stream, separator):
+    text = store.manifest.kind == "text"
+    for begins, sizes in _documents(stream, separator) if text else [_conversations(store)]:
         for size, count in zip(*np.unique(sizes, return_counts=True), strict=True):
             lengths[int(size)] = lengths.get(int(size), 0) + int(count)
         some = np.argsort(sizes)[-LONGEST:]
@@ -119,7 +121,10 @@ def _inspect(store: Store, samples: int) -> Iterator[str]:
     for size, begin in longest:
         start = stream.window(np.array([begin]), min(size, 30))[0]
         yield f"  {size:,} tokens: {_one_line(tokenizer.decode(start.tolist()))[:80]}"
-    yield from _sampled(store, stream, samples, separator)
+    if text:
+        yield from _sampled(store, stream, samples, separator)
+    else:
+        yield from _learned(store, samples)
 
 
 def _documents(stream: TokenStream, separator: int) -> Iterator[tuple[Ints, Ints]]:
@@ -133,6 +138,33 @@ def _documents(stream: TokenStream, separator: int) -> Iterator[tuple[Ints, Ints
             begins = np.concatenate(([begin], ends[:-1] + 1))
             yield begins, ends - begins
             begin = int(ends[-1]) + 1
+
+
+def _conversations(store: Store) -> tuple[Ints, Ints]:
+    """Where conversations begin, and how many tokens they have."""
+    ends = store.index("train")[:, 0]
+    begins = np.concatenate(([0], ends[:-1]))
+    return begins, ends - begins
+
+
+def _learned(store: Store, samples: int) -> Iterator[str]:
+    """Evenly spaced conversations as they are trained on; what is learned is between [[ and ]]."""
+    stream, learned, tokenizer = store.tokens("train"), store.learned("train"), store.tokenizer()
+    assert learned is not None
+    index = store.index("train")
+    begins, sizes = _conversations(store)
+    for number in range(min(samples, len(index))):
+        place = len(index) * number // samples
+        at, size = begins[[place]], min(SHOWN_TOKENS, int(sizes[place]))
+        tokens, mask = stream.window(at, size)[0], learned.window(at, size)[0]
+        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), size]
+        text = ""
+        for begin, end in pairwise(cuts):
+            piece = tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False)
+            text += f"[[{piece}]]" if mask[begin] else piece
+        _, file, line = index[place].tolist()
+        yield f"-- {store.manifest.files[file]}:{line}"
+        yield text
 
 
 def _quantile(values: Ints, counts: Ints, share: float) -> int:

@@ -264,8 +264,10 @@ def describe(
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
     layout = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(plan, axis)) > 1]
+    some = plan.trained_params < plan.num_params
     console.print(
         f"weft {weft.__version__}  {Path(recipe).stem}: {scaled(plan.num_params)} parameters, "
+        f"{f'{scaled(plan.trained_params)} of them trained, ' if some else ''}"
         f"{plan.world_size} {device} rank{'s' * (plan.world_size > 1)}"
         f"{f' on {counts[0]} to {counts[-1]} nodes' if len(counts) > 1 else ''}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, "

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from weft.job import InvalidJob, Problem, Section, check_section, suggest
-from weft.models import llama, moe
+from weft.models import llama, mistral, moe, qwen3
+from weft.models.huggingface import Counterpart
 
 __all__ = ["FAMILIES", "Family", "load_family", "resolve_model"]
 
@@ -49,24 +50,46 @@ class Family:
     # parameters those that a token has to do with.
     routed: Callable[[nn.Module], list[Any]] | None = None
     num_active_params: Callable[[Any], int] | None = None
+    # For `weft export` and `weft import`; without it a model has neither.
+    huggingface: Counterpart | None = None
 
 
+LLAMA = Family(
+    config=llama.LlamaConfig,
+    presets=llama.PRESETS,
+    build=llama.Llama,
+    check=llama.check,
+    blocks=llama.blocks,
+    init_of=llama.init_of,
+    decays=llama.decays,
+    num_params=llama.num_params,
+    flops_per_token=llama.flops_per_token,
+    sharding=llama.SHARDING,
+    split_sizes=llama.SPLIT_SIZES,
+    units=llama.units,
+    keep=llama.keep,
+    without_head=llama.without_head,
+    huggingface=llama.HUGGINGFACE,
+)
+
+# The others are Llama but for what they say themselves.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        config=llama.LlamaConfig,
-        presets=llama.PRESETS,
-        build=llama.Llama,
-        check=llama.check,
-        blocks=llama.blocks,
-        init_of=llama.init_of,
-        decays=llama.decays,
-        num_params=llama.num_params,
-        flops_per_token=llama.flops_per_token,
-        sharding=llama.SHARDING,
-        split_sizes=llama.SPLIT_SIZES,
-        units=llama.units,
-        keep=llama.keep,
-        without_head=llama.without_head,
+    "llama": LLAMA,
+    "mistral": replace(
+        LLAMA,
+        config=mistral.MistralConfig,
+        presets=mistral.PRESETS,
+        huggingface=mistral.HUGGINGFACE,
+    ),
+    "qwen3": replace(
+        LLAMA,
+        config=qwen3.Qwen3Config,
+        presets=qwen3.PRESETS,
+        build=qwen3.Qwen3,
+        num_params=qwen3.num_params,
+        sharding=qwen3.SHARDING,
+        units=qwen3.units,
+        huggingface=qwen3.HUGGINGFACE,
     ),
     "moe": Family(
         config=moe.MoeConfig,

@@ -1,22 +1,27 @@
-"""Llama as Hugging Face has it: names of weights, and ``config.json``, both ways.
+"""Models as Hugging Face has them: names of weights, and ``config.json``, both ways.
 
 Nothing is permuted: the rotary convention (see `weft.models.layers.apply_rope`) and all shapes are
 the same on both sides.  What is not the same model is refused.  That includes every field of a
 ``config.json`` that is not known here, because whether an unknown field changes what the model
 computes cannot be known either.
+
+The tables below are of all families like Llama; what differs stands in the family's `Counterpart`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.job import MISSING, Problem, check_section
-from weft.models.llama import Llama, LlamaConfig, check
+
+if TYPE_CHECKING:
+    from weft.models import Family
 
 Json = dict[str, Any]
 
@@ -26,6 +31,7 @@ FIELDS = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
     "intermediate_size": "ffn_dim",
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_seq_len",
@@ -45,10 +51,8 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-# Fields with the only value that weft's Llama can represent.
+# Fields with the only value that weft's models can represent.
 ONLY: Json = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -74,20 +78,54 @@ IGNORED = {
     "use_cache",
 }
 REMEDIES = {
-    "auto_map": "it names code to run, which weft never does; take it out if this is a plain Llama",
+    "auto_map": "it names code to run, which weft never does; take it out if the model is plain",
     "quantization_config": "save the weights dequantised first, in float32, bfloat16 or float16",
 }
 
 
 def their_name(name: str) -> str:
-    """The name in a Hugging Face checkpoint of a parameter of `Llama`."""
+    """The name in a Hugging Face checkpoint of a parameter of `weft.models.llama.Llama`."""
     return name if name == "lm_head.weight" else f"model.{name}"
 
 
-def shapes(config: LlamaConfig) -> dict[str, torch.Size]:
-    """Every parameter of `Llama`, by our name, in the order in which a token meets them."""
+@dataclass(frozen=True)
+class Counterpart:
+    """What Hugging Face has for a family.
+
+    ``defaults``: what transformers takes where a field is missing, beside `DEFAULTS`.  ``window``:
+    the sliding window of a file that does not mention one; None: the family has none.
+    """
+
+    name: str  # for people
+    architecture: str
+    model_type: str
+    their_name: Callable[[str], str] = their_name
+    defaults: Json = field(default_factory=dict)
+    only: Json = field(default_factory=lambda: ONLY)
+    ignored: frozenset[str] = frozenset()
+    window: int | None = None
+
+
+def counterpart(family: Family) -> Counterpart:
+    """Of a family that has one."""
+    assert family.huggingface is not None
+    return family.huggingface
+
+
+def kind_of(tree: Json, families: Mapping[str, Family]) -> tuple[str | None, list[Problem]]:
+    """The family that a ``config.json`` is of, by its ``model_type``; None, and why, if of none."""
+    types = {f.huggingface.model_type: kind for kind, f in families.items() if f.huggingface}
+    found = tree.get("model_type", MISSING)
+    if isinstance(found, str) and found in types:
+        return types[found], []
+    rule = f"must be {' or '.join(json.dumps(name) for name in types)}"
+    return None, [Problem("config.json model_type", _short(found), rule, "weft has no such model")]
+
+
+def shapes(family: Family, config: Any) -> dict[str, torch.Size]:
+    """Every parameter of the model, by our name, in the order in which a token meets them."""
     with torch.device("meta"):  # one block tells of all: cheap however many layers are claimed
-        one = Llama(config.model_copy(update={"num_layers": 1, "max_seq_len": 1}))
+        one = family.build(config.model_copy(update={"num_layers": 1, "max_seq_len": 1}))
     found = {name: param.shape for name, param in one.named_parameters()}
     block = [name.removeprefix("layers.0.") for name in found if name.startswith("layers.0.")]
     embedding, *rest = [name for name in found if not name.startswith("layers.")]
@@ -99,77 +137,113 @@ def shapes(config: LlamaConfig) -> dict[str, torch.Size]:
     }
 
 
-def to_config(config: LlamaConfig, dtype: str) -> Json:
+def to_config(family: Family, config: Any, dtype: str) -> Json:
     """``config.json`` of a model whose weights are stored as ``dtype``.
 
     Rotary positions are written as all versions of transformers read them.
     """
-    scaling = {theirs: getattr(config, ours) for theirs, ours in SCALING.items()}
+    theirs = counterpart(family)
+    stretched = (
+        {name: getattr(config, ours) for name, ours in SCALING.items()}
+        if (getattr(config, "rope_scaling", False))
+        else None
+    )
     return {
-        **ONLY,
-        **{theirs: getattr(config, ours) for theirs, ours in FIELDS.items()},
-        "head_dim": config.head_dim,
+        "architectures": [theirs.architecture],
+        "model_type": theirs.model_type,
+        **theirs.only,
+        **{name: getattr(config, ours) for name, ours in FIELDS.items()},
+        **({} if theirs.window is None else {"sliding_window": None}),
         "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": "llama3", **scaling} if config.rope_scaling else None,
+        "rope_scaling": stretched and {"rope_type": "llama3", **stretched},
         "torch_dtype": dtype,
     }
 
 
-def from_config(tree: Json) -> tuple[LlamaConfig | None, list[Problem]]:
-    """The configuration that a ``config.json`` describes.
+def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
+    """The family's configuration that a ``config.json`` describes.
 
     Returns:
-        None if there are problems, and every reason why weft's Llama is not that model; keys are
+        None if there are problems, and every reason why weft's family is not that model; keys are
         ``config.json <field>``.
     """
+    theirs = counterpart(family)
+
+    def problem(name: str, value: object, rule: str, remedy: str = "") -> Problem:
+        remedy = remedy or f"weft's {theirs.name} has nothing else, and cannot be this model"
+        return Problem(f"config.json {shown(name)}", _short(value), rule, remedy)
+
     given = {name: value for name, value in tree.items() if value is not None}
     fields: Json = {}
-    problems = list(_read_rope(given, fields))
-    for theirs, ours in FIELDS.items():
-        if theirs in given or theirs in DEFAULTS:
-            fields[ours] = given.get(theirs, DEFAULTS.get(theirs))
-        elif theirs == "num_key_value_heads":
+    stretches = "rope_scaling" in family.config.model_fields
+    own_width = "head_dim" in family.config.model_fields
+    problems = [problem(*each) for each in _read_rope(given, fields, stretches)]
+    defaults = DEFAULTS | theirs.defaults
+    for name, ours in FIELDS.items():
+        if name == "head_dim" and not own_width:
+            continue
+        if name in given or name in defaults:
+            fields[ours] = given.get(name, defaults.get(name))
+        elif name == "num_key_value_heads":
             fields[ours] = given.get("num_attention_heads")
+        elif name == "head_dim":
+            width, heads = given.get("hidden_size"), given.get("num_attention_heads")
+            if type(width) is type(heads) is int and heads > 0:
+                fields[ours] = width // heads
         else:
-            problems.append(_problem(theirs, MISSING, "is missing", "without it nothing is known"))
-    for name, only in ONLY.items():
-        if name in ("architectures", "model_type") or name in given:
+            problems.append(problem(name, MISSING, "is missing", "without it nothing is known"))
+    exact = {"architectures": [theirs.architecture], "model_type": theirs.model_type}
+    for name, only in {**exact, **theirs.only}.items():
+        if name in exact or name in given:
             value = given.get(name, MISSING)
             if value != only:
-                problems.append(_problem(name, value, f"must be {json.dumps(only)}"))
-    known = {*FIELDS, *ONLY, *IGNORED, "head_dim"}
+                problems.append(problem(name, value, f"must be {json.dumps(only)}"))
+    known = {*FIELDS, *exact, *theirs.only, *IGNORED, *theirs.ignored, "layer_types"}
+    if theirs.window is not None:
+        known.add("sliding_window")
+        window, longest = tree.get("sliding_window", theirs.window), fields["max_seq_len"]
+        if window is not None and not (type(longest) is type(window) is int and window >= longest):
+            rule = f"is narrower than max_position_embeddings = {longest}, and weft has no windows"
+            remedy = "set max_position_embeddings to the window: rows up to it are the same model"
+            problems.append(problem("sliding_window", window, rule, remedy))
+    if "layer_types" in given and set(given["layer_types"]) != {"full_attention"}:
+        problems.append(problem("layer_types", given["layer_types"], 'must be "full_attention"'))
     for name in given:
         if name not in known and not name.startswith(("_", "rope_")):
             remedy = REMEDIES.get(name, "take it out if the model computes the same without")
-            problems.append(_problem(name, given[name], "is nothing that weft's Llama has", remedy))
+            rule = f"is nothing that weft's {theirs.name} has"
+            problems.append(problem(name, given[name], rule, remedy))
 
-    named = {f"model.{ours}": theirs for theirs, ours in FIELDS.items()}
-    named |= {f"model.{ours}": f"rope_scaling.{theirs}" for theirs, ours in SCALING.items()}
-    wrong = [p for p in check_section(LlamaConfig, "model", fields) if p.value is not None]
-    config = None
+    named = {f"model.{ours}": name for name, ours in FIELDS.items()}
+    named |= {f"model.{ours}": f"rope_scaling.{name}" for name, ours in SCALING.items()}
+    wrong = [p for p in check_section(family.config, "model", fields) if p.value is not None]
+    config: Any = None
     if not wrong and not any(problem.value is MISSING for problem in problems):
-        config = LlamaConfig.model_validate(fields)
-        wrong = check(config)
-    bad = {problem.key for problem in wrong}
-    for problem in wrong:
-        if bad.isdisjoint(problem.depends):  # else it may be an echo
-            key = named.get(problem.key, problem.key.removeprefix("model."))
-            rule = re.sub(r"model\.\w+", lambda m: named.get(m[0], m[0]), problem.rule)
-            problems.append(_problem(key, problem.value, rule))
+        config = family.config.model_validate(fields)
+        wrong = family.check(config)
+    bad = {each.key for each in wrong}
+    for each in wrong:
+        if bad.isdisjoint(each.depends):  # else it may be an echo
+            key = named.get(each.key, each.key.removeprefix("model."))
+            rule = re.sub(r"model\.\w+", lambda m: named.get(m[0], m[0]), each.rule)
+            problems.append(problem(key, each.value, rule))
     if config and given.get("head_dim", config.head_dim) != config.head_dim and not wrong:
         rule = f"must be hidden_size / num_attention_heads = {config.head_dim}"
-        problems.append(_problem("head_dim", given["head_dim"], rule))
+        problems.append(problem("head_dim", given["head_dim"], rule))
     return (None if problems else config), problems
 
 
-def _read_rope(given: Json, fields: Json) -> Iterator[Problem]:
-    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or since version 5 one of both."""
+def _read_rope(given: Json, fields: Json, stretches: bool) -> Iterator[tuple[Any, ...]]:
+    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or since version 5 one of both.
+
+    Yields arguments of a problem.  ``stretches``: whether the family has Llama 3.1's scaling.
+    """
     both = [given[name] for name in ("rope_scaling", "rope_parameters") if given.get(name)]
     if len(both) == 2 and both[0] != both[1]:
-        yield _problem("rope_scaling", both[0], "is not what rope_parameters says", "leave one")
+        yield ("rope_scaling", both[0], "is not what rope_parameters says", "leave one")
     rope = both[0] if both else {}
     if not isinstance(rope, dict):
-        yield _problem("rope_scaling", rope, "must be an object, or null")
+        yield ("rope_scaling", rope, "must be an object, or null")
         rope = {}
     rope = {name: value for name, value in rope.items() if value is not None}
     fields["rope_theta"] = rope.pop("rope_theta", given.get("rope_theta", 10000.0))
@@ -178,26 +252,27 @@ def _read_rope(given: Json, fields: Json) -> Iterator[Problem]:
     for where in (rope, given):
         share = where.pop("partial_rotary_factor", 1.0)
         if share != 1.0:
-            yield _problem("partial_rotary_factor", share, "must be 1.0")
-    fields["rope_scaling"] = kind == "llama3"
-    if kind not in ("llama3", "default"):
-        yield _problem("rope_scaling.rope_type", kind, "must be 'llama3' or 'default'")
+            yield ("partial_rotary_factor", share, "must be 1.0")
+    kinds = ("llama3", "default") if stretches else ("default",)
+    if stretches:
+        fields["rope_scaling"] = kind == "llama3"
+    if kind not in kinds:
+        yield (
+            "rope_scaling.rope_type",
+            kind,
+            f"must be {' or '.join(repr(name) for name in kinds)}",
+        )
         return
     for theirs, ours in SCALING.items() if kind == "llama3" else ():
         if theirs in rope:
             fields[ours] = rope.pop(theirs)
         else:
-            yield _problem(f"rope_scaling.{theirs}", MISSING, "is missing")
+            yield (f"rope_scaling.{theirs}", MISSING, "is missing")
     for name, value in rope.items():
-        yield _problem(f"rope_scaling.{name}", value, f"is nothing that {kind!r} has")
+        yield (f"rope_scaling.{name}", value, f"is nothing that {kind!r} has")
     for name in given:
         if name.startswith("rope_") and name not in ROPE:
-            yield _problem(name, given[name], "is nothing that weft's Llama has")
-
-
-def _problem(name: str, value: object, rule: str, remedy: str = "") -> Problem:
-    remedy = remedy or "weft's Llama has nothing else, and cannot be this model"
-    return Problem(f"config.json {shown(name)}", _short(value), rule, remedy)
+            yield (name, given[name], "is nothing that weft has")
 
 
 def _short(value: object) -> object:

@@ -202,21 +202,10 @@ class Attention(nn.Module):
 
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | BlockMask | None], Tensor]
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        qk_norm_eps: float | None = None,
-    ) -> None:
-        """``qk_norm_eps``: of the norms of each head's queries and keys; None: there are none."""
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.attend = attend
-        self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
-            self.q_norm, self.k_norm = (RMSNorm(head_dim, qk_norm_eps) for _ in "qk")
         self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
@@ -226,16 +215,19 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, mask_B1TT: Tensor | BlockMask | None
     ) -> Tensor:
         """``[B, T, D]`` to ``[B, T, D]``; see `apply_rope` and `attend` for the others."""
-        q_BTHK = self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTGK = self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
+        q_BTHK, k_BTGK, v_BTGK = self.project(x_BTD)
         q_BTHK = apply_rope(q_BTHK, cos_BTK, sin_BTK)
         k_BTGK = apply_rope(k_BTGK, cos_BTK, sin_BTK)
         out_BTHK = self.attend(q_BTHK, k_BTGK, v_BTGK, mask_B1TT)
         out_BTD: Tensor = self.o_proj(out_BTHK.flatten(-2))
         return out_BTD
+
+    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B, T, H, K]``, keys and values ``[B, T, G, K]``, before they are rotated."""
+        q_BTHK = self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTGK = self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTGK = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        return q_BTHK, k_BTGK, v_BTGK
 
 
 class SwiGLU(nn.Module):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from weft.job import Positive, Problem, Section, key
+from weft.models.huggingface import Counterpart
 from weft.models.layers import (
     Attention,
     RMSNorm,
@@ -40,17 +41,36 @@ from weft.models.layers import (
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-class LlamaConfig(Section):
-    """Shape of a Llama; the defaults are those of Llama 3.1 8B (arXiv:2407.21783, table 3)."""
+class DecoderConfig(Section):
+    """What every family of this module's blocks is told, whatever the width of a head."""
 
     num_layers: Positive = key(32, "transformer blocks")
     dim: Positive = key(4096, "width of the residual stream")
-    num_heads: Positive = key(32, "query heads; dim / num_heads is the width of one")
+    num_heads: Positive = key(32, "query heads")
     num_kv_heads: Positive = key(8, "key and value heads, each shared by a group of query heads")
     ffn_dim: Positive = key(14336, "inner width of the feed-forward layer")
     vocab_size: Positive = key(128256, "token ids")
     max_seq_len: Positive = key(131072, "longest row, in tokens")
     rope_theta: PositiveFloat = key(500000.0, "base of the rotary wavelengths")
+    norm_eps: PositiveFloat = key(1e-5, "added to the mean square in RMSNorm")
+    tied_embeddings: bool = key(False, "the output projection is the embedding table")
+
+    if TYPE_CHECKING:  # a field, or a property
+
+        @property
+        def head_dim(self) -> int:
+            """Width of one head, K."""
+
+    @property
+    def scaling(self) -> RopeScaling | None:
+        """The stretching that `rope_frequencies` takes."""
+        return None
+
+
+class LlamaConfig(DecoderConfig):
+    """Shape of a Llama; the defaults are those of Llama 3.1 8B (arXiv:2407.21783, table 3)."""
+
+    num_heads: Positive = key(32, "query heads; dim / num_heads is the width of one")
     rope_scaling: bool = key(True, "stretch the rotary frequencies as Llama 3.1 does")
     rope_factor: Annotated[float, Field(ge=1)] = key(8.0, "how far they are stretched")
     rope_low_freq_factor: PositiveFloat = key(
@@ -60,17 +80,13 @@ class LlamaConfig(Section):
         4.0, "turns within the original context above which it is left alone"
     )
     rope_original_context: Positive = key(8192, "context before stretching, in tokens")
-    norm_eps: PositiveFloat = key(1e-5, "added to the mean square in RMSNorm")
-    tied_embeddings: bool = key(False, "the output projection is the embedding table")
 
     @property
     def head_dim(self) -> int:
-        """Width of one head, K."""
         return self.dim // self.num_heads
 
     @property
     def scaling(self) -> RopeScaling | None:
-        """The stretching that `rope_frequencies` takes."""
         if not self.rope_scaling:
             return None
         return RopeScaling(
@@ -102,11 +118,13 @@ PRESETS: dict[str, LlamaConfig] = {
 }
 
 
-def check(config: LlamaConfig) -> list[Problem]:
+def check(config: DecoderConfig) -> list[Problem]:
     """Every reason why a model of this shape cannot be built; keys are ``model.<field>``."""
     problems = []
     dim, num_heads, num_kv_heads = config.dim, config.num_heads, config.num_kv_heads
-    if dim % num_heads or config.head_dim % 2:
+    # A width that is not chosen by itself follows from the number of heads.
+    derived = "head_dim" not in type(config).model_fields
+    if derived and (dim % num_heads or config.head_dim % 2):
         rule = (
             f"does not divide model.dim = {dim}"
             if dim % num_heads
@@ -117,19 +135,26 @@ def check(config: LlamaConfig) -> list[Problem]:
         multiple = f"make model.dim a multiple of {2 * num_heads}"
         remedy = f"use {_some_of(valid, num_heads)}, or {multiple}" if valid else multiple
         problems.append(Problem("model.num_heads", num_heads, rule, remedy, ("model.dim",)))
+    elif config.head_dim % 2:
+        rule, remedy = "is odd, and rotary positions rotate pairs", f"use {config.head_dim + 1}"
+        problems.append(Problem("model.head_dim", config.head_dim, rule, remedy))
     if num_heads % num_kv_heads:
         rule = f"does not divide model.num_heads = {num_heads}"
         remedy = f"use {_some_of(_divisors(num_heads), num_kv_heads)}"
         problems.append(
             Problem("model.num_kv_heads", num_kv_heads, rule, remedy, ("model.num_heads",))
         )
+    return problems + (_check_rope(config) if isinstance(config, LlamaConfig) else [])
+
+
+def _check_rope(config: LlamaConfig) -> list[Problem]:
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    if config.rope_scaling and high <= low:
-        rule = f"must be greater than model.rope_low_freq_factor = {low:g}"
-        remedy = f"use more than {low:g} (Llama 3.1: 4, above a low factor of 1)"
-        depends = ("model.rope_low_freq_factor", "model.rope_scaling")
-        problems.append(Problem("model.rope_high_freq_factor", high, rule, remedy, depends))
-    return problems
+    if not config.rope_scaling or high > low:
+        return []
+    rule = f"must be greater than model.rope_low_freq_factor = {low:g}"
+    remedy = f"use more than {low:g} (Llama 3.1: 4, above a low factor of 1)"
+    depends = ("model.rope_low_freq_factor", "model.rope_scaling")
+    return [Problem("model.rope_high_freq_factor", high, rule, remedy, depends)]
 
 
 def _divisors(number: int) -> list[int]:
@@ -150,7 +175,7 @@ def _some_of(valid: list[int], value: int) -> str:
 class Block(nn.Module):
     """One decoder layer: attention and feed-forward, each behind a norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = Attention(
@@ -188,8 +213,9 @@ class Llama(nn.Module):
     rope_sin_SJ: Tensor
     headless = False  # see `without_head`
     check = staticmethod(check)
+    block: type[Block] = Block  # what the layers are, in families that differ in it
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         if problems := self.check(config):
             raise ValueError("\n".join(str(problem) for problem in problems))
@@ -197,7 +223,7 @@ class Llama(nn.Module):
         self.mask = document_mask
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         # A dict, so that a layer keeps its name where a pipeline stage drops those before it.
-        self.layers = nn.ModuleDict({str(i): self.block(i) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): self.new_block(i) for i in range(config.num_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
         # Tied: no module and no second name for the shared weight, which sharding and
         # checkpoints would have to keep apart from a parameter of its own; see `head`.
@@ -205,9 +231,9 @@ class Llama(nn.Module):
             self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.init_buffers(self.norm.weight.device)
 
-    def block(self, index: int) -> nn.Module:
-        """A new layer of that number; what a family with others overrides."""
-        return Block(self.config)
+    def new_block(self, index: int) -> nn.Module:
+        """Layer number ``index``, for families whose layers are not all alike."""
+        return self.block(self.config)
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the rotary tables, float32 ``[max_seq_len, head_dim / 2]``, on ``device``.
@@ -311,13 +337,14 @@ class Llama(nn.Module):
 
 
 class Init(NamedTuple):
-    """How a parameter starts: all ones, all zeros, or normal with ``std``, cut at three ``std``.
+    """How a parameter starts: all ones, all zeros, normal with ``std``, cut at three ``std``; or
+    (*fan_in*) uniform between plus and minus one over the root of its inputs, as `nn.Linear` does.
 
     ``residual``: it writes into the residual stream, twice per layer, so its standard
     deviation is divided by ``sqrt(2 * num_layers)`` to keep the sum's variance flat (GPT-2).
     """
 
-    kind: Literal["ones", "zeros", "truncated_normal"]
+    kind: Literal["ones", "zeros", "truncated_normal", "fan_in"]
     std: float = 0.0
     residual: bool = False
 
@@ -339,7 +366,7 @@ INIT: dict[str, Init] = {
 NO_DECAY: tuple[str, ...] = ("*norm.weight", "embed_tokens.weight")
 
 
-def init_of(name: str, config: LlamaConfig) -> Init:
+def init_of(name: str, config: DecoderConfig) -> Init:
     """The entry of `INIT` for a parameter, with the final ``std``.
 
     Raises:
@@ -385,8 +412,7 @@ class Split(NamedTuple):
     ``weight``: how the module's weight is cut over the ranks.  *column*: by outputs, *row*: by
     inputs, *heads*: by outputs, but never through a head, so that ranks share one where there
     are more ranks than heads; *vocabulary*: by rows of a table that is looked up in; *whole*:
-    every rank has it.  *shared*: every rank has it, too, and goes on from it with a slice of its
-    own, so that what comes back is a part of the gradient.
+    every rank has it; *summed*: it has, and computes a part of its gradient.
 
     ``before``, ``after``: what happens to the module's input or output.  Outside of the matrix
     products each rank holds a slice of the sequence.  *gather* makes it whole, for products whose
@@ -394,7 +420,7 @@ class Split(NamedTuple):
     by row leave them, and slices the sum.
     """
 
-    weight: Literal["column", "row", "heads", "vocabulary", "whole", "shared"] | None = None
+    weight: Literal["column", "row", "heads", "vocabulary", "whole", "summed"] | None = None
     before: Literal["gather"] | None = None
     after: Literal["gather", "scatter"] | None = None
 
@@ -445,6 +471,9 @@ def keep(model: Llama, units: range) -> None:
             del model.lm_head
 
 
+HUGGINGFACE = Counterpart("Llama", architecture="LlamaForCausalLM", model_type="llama")
+
+
 # --------------------------------------------------------------------------- arithmetic
 
 
@@ -459,7 +488,7 @@ class Unit(NamedTuple):
     expert_params: int = 0  # of ``params``, those that expert parallelism spreads
 
 
-def units(config: LlamaConfig, seq_len: int) -> list[Unit]:
+def units(config: DecoderConfig, seq_len: int) -> list[Unit]:
     """Every unit in order: the embedding, the blocks, the head with its norm.
 
     A tied embedding is counted where it is looked up; its product belongs to the head.
@@ -481,7 +510,7 @@ def units(config: LlamaConfig, seq_len: int) -> list[Unit]:
     return [embedding, *layers, head]
 
 
-def ends(config: LlamaConfig) -> tuple[Unit, Unit]:
+def ends(config: DecoderConfig) -> tuple[Unit, Unit]:
     """The units around the blocks: the embedding, and the head with its norm."""
     table = config.vocab_size * config.dim
     embedding = Unit("embed_tokens", table, 0.0, 2 * config.dim)
@@ -494,7 +523,7 @@ def ends(config: LlamaConfig) -> tuple[Unit, Unit]:
     return embedding, head
 
 
-def num_matmul_params(config: LlamaConfig) -> int:
+def num_matmul_params(config: DecoderConfig) -> int:
     """Weights that a token is multiplied by: all but the norms and the embedding look-up.
 
     A tied embedding counts, as the output projection that it also is.
@@ -506,21 +535,22 @@ def num_matmul_params(config: LlamaConfig) -> int:
     return config.num_layers * (query_and_out + key_and_value + feed_forward) + head
 
 
-def num_params(config: LlamaConfig) -> int:
+def num_params(config: DecoderConfig) -> int:
     """Parameters of the model, a tied embedding counted once."""
     norms = (2 * config.num_layers + 1) * config.dim
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.dim
     return num_matmul_params(config) + norms + embedding
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     """FLOPs of training on one token, forward and backward, without recomputation.
 
-    ``6 * num_matmul_params + 12 * num_layers * dim * seq_len``: a multiply and an add for each
-    weight, once forward and twice backward, and the same for the two products of attention.
+    ``6 * num_matmul_params + 12 * num_layers * num_heads * head_dim * seq_len``: a multiply and
+    an add for each weight, once forward and twice backward, and the same for the two products of
+    attention.
     This is the convention of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, in which
     MFUs are published: attention is counted over the whole square, of which a causal mask
-    needs half.  ``dim`` is ``num_heads * head_dim``.
+    needs half.
     """
-    attention = 12 * config.num_layers * config.dim * seq_len
+    attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
     return float(6 * num_matmul_params(config) + attention)

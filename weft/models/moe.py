@@ -46,6 +46,7 @@ from weft.job import NonNegative, Positive, Problem, Section, key
 from weft.models import llama
 from weft.models.layers import Attention, RMSNorm, SwiGLU, grouped_linear
 from weft.models.llama import Init, Llama, PositiveFloat, Split, Unit
+from weft.models.qwen3 import NormedAttention
 
 # --------------------------------------------------------------------------- configuration
 
@@ -303,12 +304,11 @@ class Block(nn.Module):
     def __init__(self, config: MoeConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = Attention(
-            config.dim,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.norm_eps if config.qk_norm else None,
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        self.self_attn = (
+            NormedAttention(config)  # type: ignore[arg-type]
+            if config.qk_norm
+            else Attention(config.dim, *heads)
         )
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         dense = index < config.dense_layers
@@ -330,7 +330,7 @@ class Moe(Llama):
     def __init__(self, config: MoeConfig) -> None:
         super().__init__(config)  # type: ignore[arg-type]
 
-    def block(self, index: int) -> nn.Module:
+    def new_block(self, index: int) -> nn.Module:
         return Block(self.config, index)
 
 
@@ -361,9 +361,9 @@ def init_of(name: str, config: MoeConfig) -> Init:
 # scatter: each rank routes all tokens, alike, and has a slice of each expert's width.
 SHARDING: dict[str, Split] = {
     **llama.SHARDING,
-    "layers.*.self_attn.[qk]_norm": Split("shared"),
+    "layers.*.self_attn.[qk]_norm": Split("summed"),
     "layers.*.mlp": Split(before="gather", after="scatter"),
-    "layers.*.mlp.router": Split("shared"),
+    "layers.*.mlp.router": Split("summed"),
     "layers.*.mlp.down_proj": Split("row"),
     "layers.*.mlp.*experts.gate_proj": Split("column"),
     "layers.*.mlp.*experts.up_proj": Split("column"),

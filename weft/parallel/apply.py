@@ -17,6 +17,7 @@ from weft.parallel.compile import compile_blocks
 from weft.parallel.context import apply_context
 from weft.parallel.expert import apply_experts
 from weft.parallel.float8 import apply_float8
+from weft.parallel.lora import apply_lora, with_adapters
 from weft.parallel.mesh import Mesh
 from weft.parallel.offload import apply_offload
 from weft.parallel.remat import apply_remat
@@ -63,13 +64,17 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
         matrices = float8_matrices(job.precision, plan.model, family, plan.tp)
         names = [matrix.name for matrix in matrices]
         apply_float8(model, plan.float8, names, plan.float8_emulated)
+    sharding = family.sharding
+    if job.lora.rank:
+        apply_lora(model, blocks, job.lora, getattr(torch, plan.compute_dtype))
+        sharding = with_adapters(sharding)
     # Then what cuts single operators: the rest wraps around whatever they are then.
     if plan.tp > 1:
         config: Any = plan.model
         apply_tensor(
             model,
             mesh.params["tp"],
-            family.sharding,
+            sharding,
             config.num_kv_heads,
             parallel.sequence_parallel,
         )

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.models.llama import Init
 from weft.parallel.private import is_strided
+from weft.parallel.quantize import keep_numbers, numbers_of
 
 # Elements that are computed at a time: bounds the temporaries to a few hundred MiB.
 CHUNK = 1 << 22
@@ -50,14 +51,17 @@ def init_params(
     """
     for name, param in params:
         init = init_of(name)
-        local = param.to_local() if isinstance(param, DTensor) else param
-        if init.kind == "ones":
-            local.fill_(1.0)
-        elif init.kind == "zeros":
-            local.zero_()
+        values = numbers_of(param)
+        local = values.to_local() if isinstance(values, DTensor) else values
+        stream = _mix_int((seed << 32) ^ zlib.crc32(name.encode()))
+        if init.kind in ("ones", "zeros"):
+            local.fill_(init.kind == "ones")
+        elif init.kind == "fan_in":
+            edge = 1 / math.sqrt(values.shape[1])
+            _fill_uniform(local, shard_offsets(values), values.shape, stream, edge)
         else:
-            stream = _mix_int((seed << 32) ^ zlib.crc32(name.encode()))
-            _fill_normal(local, shard_offsets(param), param.shape, stream, init.std)
+            _fill_normal(local, shard_offsets(values), values.shape, stream, init.std)
+        keep_numbers(param, values)
 
 
 def shard_offsets(param: torch.Tensor) -> list[int]:
@@ -89,12 +93,26 @@ def _fill_normal(
 ) -> None:
     """Fill ``local``, the box of ``shape`` at ``offsets``, with std * N(0, 1) cut at 3 sigma."""
     edge = math.erf(TRUNCATE_AT / math.sqrt(2.0))
+    for part, uniform in _uniform(local, offsets, shape, stream):
+        part.copy_(torch.erfinv(uniform * edge) * math.sqrt(2.0) * std)
+
+
+def _fill_uniform(
+    local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int, edge: float
+) -> None:
+    """Fill ``local``, the box of ``shape`` at ``offsets``, evenly between -edge and edge."""
+    for part, uniform in _uniform(local, offsets, shape, stream):
+        part.copy_(uniform * edge)
+
+
+def _uniform(
+    local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Some rows of ``local``, and as many numbers between -1 and 1, in float64."""
     for part, index in flat_index(local, offsets, shape, CHUNK):
         bits = _mix(index * _GOLDEN + stream)
         # The 53 highest bits, centred in their interval: strictly inside (0, 1).
-        uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
-        normal = torch.erfinv((2.0 * uniform - 1.0) * edge) * math.sqrt(2.0)
-        part.copy_(normal * std)
+        yield part, 2.0 * ((_shift_right(bits, 11).double() + 0.5) * 2.0**-53) - 1.0
 
 
 def flat_index(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.parallel.remat import is_parameter
+from weft.parallel.remat import frozen_storages, is_parameter
 
 SMALLEST = 1 << 20  # bytes; what is smaller is not worth a copy
 
@@ -48,6 +48,7 @@ class _Moving:
         if not torch.is_grad_enabled():
             return self.forward(x, *shared)
         call = self.mover.begin(self.place, [t for t in shared if isinstance(t, Tensor)])
+        call.shared |= frozen_storages(block)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
             return self.forward(x, *shared)
 
@@ -79,7 +80,7 @@ class _Call:
     def pack(self, tensor: Tensor) -> Any:
         if (
             is_parameter(tensor)
-            or tensor.untyped_storage()._cdata in self.shared  # by all blocks
+            or tensor.untyped_storage()._cdata in self.shared  # by all blocks, or frozen
             or tensor.nbytes < SMALLEST
             or torch.empty_like(tensor, device="meta").stride() != tensor.stride()  # with gaps
         ):

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -122,6 +123,13 @@ def is_parameter(tensor: Tensor) -> bool:
     return owner.is_leaf and owner.requires_grad
 
 
+def frozen_storages(block: nn.Module) -> set[int]:
+    """Of the parameters that are not trained: by itself a tensor does not tell that it is one."""
+    frozen = [param.data for param in block.parameters() if not param.requires_grad]
+    here = [param._local_tensor if isinstance(param, DTensor) else param for param in frozen]
+    return {param.untyped_storage()._cdata for param in here}
+
+
 # --------------------------------------------------------------------------- a budget
 
 
@@ -153,6 +161,7 @@ class Budget:
         if self._kept is not None or not torch.is_grad_enabled():
             return None
         given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
+        given |= frozen_storages(block)
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:

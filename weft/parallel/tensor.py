@@ -89,7 +89,7 @@ def _cut_weight(
         height = whole.shape[0] // num_kv_heads
         head = rank * num_kv_heads // tp
         rows, grad, kind = slice(head * height, (head + 1) * height), Partial(), "whole"
-    elif kind == "shared" or (kind == "whole" and sequence_parallel):
+    elif kind == "summed" or (kind == "whole" and sequence_parallel):
         grad, kind = Partial(), "whole"
     # The last two dims are outputs and inputs; an expert's weight has one before them.
     outputs, inputs = Shard(max(0, whole.dim() - 2)), Shard(whole.dim() - 1)

@@ -8,6 +8,7 @@ saves of the microbatches under way, without recomputation or with all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from weft.models.llama import Unit
 
@@ -17,6 +18,13 @@ USABLE = 0.9
 MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2}
 
 
+class Frozen(NamedTuple):
+    """Of a model whose own weights are not trained, but adapters beside them."""
+
+    weight_bytes: float  # of a weight, on the mean
+    trained: float  # parameters of adapters for each weight
+
+
 def state_bytes_per_param(
     shards: int,
     *,
@@ -24,6 +32,7 @@ def state_bytes_per_param(
     kept_gradients: bool,
     compute_bytes: int,
     states: str = "float32",
+    frozen: Frozen | None = None,
 ) -> float:
     """Bytes on a rank for each parameter that its shard group holds.
 
@@ -33,7 +42,18 @@ def state_bytes_per_param(
         kept_gradients: whole gradients add up over microbatches before they are reduced.
         compute_bytes: of one weight in forward and backward.
         states: what AdamW's moments are kept in, ``optim.states``.
+        frozen: if only adapters are trained; then parameters are those of the model without them.
     """
+    if frozen is not None:
+        whole = frozen.weight_bytes * (1 / shards + (kept_gathered and shards > 1))
+        adapters = state_bytes_per_param(
+            shards,
+            kept_gathered=kept_gathered,
+            kept_gradients=kept_gradients,
+            compute_bytes=compute_bytes,
+            states=states,
+        )
+        return whole + frozen.trained * adapters
     sharded = 4 + 4 + MOMENT_BYTES[states]  # weight, gradient, AdamW's moments
     if shards == 1 and compute_bytes == 4:
         return sharded

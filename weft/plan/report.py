@@ -15,6 +15,7 @@ from pathlib import Path
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.models import load_family
 from weft.plan.devices import CPU, Cluster, parse_cluster
+from weft.plan.lora import frozen_of, trained
 from weft.plan.memory import rank_bytes, state_bytes_per_param
 from weft.plan.placement import rank_map
 from weft.plan.resolve import Machine, Plan, resolve
@@ -126,9 +127,12 @@ def machine_text(plan: Plan, machine: Machine) -> str:
 def _model(job: Job, plan: Plan) -> str:
     name = f"{job.model.kind}-{job.model.preset}"
     changes = ", ".join(f"{field} {value}" for field, value in job.model.overrides().items())
-    few = plan.num_active_params < plan.num_params
-    active = f", {plan.num_active_params:,} of them active for a token" if few else ""
-    return f"{name}{f' with {changes}' if changes else ''}: {plan.num_params:,} parameters{active}"
+    text = f"{name}{f' with {changes}' if changes else ''}: {plan.num_params:,} parameters"
+    if plan.trained_params < plan.num_params:
+        text += f", of which {plan.trained_params:,} are trained (LoRA of rank {job.lora.rank})"
+    if plan.num_active_params < plan.num_params:
+        text += f", {plan.num_active_params:,} of them active for a token"
+    return text
 
 
 def _layout(plan: Plan) -> str:
@@ -210,6 +214,13 @@ def memory_bytes(job: Job, plan: Plan) -> float | None:
         kept_gradients=plan.gradient_sync == "step" and plan.accumulation > 1,
         compute_bytes=compute_bytes,
         states=job.optim.states,
+        frozen=frozen_of(
+            job,
+            plan.model,
+            family,
+            trained(job.lora, plan.model, family, job.train.seq_len),
+            compute_bytes,
+        ),
     )
     of_stages = [math.fsum(stage.memory_bytes for stage in mine) for mine in _held(plan)]
     # In a pipeline the stages tell their own: what is left is what is gathered at once.

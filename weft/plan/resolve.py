@@ -29,6 +29,7 @@ from weft.plan.layout import (
     find_degrees,
     fixed,
 )
+from weft.plan.lora import check_lora, check_stages, frozen_of, trained
 from weft.plan.memory import (
     USABLE,
     of_one_rank,
@@ -127,6 +128,7 @@ class Plan:
     model: Any  # the family's frozen configuration
     num_params: int
     num_active_params: int  # that a token has to do with: of a mixture of experts not all
+    trained_params: int  # of them and of adapters; frozen ones have neither gradient nor state
     flops_per_token: float  # forward and backward, without recomputation
     causal_flops_per_token: float  # of attention only what a causal mask leaves
     # Of one device, None where unknown; with float8 bfloat16's, too: see `weft.plan.devices`.
@@ -196,6 +198,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         problems += [] if found else _check_batch(job, degrees)
         raise InvalidJob(problems)
     family = load_family(job.model.kind)
+    lora = trained(job.lora, model, family, train.seq_len)
     if found:
         # Batch and stages depend on how many ranks are left for them; heads and sequence do not.
         raise InvalidJob([*problems, *check_layout(job, model, family, degrees)])
@@ -209,6 +212,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     float8 = job.precision.float8
     emulated = float8 != "none" and not has_float8(float8, machine.capability)
     problems += check_float8(job, model, family, degrees, compute, emulated)
+    problems += check_lora(job, model, family, degrees)
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
     problems += _check_experts(job, family)
@@ -228,17 +232,19 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
             degrees.shards,
             kept_gathered=reshard is False,
             kept_gradients=_gradient_sync(
-                job, reshard, _own_params(family, model, degrees), degrees
+                job, reshard, _own_params(family, model, degrees, lora.params), degrees
             )
             == "step",
             compute_bytes=compute_bytes,
             states=job.optim.states,
+            frozen=frozen_of(job, model, family, lora, compute_bytes),
         )
         pipeline, microbatch, found = resolve_pipeline(
             job, model, family, degrees, local, per_param, compute_bytes
         )
         problems += found
         problems += _check_filled(job, family, local, microbatch)
+        problems += check_stages(job, pipeline)
     if problems:
         raise InvalidJob(problems)
 
@@ -264,16 +270,20 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         accumulation=num_microbatches(local, microbatch),
         pipeline=pipeline,
         reshard_after_forward=reshard,
-        gradient_sync=_gradient_sync(job, reshard, _own_params(family, model, degrees), degrees),
+        gradient_sync=_gradient_sync(
+            job, reshard, _own_params(family, model, degrees, lora.params), degrees
+        ),
         tokens_per_step=train.global_batch * train.seq_len,
         compute_dtype=compute,
         reduce_dtype=job.precision.reduce,
         model=model,
-        num_params=family.num_params(model),
-        num_active_params=(family.num_active_params or family.num_params)(model),
-        flops_per_token=family.flops_per_token(model, train.seq_len),
+        num_params=family.num_params(model) + lora.params * bool(job.lora.rank),
+        num_active_params=(family.num_active_params or family.num_params)(model)
+        + lora.params * bool(job.lora.rank),
+        trained_params=lora.params,
+        flops_per_token=lora.flops_per_token,
         # On the mean a token sees half of its row.
-        causal_flops_per_token=family.flops_per_token(model, (train.seq_len + 1) // 2),
+        causal_flops_per_token=lora.causal_flops_per_token,
         peak_flops=peak,
         peak_dtype=None if peak is None else "bfloat16",
         float8=float8,
@@ -367,10 +377,10 @@ def _gradient_sync(
     return "step" if reshard is False or small else "microbatch"
 
 
-def _own_params(family: Family, model: Any, degrees: Degrees) -> float:
-    """Parameters of the model without those of experts that are on other ranks."""
+def _own_params(family: Family, model: Any, degrees: Degrees, trained: int) -> float:
+    """Trained parameters without those of experts that are on other ranks."""
     if degrees.ep == 1 or family.units is None:
-        return family.num_params(model)
+        return trained
     return sum(of_one_rank(unit, degrees.ep) for unit in family.units(model, 1))
 
 
@@ -398,6 +408,7 @@ def _fit(
     local = max(1, job.train.global_batch // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
     units = family.units(model, job.train.seq_len)
+    lora = trained(job.lora, model, family, job.train.seq_len)
     if job.remat.kind == "full" and job.remat.every == 1:
         units = recomputed(units)
     needed = [
@@ -410,10 +421,10 @@ def _fit(
             per_param=state_bytes_per_param(
                 shard * degrees.cp,
                 kept_gathered=reshard is False,
-                kept_gradients=_gradient_sync(job, reshard, family.num_params(model), degrees)
-                == "step",
+                kept_gradients=_gradient_sync(job, reshard, lora.params, degrees) == "step",
                 compute_bytes=compute_bytes,
                 states=job.optim.states,
+                frozen=frozen_of(job, model, family, lora, compute_bytes),
             ),
             compute_bytes=compute_bytes,
         )
@@ -535,6 +546,9 @@ def _check_experts(job: Job, family: Family) -> Iterator[Problem]:
     if job.optim.kind == "muon":
         rule = "is for matrices, and experts are stacks of them"
         yield Problem("optim.kind", "muon", rule, "use adamw", ("model.kind",))
+    if job.lora.rank:
+        rule = "is not for a mixture of experts: adapters are for plain linear layers"
+        yield Problem("lora.rank", job.lora.rank, rule, "use 0", ("model.kind",))
     if (recipe := job.precision.float8) != "none":
         rule = "is not for a mixture of experts: grouped products, most of its work, would stay"
         rule += " in bfloat16"

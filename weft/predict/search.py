@@ -150,7 +150,10 @@ def search(
     sizes = sizes_of(plan)
     base = layout_of(job, plan, device)
     if sizes is None:
-        rule, remedy = "only layouts of Llama can be searched", "plan single ones"
+        rule, remedy = (
+            "only layouts of a Llama that is trained whole can be searched",
+            "plan single ones",
+        )
         raise InvalidJob([Problem("model.kind", job.model.kind, rule, remedy)])
     if base is None:
         rule, remedy = "comes from a file, which fits one layout only", "use the name of a schedule"

@@ -1,7 +1,7 @@
 """TWIN: a plan as `weft.plan.analytic` reckons it, thousands of times faster than a trace.
 
-Only for Llama, whose arithmetic that is.  It ranks what a search or an advice considers; what is
-told in the end is traced.
+Only for Llama and what is like it, trained whole; Qwen3's norms of queries and keys are not
+reckoned.  It ranks what a search or an advice considers; what is told in the end is traced.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from weft.job import Job
-from weft.models.llama import LlamaConfig
+from weft.models.llama import DecoderConfig
 from weft.plan.analytic import Layout, Sizes
 from weft.plan.devices import Device
 from weft.plan.memory import MOMENT_BYTES
@@ -21,15 +21,16 @@ Remat = Literal["none", "selective", "block", "full"]
 
 
 def sizes_of(plan: Plan) -> Sizes | None:
-    """Of the model; None if it is no Llama."""
+    """Of the model; None if it is nothing like Llama, or not trained whole."""
     config = plan.model
-    if not isinstance(config, LlamaConfig):
+    if not isinstance(config, DecoderConfig) or plan.trained_params < plan.num_params:
         return None
     return Sizes(
         layers=config.num_layers,
         hidden=config.dim,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
         ffn=config.ffn_dim,
         vocab=config.vocab_size,
         tied=config.tied_embeddings,

@@ -1,117 +1,258 @@
-"""Text from a trained model, in one process."""
+"""Text from a trained model: several prompts at once, each new token at the price of one.
+
+What a prompt becomes does not depend on what else is in the batch: every row has its own source of
+random numbers, which begins at the seed plus the prompt's number, and its own place in the cache.
+(Sums of a batch may be rounded in another order than those of one row, so two tokens of equal
+probability to the last bit may change places.)
+
+When a row is as long as what the model was trained on, its older half is forgotten and the rest is
+read again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor
 
-from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.store import load
-from weft.data.tokenizer import load_tokenizer, separator_id
-from weft.job import InvalidJob, Job, Problem, read_job
-from weft.models import load_family, resolve_model
-from weft.train.setup import home_of
+from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
+from weft.job import Problem
+from weft.models.cache import KeyValueCache, caching
+from weft.train.inference import Found, LanguageModel
 
 
-class Found(NamedTuple):
-    """A committed checkpoint, and the run that it belongs to."""
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, in this order, and when it is enough."""
 
-    path: Path
-    run: Path
-    job: Job
-    config: Any  # of the model's family
+    max_tokens: int = 200
+    repetition_penalty: float = 1.0  # CTRL's (arXiv:1909.05858): logits of what is there already
+    temperature: float = 0.8  # 0: the likeliest token each time
+    top_k: int = 50  # among so many likeliest; 0: among all
+    top_p: float = 1.0  # among the fewest likeliest that have this much together
+    min_p: float = 0.0  # among those at least that likely, relative to the likeliest
+    stop: tuple[str, ...] = ()  # ends before any of these
+    seed: int = 0
 
-
-def find_checkpoint(path: Path) -> Found:
-    """The checkpoint at ``path``: a run's folder, of which the newest is taken, or one checkpoint.
-
-    Raises:
-        InvalidJob: if there is none.
-    """
-    is_run = (path / "job.toml").is_file()
-    folder = path if is_run else path.parent.parent
-    found = [path]
-    if (folder / "job.toml").is_file():
-        job, _, problems = read_job(str(folder / "job.toml"))
-        if is_run:
-            found = checkpoints(home_of(job.checkpoint.dir, path))[-1:]
-    if (
-        not (folder / "job.toml").is_file()
-        or not found
-        or not (found[0] / "manifest.json").is_file()
-    ):
-        rule = "is neither the folder of a run with a checkpoint nor a checkpoint in one"
-        raise InvalidJob([Problem("checkpoint", str(path), rule, "train first: weft train demo")])
-    config, more = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
-    if problems or more:
-        raise InvalidJob(problems + more)
-    return Found(found[0], folder, job, config)
+    def problems(self) -> list[Problem]:
+        """What is wrong with it, by the options of the command line."""
+        found = []
+        if not 0 < self.top_p <= 1:
+            found.append(Problem("--top-p", self.top_p, "is no share", "use more than 0, up to 1"))
+        if self.min_p > 1:
+            found.append(Problem("--min-p", self.min_p, "is no share", "use 0 to 1"))
+        if self.repetition_penalty == 0:
+            rule = "divides, and nothing is divided by 0"
+            found.append(Problem("--repetition-penalty", 0, rule, "use 1 for none, 1.1 for some"))
+        return found
 
 
-def load_checkpoint(path: Path, device: torch.device) -> tuple[nn.Module, Tokenizer, int]:
-    """A model, its tokenizer and the longest row it was trained on, in tokens.
+@dataclass(frozen=True)
+class Speech:
+    """How a run's texts are written."""
 
-    Args:
-        path: see `find_checkpoint`.
-
-    Raises:
-        InvalidJob: if there is none.
-    """
-    found = find_checkpoint(path)
-    with torch.device("meta"):
-        model = load_family(found.job.model.kind).build(found.config)
-    model.to_empty(device=device)
-    load(found.path, [model], optimizer=None)
-    tokenizer, _ = load_tokenizer(found.run / "tokenizer.json")
-    return model.eval(), tokenizer, found.job.train.seq_len
+    tokenizer: Tokenizer
+    begin: int  # the token before every text
+    ends: frozenset[int]  # tokens after which there is nothing more
+    context: int  # the longest row that the model was trained on, in tokens
 
 
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    max_tokens: int,
-    context: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-) -> Iterator[str]:
-    """Pieces of text that continue ``prompt``, until the separator or ``max_tokens``.
+def speech_of(found: Found, source: str = "huggingface") -> Speech:
+    """Of a run.  An imported one has kept in ``source`` which tokens begin and end its texts."""
+    path = found.run / "tokenizer.json"
+    tokenizer, _ = load_tokenizer(path)
+    separator = separator_id(tokenizer, str(path))
+    begin, ends, context = separator, {separator}, found.job.train.seq_len
+    for name in ("config.json", "generation_config.json"):
+        kept = found.run / source / name
+        if kept.is_file():
+            told = json.loads(kept.read_bytes())
+            if isinstance(first := told.get("bos_token_id"), int):
+                begin = first
+            last = told.get("eos_token_id")
+            ends |= set(last if isinstance(last, list) else [] if last is None else [last])
+            context = found.config.max_seq_len  # what it was trained on is not known better
+    return Speech(tokenizer, begin, frozenset(ends), context)
 
-    Args:
-        context: tokens that the model sees at most: the newest ones.
-        temperature: 0 takes the likeliest token each time.
-        top_k: sample among that many likeliest tokens; 0: among all.
-    """
-    device = next(model.parameters()).device
-    random = torch.Generator(device).manual_seed(seed)
-    separator = separator_id(tokenizer, "tokenizer.json")
-    # A document begins after a separator: that is how the model has seen it in training.
-    ids = [separator, *tokenizer.encode(prompt, add_special_tokens=False).ids]
-    shown = tokenizer.decode(ids[1:])
-    for _ in range(max_tokens):
-        tokens_BT = torch.tensor([ids[-context:]], device=device)
-        logits_V = model(tokens_BT)[0, -1].float()
-        # The model's vocabulary may be larger than the tokenizer's.
-        logits_V = logits_V[: tokenizer.get_vocab_size()]
-        if temperature == 0:
-            chosen = int(logits_V.argmax())
+
+@dataclass
+class Row:
+    """A prompt and what has become of it."""
+
+    prompt: str
+    ids: list[int]
+    begun: int  # how many of them are the prompt's
+    random: torch.Generator
+    prefix: str  # the prompt as its tokens say it
+    first: int = 0  # of the ids that the model still sees
+    text: str = ""  # what continues the prompt
+    told: int = 0  # characters of it
+    finish: str = ""  # why it ended: end, stop or length
+
+    def to_dict(self) -> dict[str, Any]:
+        """For one line of JSON; ``tokens``: how many were made."""
+        made = len(self.ids) - self.begun
+        return {"prompt": self.prompt, "text": self.text, "tokens": made, "finish": self.finish}
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model sees."""
+        return len(self.ids) - self.first
+
+
+def read_prompts(path: Path, problems: list[Problem]) -> list[str]:
+    """A prompt a line; of a .jsonl file a JSON string, or an object that has a ``prompt``."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(Problem("--prompts", str(path), f"cannot be read: {error}"))
+        return []
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        prompt = value.get("prompt") if isinstance(value, dict) else value
+        if isinstance(prompt, str):
+            prompts.append(prompt)
         else:
-            values, indices = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
-            probabilities = torch.softmax((values - values.max()) / temperature, dim=-1)
-            chosen = int(indices[torch.multinomial(probabilities, 1, generator=random)])
-        if chosen == separator:
-            return
-        ids.append(chosen)
-        # A character may span tokens: show text once it is whole.
-        text = tokenizer.decode(ids[1:])
-        if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
+            rule = f"line {number} is neither a JSON string nor an object with a prompt"
+            problems.append(Problem("--prompts", str(path), rule, 'as {"prompt": "Once"}'))
+            break
+    return prompts
+
+
+def rows_of(
+    prompts: Sequence[str], speech: Speech, sampling: Sampling, number: int = 0
+) -> list[Row]:
+    """The prompts ready to be continued; ``number``: of the first one."""
+    rows = []
+    for index, prompt in enumerate(prompts):
+        # A document begins after a separator: that is how the model has seen it in training.
+        ids = [speech.begin, *speech.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        random = torch.Generator().manual_seed(sampling.seed + number + index)
+        prefix = speech.tokenizer.decode(ids)
+        rows.append(Row(prompt, ids, len(ids), random, prefix, max(0, len(ids) - speech.context)))
+    return rows
+
+
+def generate(
+    model: LanguageModel,
+    speech: Speech,
+    rows: list[Row],
+    sampling: Sampling,
+    cached: bool = True,
+) -> Iterator[tuple[Row, str]]:
+    """Pieces of text that continue the rows, as they come; ends when all rows have ended.
+
+    Every rank of the model calls it, with the same rows, and gets the same.
+
+    Args:
+        cached: False computes everything again for each token, to prove the other by.
+    """
+    longest = max(row.length for row in rows) + sampling.max_tokens
+    entries = min(model.config.vocab_size, vocab_entries(speech.tokenizer))
+    blocks = model.family.blocks(model.module) if cached else []
+    with caching(blocks, min(longest, speech.context)) as cache:
+        whole = True  # what the cache holds is to be computed anew
+        for number in range(sampling.max_tokens):
+            logits_BV = _next_logits(model, rows, cache, whole)
+            pairs = zip(logits_BV, rows, strict=True)
+            chosen = [choose(logits_V[:entries], row, sampling) for logits_V, row in pairs]
+            whole = cache is None
+            for row, token in zip(rows, _agreed(chosen), strict=True):
+                if row.finish:
+                    continue
+                if token in speech.ends:
+                    row.finish = "end"
+                    if sampling.stop and row.told < len(row.text):
+                        yield row, _tell(row, len(row.text))
+                    continue
+                row.ids.append(token)
+                if row.length > speech.context:
+                    row.first = len(row.ids) - max(1, speech.context // 2)
+                    whole = True
+                if piece := _grown(row, speech, sampling, last=number + 1 == sampling.max_tokens):
+                    yield row, piece
+            if all(row.finish for row in rows):
+                return
+
+
+def _next_logits(
+    model: LanguageModel, rows: list[Row], cache: KeyValueCache | None, whole: bool
+) -> Tensor:
+    """Of the token after each row's last, on the CPU; unless ``whole`` only that last is new."""
+    device = model.device
+    if whole:
+        seen = [row.ids[row.first :] for row in rows]
+        width = max(len(ids) for ids in seen)
+        tokens_BT = torch.tensor([ids + [0] * (width - len(ids)) for ids in seen], device=device)
+        positions_BT = torch.arange(width, device=device).expand_as(tokens_BT)
+        places_B = torch.tensor([len(ids) - 1 for ids in seen], device=device)
+    else:
+        tokens_BT = torch.tensor([row.ids[-1:] for row in rows], device=device)
+        positions_BT = torch.tensor([[row.length - 1] for row in rows], device=device)
+        places_B = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    if cache is not None:
+        cache.place(positions_BT, anew=whole)
+    rows_B = torch.arange(len(rows), device=device)
+    return model.logits(tokens_BT, rows_B, places_B, positions_BT).cpu()
+
+
+def choose(logits_V: Tensor, row: Row, sampling: Sampling) -> int:
+    """The next token of a row."""
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(row.ids)))
+        old, by = logits_V[seen], sampling.repetition_penalty
+        logits_V = logits_V.index_put((seen,), torch.where(old > 0, old / by, old * by))
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    values, indices = logits_V.topk(min(sampling.top_k or len(logits_V), len(logits_V)))
+    shares = torch.softmax((values - values[0]) / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        shares = shares.masked_fill(shares.cumsum(0) - shares >= sampling.top_p, 0)
+    if sampling.min_p > 0:
+        shares = shares.masked_fill(shares < sampling.min_p * shares[0], 0)
+    return int(indices[torch.multinomial(shares, 1, generator=row.random)])
+
+
+def _agreed(chosen: list[int]) -> list[int]:
+    """What the first rank has chosen: others may have rounded otherwise."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return chosen
+    told = torch.tensor(chosen)
+    dist.broadcast(told, 0)
+    return told.tolist()
+
+
+def _grown(row: Row, speech: Speech, sampling: Sampling, last: bool) -> str:
+    """The text that a new token makes certain; sets why the row ended, if it did."""
+    text = speech.tokenizer.decode(row.ids)[len(row.prefix) :]
+    if last:
+        row.finish = "length"
+    # A character may span tokens: text counts once it is whole.
+    if text.endswith("\ufffd"):
+        return _tell(row, len(row.text)) if last else ""
+    row.text = text
+    found = [at for at in (text.find(stop) for stop in sampling.stop) if at >= 0]
+    if found:
+        row.finish, row.text = "stop", text[: min(found)]
+    # What may be the beginning of a stop waits.
+    held = 0 if row.finish else max((len(stop) - 1 for stop in sampling.stop), default=0)
+    return _tell(row, len(row.text) - held)
+
+
+def _tell(row: Row, end: int) -> str:
+    piece = row.text[row.told : max(row.told, end)]
+    row.told += len(piece)
+    return piece

@@ -36,9 +36,10 @@ from weft.data.prepare import Progress, Report
 from weft.data.store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml
-from weft.models.huggingface import from_config, shapes, shown, their_name, to_config
-from weft.models.llama import LlamaConfig
-from weft.train.generate import Found, find_checkpoint
+from weft.models import FAMILIES, Family, load_family
+from weft.models.huggingface import counterpart, from_config, kind_of, shapes, shown, to_config
+from weft.train.adapters import export_adapter, merging
+from weft.train.inference import Found, base_of, find_checkpoint
 from weft.train.setup import check_writable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,8 +71,12 @@ AS_SAFETENSORS = (
 # --------------------------------------------------------------------------- out
 
 
-def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report: Report) -> str:
+def export_checkpoint(
+    path: Path, out: Path, dtype: str, max_shard: str, report: Report, adapter: bool = False
+) -> str:
     """Write a checkpoint of any layout as a folder that transformers loads.
+
+    Adapters of a LoRA run are merged into the weights.
 
     Args:
         path: a run's folder, or one of its checkpoints.
@@ -79,6 +84,7 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report:
         dtype: one of `DTYPES`.
         max_shard: size of a file, such as 5GB.
         report: told how far it is.
+        adapter: write only the adapters, for PEFT.
 
     Returns:
         What was done, for people.
@@ -95,23 +101,32 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report:
     except InvalidJob as error:
         found = None
         problems += error.problems
-    if found and not isinstance(found.config, LlamaConfig):
-        rule = "has no counterpart in transformers that weft knows"
-        problems.append(Problem("model.kind", found.job.model.kind, rule, "only llama has"))
+    family = load_family(found.job.model.kind) if found else None
+    if found and family and family.huggingface is None:
+        rule, remedy = "has no counterpart in transformers", "give the family one: huggingface"
+        problems.append(Problem("model.kind", found.job.model.kind, rule, remedy))
     special: dict[str, Any] = {}
     if found:
         try:
             special = _special_tokens(found.run, problems)
         except InvalidJob as error:
             problems += error.problems
-    model = open_model(found.path) if found and not problems else None
+    if found and adapter:
+        problems += _check_out("out", out, 0)
+        if not problems:
+            return export_adapter(found, out, DTYPES[dtype])
+    model, read = None, None
+    if found and not problems:
+        base, model = base_of(found), open_model(found.path)
+        if base is not None:
+            model, read = merging(found, base)
     needed = 0
     if model and dtype in DTYPES:
         needed = sum(s.numel() for s in model.shapes.values()) * DTYPES[dtype].itemsize
     problems += _check_out("out", out, needed)
-    if problems or found is None or model is None:
+    if problems or found is None or model is None or family is None:
         raise InvalidJob(problems)
-    expected = shapes(found.config)
+    expected = shapes(family, found.config)
     if model.shapes != expected:
         differing = sorted(model.shapes.items() ^ expected.items())[0][0]
         raise CheckpointError(
@@ -119,7 +134,7 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report:
         )
     message = f"exporting {found.path.name}"
     with publishing(out) as folder:
-        names = {their_name(name): name for name in expected}
+        names = {counterpart(family).their_name(name): name for name in expected}
         try:
             files = write_weights(
                 model,
@@ -128,11 +143,12 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard: str, report:
                 DTYPES[dtype],
                 most,
                 lambda done: report(Progress(message, done, needed)),
+                read,
             )
         except CannotHold as error:
             remedy = "use bfloat16 or float32, if the run is sound"
             raise InvalidJob([Problem("--dtype", dtype, str(error), remedy)]) from error
-        _write_companions(folder, found, special, dtype)
+        _write_companions(folder, found, to_config(family, found.config, dtype), special)
     return f"{out}: {files} file{'s' * (files > 1)}, {needed:,} bytes of {dtype}, from {found.path}"
 
 
@@ -179,12 +195,14 @@ def _special_tokens(run: Path, problems: list[Problem]) -> dict[str, Any]:
     return {"bos_token_id": separator, "eos_token_id": separator}
 
 
-def _write_companions(folder: Path, found: Found, special: dict[str, Any], dtype: str) -> None:
+def _write_companions(
+    folder: Path, found: Found, config: dict[str, Any], special: dict[str, Any]
+) -> None:
     """``config.json``, the tokenizer, and what tells transformers which tokens are special."""
     path = found.run / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
     _copy(path, folder / path.name)
-    write_json(folder / "config.json", to_config(found.config, dtype) | special)
+    write_json(folder / "config.json", config | special)
     token = tokenizer.id_to_token(separator_id(tokenizer, str(path)))
     made: dict[str, dict[str, Any]] = {
         "generation_config.json": special,
@@ -231,26 +249,30 @@ def import_model(source: Path, run_dir: Path, report: Report) -> str:
         rule = "is no folder" if source.exists() else "does not exist"
         raise InvalidJob([Problem("folder", str(source), rule, "give a model's folder")])
     problems: list[Problem] = []
-    config = None
+    config, kind = None, None
     tree = _read_json(source / "config.json", problems)
     if tree is not None:
-        config, found = from_config(tree)
+        kind, found = kind_of(tree, FAMILIES)
+        if kind is not None:
+            config, found = from_config(FAMILIES[kind], tree)
         problems += found
-    weights = _read_weights(source, config, problems)
+    model = None if kind is None or config is None else (FAMILIES[kind], config)
+    weights = _read_weights(source, model, problems)
     _check_tokenizer(source / "tokenizer.json", config, problems)
     kept = [name for name in KEPT if there(source / name)]
     for name in kept[1:]:
         _check_kept(source / name, problems)
-    expected = {} if config is None or problems else shapes(config)
+    expected = {} if model is None or problems else shapes(*model)
     needed = 4 * sum(shape.numel() for shape in expected.values())
     problems += _check_out("run_dir", run_dir, needed)
-    if problems or config is None:
+    if problems or model is None or config is None:
         raise InvalidJob(problems)
+    their_name = counterpart(model[0]).their_name
 
     job = replace(
         Job(),
         run={"dir": str(run_dir)},
-        model=config.model_dump(),
+        model={"kind": kind, "preset": next(iter(model[0].presets)), **config.model_dump()},
         data={"tokenizer": str(run_dir / "tokenizer.json")},
         train={"seq_len": min(1024, config.max_seq_len)},
     )
@@ -319,7 +341,7 @@ def _check_kept(path: Path, problems: list[Problem]) -> None:
         problems.append(Problem(f"{path.name} auto_map", MISSING, rule, "take the field out"))
 
 
-def _check_tokenizer(path: Path, config: LlamaConfig | None, problems: list[Problem]) -> None:
+def _check_tokenizer(path: Path, config: Any, problems: list[Problem]) -> None:
     try:
         _read_small(path)
         tokenizer, _ = load_tokenizer(path)
@@ -337,7 +359,7 @@ def _check_tokenizer(path: Path, config: LlamaConfig | None, problems: list[Prob
 
 
 def _read_weights(
-    source: Path, config: LlamaConfig | None, problems: list[Problem]
+    source: Path, model: tuple[Family, Any] | None, problems: list[Problem]
 ) -> dict[str, tuple[Path, Entry]]:
     """Where each tensor lies, by their name; `problems` gets all that is wrong with any."""
     if there(source / SINGLE):
@@ -383,8 +405,8 @@ def _read_weights(
         if index is not None and index != {n: path.name for n, (path, _) in found.items()}:
             rule = "does not say what the files hold"
             wrong.append(Problem(INDEX, MISSING, rule, "fetch index and files again"))
-        if config is not None:
-            wrong += _check_weights(found, config)
+        if model is not None:
+            wrong += _check_weights(found, *model)
     problems += wrong[:SHOWN]
     if len(wrong) > SHOWN:
         problems.append(
@@ -393,13 +415,16 @@ def _read_weights(
     return found
 
 
-def _check_weights(found: dict[str, tuple[Path, Entry]], config: LlamaConfig) -> Iterator[Problem]:
+def _check_weights(
+    found: dict[str, tuple[Path, Entry]], family: Family, config: Any
+) -> Iterator[Problem]:
     """Are they the model's: all, no others, of its shapes?"""
     if config.num_layers > len(found):
         rule = f"the files hold {len(found)} tensors, fewer than that many layers have"
         yield Problem("config.json num_hidden_layers", config.num_layers, rule, "fetch both again")
         return
-    expected = {their_name(name): tuple(shape) for name, shape in shapes(config).items()}
+    theirs = counterpart(family)
+    expected = {theirs.their_name(n): tuple(shape) for n, shape in shapes(family, config).items()}
     for name in found.keys() - expected.keys():
         if not DERIVED.fullmatch(name):
             remedy = "it is another model"
@@ -407,7 +432,7 @@ def _check_weights(found: dict[str, tuple[Path, Entry]], config: LlamaConfig) ->
                 remedy = (
                     "set tie_word_embeddings to false in config.json if it is not the embedding"
                 )
-            yield Problem(shown(name), MISSING, "is no weight of this Llama", remedy)
+            yield Problem(shown(name), MISSING, f"is no weight of this {theirs.name}", remedy)
     for name, shape in expected.items():
         if name not in found:
             yield Problem(name, MISSING, "is in none of the files", "fetch them again")

@@ -60,7 +60,6 @@ from weft.resilience.stragglers import Probe, Stragglers, every_rank
 from weft.train.references import with_references
 from weft.train.replica_groups import join
 from weft.train.setup import (
-    Position,
     Rank,
     build,
     home_of,
@@ -152,7 +151,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         """What took it."""
         states = (value for of in optimizer.state.values() for value in of.values())
         held: dict[str, list[Tensor]] = {
-            "parameters": [*params],
+            "parameters": [param for part in parts for param in part.parameters()],
             "gradients": [param.grad for param in params if param.grad is not None],
             "optimizer": [state for state in states if isinstance(state, Tensor)],
         }
@@ -273,7 +272,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                     metrics.add(engine.metrics)
                 drop_gradients()
                 statistics.parameters(step)
-                at = Position(step, samples, watch.state())
+                at = replace(at, step=step, samples=samples, watch=watch.state())
                 clock.count_step()
                 if step % GARBAGE_STEPS == 0:
                     gc.collect(1)

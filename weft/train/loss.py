@@ -77,10 +77,11 @@ def linear_cross_entropy(
         return total, losses_BT
     # Two, so that a schedule which computes gradients of inputs and of weights apart can part them:
     # torch 2.11 cannot where they meet in a function of somebody else's.
-    of_x, of_weight = gradients
-    total = _Known.apply(total, x_ND, of_x) + _Known.apply(  # type: ignore[no-untyped-call]
-        torch.zeros_like(total), weight_VD, of_weight
-    )
+    of_x, *of_weight = gradients
+    total = _Known.apply(total, x_ND, of_x)  # type: ignore[no-untyped-call]
+    for gradient in of_weight:
+        zero = torch.zeros_like(losses_N[0])
+        total = total + _Known.apply(zero, weight_VD, gradient)  # type: ignore[no-untyped-call]
     return total, losses_BT
 
 
@@ -95,7 +96,7 @@ def _in_chunks(
     losses_N: Tensor,
 ) -> list[Tensor]:
     """Writes ``losses_N``; if they are ``wanted`` returns the gradients of their sum, computed
-    while the logits are there."""
+    while the logits are there: of ``x_ND``, and of the weight unless it is frozen."""
     columns = (x_ND, targets_N, losses_N)
     parts = zip(*(torch.split(column, size) for column in columns), strict=True)
     if not wanted:
@@ -104,18 +105,19 @@ def _in_chunks(
         return []
     grad_x_ND = torch.empty_like(x_ND)
     # In float32: a sum over many chunks.
-    grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-    weight = weight_VD.detach().requires_grad_()
+    sums = [torch.zeros_like(weight_VD, dtype=torch.float32)] * weight_VD.requires_grad
+    weight = weight_VD.detach().requires_grad_(weight_VD.requires_grad)
     for (x, targets, losses), grad_x in zip(parts, torch.split(grad_x_ND, size), strict=True):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             found = loss_of(F.linear(x, weight)[None], targets[None])[0]
             loss = found.sum()
-        here, of_weight = torch.autograd.grad(loss, (x, weight))
+        here, *of_weight = torch.autograd.grad(loss, (x, *[weight] * len(sums)))
         grad_x.copy_(here)
-        grad_weight_VD += of_weight
+        for total, gradient in zip(sums, of_weight, strict=True):
+            total += gradient
         losses.copy_(found.detach())
-    return [grad_x_ND, grad_weight_VD]
+    return [grad_x_ND, *sums]
 
 
 class _Known(torch.autograd.Function):

@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -287,7 +288,7 @@ class Groups(Alone):
                 self._give(behind, at, parts, optimizer)
             elif self.place == behind:
                 self._sound = False  # until all of it is there, on all ranks
-                at = self._receive(source, parts, optimizer)
+                at = self._receive(source, at, parts, optimizer)
         return at
 
     def _give(self, other: int, at: Position, parts: list[nn.Module], optimizer: Optimizer) -> None:
@@ -302,7 +303,9 @@ class Groups(Alone):
         for tensor in [torch.tensor([len(text)]), text, *(state[name] for name in sorted(state))]:
             self._pg.send([local_part(tensor).to(self._device).contiguous()], other, 0).wait()
 
-    def _receive(self, other: int, parts: list[nn.Module], optimizer: Optimizer) -> Position:
+    def _receive(
+        self, other: int, at: Position, parts: list[nn.Module], optimizer: Optimizer
+    ) -> Position:
         def fill(tensor: Tensor) -> Tensor:
             buffer = torch.empty_like(
                 tensor, device=self._device, memory_format=torch.contiguous_format
@@ -321,7 +324,7 @@ class Groups(Alone):
         state = model_state(parts) | optimizer_state(parts, optimizer)
         for name in sorted(state):
             fill(local_part(state[name]))
-        return Position(about["step"], about["samples"], about["watch"])
+        return replace(at, step=about["step"], samples=about["samples"], watch=about["watch"])
 
     # ---------------------------------------------------------------- in a step
 

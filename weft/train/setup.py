@@ -16,7 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
@@ -39,9 +39,9 @@ from weft.checkpoint.manifest import (
     checkpoints,
     read_manifest,
 )
-from weft.checkpoint.state import named_buffers, named_parameters
+from weft.checkpoint.state import frozen_parameters, named_buffers, named_parameters
 from weft.checkpoint.storage import open_folder
-from weft.checkpoint.store import Saver, load, load_local, set_aside
+from weft.checkpoint.store import Saver, load, load_frozen, load_local, set_aside
 from weft.data.conversations import check_chat
 from weft.data.loader import check_length
 from weft.data.packing import check_conversations
@@ -60,12 +60,14 @@ from weft.job import (
     suggest,
 )
 from weft.models import load_family
+from weft.models.llama import Init
 from weft.observe.sinks import SINKS
 from weft.observe.statistics import Statistics, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
+from weft.parallel.lora import init_with_adapters
 from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
 from weft.parallel.private import listening_store, record_flights
 from weft.plan.devices import GIB
@@ -79,6 +81,7 @@ from weft.train.step import Engine
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
 FIXED = (
     "model.",
+    "lora.",
     "train.seed",
     "train.seq_len",
     "train.objective",
@@ -396,6 +399,9 @@ class Rank:
 
 def _meeting() -> dict[str, Any]:
     """Where the ranks meet, as arguments of init_process_group; empty: as torch does it."""
+    if not joined():
+        alone: Any = dist
+        return {"store": alone.HashStore(), "rank": 0, "world_size": 1}
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     if not port or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}  # the launcher has a store
@@ -505,10 +511,14 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     parts = build_parts(job, plan, mesh, family)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
+
+    def own(name: str) -> Init:
+        return family.init_of(name, plan.model)
+
     init_params(
-        chain(named_parameters(parts), named_buffers(parts)),
+        chain(named_parameters(parts), frozen_parameters(parts), named_buffers(parts)),
         job.train.seed,
-        lambda name: family.init_of(name, plan.model),
+        lambda name: init_with_adapters(name, own),
     )
     optimizer = build_optimizer(
         named_parameters(parts),
@@ -535,12 +545,15 @@ class Position:
     """How far a run is: optimizer steps done, and sequences consumed.
 
     ``samples`` alone decides which data comes next, whatever the batch and the layout become.
-    ``watch`` is what the watch for anomalies knows: see `weft.resilience.anomaly`.
+    ``watch`` is what the watch for anomalies knows: see `weft.resilience.anomaly`.  ``base`` is the
+    name of the checkpoint beside the run's own that has the weights which are not trained; empty if
+    there are none, or if they follow from the seed.
     """
 
     step: int
     samples: int
     watch: Mapping[str, Any] = field(default_factory=dict)
+    base: str = ""
 
     def manifest(self, plan: Plan, text: Text) -> dict[str, Any]:
         """What a checkpoint says of itself, as JSON values."""
@@ -548,6 +561,7 @@ class Position:
             "step": self.step,
             "samples": self.samples,
             "watch": self.watch,
+            **({"base": self.base} if self.base else {}),
             "data": text.fingerprint,
             "mesh": plan.sizes,
             "weft": weft.__version__,
@@ -607,12 +621,15 @@ def resume(
     parts: list[nn.Module],
     optimizer: Optimizer,
     warn: Callable[[str], None],
+    frozen: bool = True,
 ) -> Position:
     """Load the newest sound checkpoint in ``folder``; the start of the run if there is none at all.
 
-    A damaged one is renamed, so that it is out of the way and not lost.
+    A damaged one is renamed, so that it is out of the way and not lost.  Weights that are not
+    trained come from that of step 0, which has all.
 
     Args:
+        frozen: whether they are to be loaded, too.
         local: the value of checkpoint.local; what lies there is taken if it is as new or newer.
         warn: told what is damaged, on every rank.
 
@@ -623,6 +640,14 @@ def resume(
     found = [checkpoints(folder)[::-1] if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(found, src=0)
     at_home = found[0]
+    base = base_of(at_home, parts)
+    if frozen and base is None and any(True for _ in frozen_parameters(parts)):
+        rule = "the weights that adapters are trained to are random: there is no checkpoint"
+        warn(f"{rule} of step 0, as weft import makes one")
+    if base is not None:
+        at_home = [path for path in at_home if path != base]
+        if frozen:
+            load_frozen(base, parts)
     # Before the first one it is not known whether what lies there is of the same model and text.
     on_nodes = local_folder(local, folder) if at_home else None
     kept = [(on_nodes, *each) for each in kept_steps(on_nodes, folder)] if on_nodes else []
@@ -633,7 +658,7 @@ def resume(
             except CheckpointError as error:
                 warn(f"{error}; taking the one before")
             else:
-                return _position(manifest)
+                return _position(manifest, base)
         try:
             manifest = load(path, parts, optimizer)
         except DamagedCheckpoint as error:
@@ -642,15 +667,29 @@ def resume(
                 set_aside(path, "damaged")
             warn(f"damaged: {error}; taking the one before")
         else:
-            return _position(manifest)
+            return _position(manifest, base)
     if at_home:
         rule = "every checkpoint is damaged; nothing was started"
         raise CheckpointError(f"{folder}: {rule}: move the folder away to start from scratch")
-    return Position(0, 0)
+    return Position(0, 0, base="" if base is None else base.name)
 
 
-def _position(manifest: Mapping[str, Any]) -> Position:
-    return Position(manifest["step"], manifest["samples"], manifest.get("watch", {}))
+def base_of(found: Sequence[Path], parts: Sequence[nn.Module]) -> Path | None:
+    """Of a run's checkpoints the one of step 0, if this model has weights that are not trained."""
+    if not any(True for _ in frozen_parameters(parts)):
+        return None
+    return next((path for path in found if checkpoint_step(path) == 0), None)
+
+
+def _position(manifest: Mapping[str, Any], base: Path | None) -> Position:
+    name, there = manifest.get("base", ""), "" if base is None else base.name
+    if name != there:
+        rule = f"step {manifest['step']} has adapters to the weights of {name or 'the seed'}"
+        remedy = "put it back" if name else "take it away"
+        raise CheckpointError(
+            f"{rule}, and {name or there} is {'not ' * bool(name)}there; {remedy}"
+        )
+    return Position(manifest["step"], manifest["samples"], manifest.get("watch", {}), name)
 
 
 def rewind(
@@ -668,7 +707,7 @@ def rewind(
             not cure.
     """
     saver.close()
-    at = resume(folder, local, parts, optimizer, warn)
+    at = resume(folder, local, parts, optimizer, warn, frozen=False)
     if at.step == 0:
         rule = "there is no checkpoint to rewind to yet"
         raise CheckpointError(

@@ -150,7 +150,7 @@ class Engine:
         so that the number of ranks has no part in the result.
         """
         (model,) = self.parts
-        params = list(model.parameters())
+        params = [param for param in model.parameters() if param.requires_grad]
         losses, grads = [], []
         for index, row in enumerate(rows):
             self._microbatch = index

@@ -1,0 +1,45 @@
+"""Runs that nobody trained: a checkpoint of random weights, far from uniform, in milliseconds."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+import weft
+from tests.small import Overrides, small_job
+from weft.checkpoint.export import write_model
+from weft.checkpoint.manifest import checkpoint_path
+from weft.job import replace, to_toml
+from weft.models import load_family, resolve_model
+from weft.models.huggingface import shapes
+
+
+def random_run(folder: Path, store: Path, *overrides: tuple[str, str]) -> Path:
+    """A run's folder with one checkpoint."""
+    every: Overrides = [("model.tied_embeddings", "false"), *overrides, ("run.dir", str(folder))]
+    job = replace(small_job(*every), data={"path": str(store)})
+    config, problems = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    assert not problems
+    generator = torch.Generator().manual_seed(1)
+    parts = (
+        (
+            name,
+            shape,
+            iter(
+                [
+                    torch.ones(shape) * 1.5
+                    if name.endswith("norm.weight")
+                    else 0.3 * torch.randn(shape, generator=generator)
+                ]
+            ),
+        )
+        for name, shape in shapes(load_family(job.model.kind), config).items()
+    )
+    manifest = {"step": 0, "samples": 0, "mesh": {}, "weft": weft.__version__, "torch": ""}
+    folder.mkdir()
+    write_model(checkpoint_path(folder / "checkpoints", 0), parts, manifest, lambda done: None)
+    (folder / "job.toml").write_text(to_toml(job, "demo", job))
+    shutil.copy(store / "tokenizer.json", folder)
+    return folder

@@ -1,0 +1,207 @@
+"""Qwen3 and Mistral: equal to transformers', true to their tables, the same in every layout."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.parallel.test_layouts import MODEL, check
+from weft.models import FAMILIES, resolve_model
+from weft.models.huggingface import counterpart, from_config, shapes, to_config
+from weft.models.llama import INIT, num_matmul_params
+from weft.plan.resolve import Machine
+
+# Heads that are wider than dim / num_heads, as in Qwen3 0.6B, and grouped.
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "dim": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 24,
+    "ffn_dim": 96,
+    "vocab_size": 128,
+    "max_seq_len": 64,
+}
+OTHERS = ["qwen3", "mistral"]
+EACH = [(kind, tied) for kind in OTHERS for tied in (False, True)]
+TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def config_of(kind: str, **changes: Any) -> Any:
+    config, problems = resolve_model(kind, "toy", SHAPE | changes)
+    assert not problems
+    return config
+
+
+def filled(kind: str, config: Any) -> nn.Module:
+    """A model with large random weights, so that attention is far from uniform."""
+    torch.manual_seed(0)
+    model = FAMILIES[kind].build(config)
+    for name, parameter in model.named_parameters():
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        nn.init.normal_(parameter, mean, 0.2)
+    return model
+
+
+def transformers_twin(kind: str, config: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tree = to_config(FAMILIES[kind], config, "float32")
+    made = AutoConfig.for_model(tree.pop("model_type"), **tree)
+    return AutoModelForCausalLM.from_config(made)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "tied"), EACH)
+def test_logits_and_gradients_equal_transformers(kind: str, tied: bool) -> None:
+    config = config_of(kind, tied_embeddings=tied)
+    model, twin = filled(kind, config), transformers_twin(kind, config)
+    named = counterpart(FAMILIES[kind]).their_name
+    theirs = dict(twin.named_parameters())
+    assert {n: p.shape for n, p in theirs.items()} == {
+        named(name): shape for name, shape in shapes(FAMILIES[kind], config).items()
+    }
+    for name, parameter in model.named_parameters():
+        theirs[named(name)].data.copy_(parameter.data)
+    tokens = torch.randint(128, (2, 65), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].flatten()
+
+    ours, expected = model(inputs), twin(inputs).logits
+    torch.testing.assert_close(ours, expected, **TOLERANCE)
+    F.cross_entropy(ours.flatten(0, 1), labels).backward()
+    F.cross_entropy(expected.flatten(0, 1), labels).backward()
+    for name, parameter in model.named_parameters():
+        gradient = theirs[named(name)].grad
+        assert gradient is not None
+        assert gradient.abs().max() > 1e-4
+        torch.testing.assert_close(parameter.grad, gradient, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_transformers_writes_is_understood(kind: str) -> None:
+    config = config_of(kind)
+    written = json.loads(transformers_twin(kind, config).config.to_json_string())  # type: ignore[union-attr,operator]
+    assert from_config(FAMILIES[kind], written) == (config, [])
+
+
+def test_the_norms_of_queries_and_keys_matter() -> None:
+    config = config_of("qwen3")
+    model = filled("qwen3", config)
+    tokens = torch.arange(32).unsqueeze(0)
+    with torch.no_grad():
+        before: Tensor = model(tokens)
+        model.get_parameter("layers.0.self_attn.k_norm.weight").mul_(0.1)
+        assert (model(tokens) - before).abs().max() > 0.1
+
+
+# --------------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset", "count"),
+    [
+        # Of the weights on the Hub, a tied embedding once.
+        ("qwen3", "0.6b", 596_049_920),
+        ("qwen3", "1.7b", 1_720_574_976),
+        ("qwen3", "4b", 4_022_468_096),
+        ("qwen3", "8b", 8_190_735_360),
+        ("qwen3", "14b", 14_768_307_200),
+        ("qwen3", "32b", 32_762_123_264),
+        ("mistral", "7b-v0.3", 7_248_023_552),
+    ],
+)
+def test_parameter_counts(kind: str, preset: str, count: int) -> None:
+    family = FAMILIES[kind]
+    config = family.presets[preset]
+    assert family.num_params(config) == count
+    with torch.device("meta"):
+        built = family.build(config)
+        theirs = transformers_twin(kind, config)
+    assert sum(p.numel() for p in built.parameters()) == count
+    assert sum(p.numel() for p in theirs.parameters()) == count
+    assert family.units is not None
+    assert sum(unit.params for unit in family.units(config, 4096)) == count
+
+
+def test_the_report_s_counts_without_embeddings() -> None:
+    """Of Qwen3's model cards, in billions."""
+    published = {"0.6b": 0.44, "1.7b": 1.4, "4b": 3.6, "8b": 6.95, "14b": 13.2, "32b": 31.2}
+    for preset, billions in published.items():
+        config: Any = FAMILIES["qwen3"].presets[preset]
+        table = config.vocab_size * config.dim
+        found = FAMILIES["qwen3"].num_params(config) - table * (2 - config.tied_embeddings)
+        assert found / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "tied"), EACH)
+def test_flops_equal_the_counted_ones(kind: str, tied: bool) -> None:
+    config = config_of(kind, tied_embeddings=tied)
+    tokens = torch.arange(32).expand(3, 32)
+    # The counter does not know CPU's flash attention; the plain kernel is made of products.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        filled(kind, config)(tokens).sum().backward()
+    assert counter.get_total_flops() == (
+        FAMILIES[kind].flops_per_token(config, 32) * tokens.numel()
+    )
+    assert num_matmul_params(config) > 0
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_tables_cover_every_parameter_exactly_once(kind: str) -> None:
+    family = FAMILIES[kind]
+    with torch.device("meta"):
+        model = family.build(config_of(kind))
+    for name, _ in model.named_parameters():
+        assert len([p for p in INIT if fnmatchcase(name, p)]) == 1, name
+        module = name.removesuffix(".weight")
+        assert len([p for p in family.sharding if fnmatchcase(module, p)]) == 1, name
+    assert not family.decays("layers.0.self_attn.q_norm.weight")
+
+
+# --------------------------------------------------------------------------- layouts
+
+LAYOUTS = ["dp_shard2", "tp2", "pp2", "cp2", "tp2 sequence_parallel=false", "tp4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("qwen3", layout) for layout in LAYOUTS]
+    + [("mistral", layout) for layout in LAYOUTS[1:2]]
+    + [("mistral", "dp_shard2 cp2")]
+    + [
+        pytest.param("qwen3", layout, marks=pytest.mark.slow)
+        for layout in ("dp_shard2 tp2", "tp2 pp2", "tp2 cp2 context=ulysses", "dp_replicate2 tp2")
+    ],
+)
+def test_every_layout_computes_the_same_gradients(kind: str, layout: str, store_path: Path) -> None:
+    own = [("model.kind", kind), ("model.head_dim", "12")]
+    check(layout, store_path, model=MODEL + own)
+
+
+def test_the_planner_plans_them() -> None:
+    from weft.plan.report import plan_recipe
+    from weft.predict.forecast import device_of, forecast
+
+    overrides = [
+        ("model.kind", "qwen3"),
+        ("model.preset", "8b"),
+        ("parallel.tp", "2"),
+        ("train.seq_len", "4096"),
+    ]
+
+    def here(device: str) -> Machine:
+        return Machine("cpu", devices=2)
+
+    recipe = "llama3-8b"
+    job, plan, machine = plan_recipe(recipe, overrides, [], "1x8xh100", here)
+    seen = forecast(job, plan, machine, device_of(plan, machine))
+    assert plan.num_params == 8_190_735_360
+    assert seen.step_seconds

@@ -1,0 +1,377 @@
+"""LoRA: gradients of a plain implementation and of every layout, frozen weights, fewer bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.harness import run_ranks
+from tests.layouts import parse
+from tests.parallel.test_layouts import distance
+from tests.small import Overrides, gradients, loader_of, merged, plan_here, small_job, this_rank
+from weft.checkpoint.state import frozen_parameters, named_parameters, optimizer_state
+from weft.job import InvalidJob, read_job
+from weft.models import load_family
+from weft.models.llama import PRESETS, Init, num_matmul_params
+from weft.parallel import lora
+from weft.parallel.lora import LoraLinear
+from weft.parallel.quantize import NF4, linear, pack, unpack
+from weft.plan.lora import BLOCK, BYTES
+from weft.plan.resolve import Machine, Plan, resolve
+from weft.train.setup import build
+
+MODEL: Overrides = [
+    ("model.num_layers", "4"),
+    ("model.tied_embeddings", "false"),
+    ("data.packing", "documents"),
+    ("train.microbatch", "1"),
+    ("lora.rank", "4"),
+]
+# Rows of whole blocks of 64 numbers, over two ranks, too.
+WIDE: Overrides = [*MODEL, ("model.dim", "128"), ("model.ffn_dim", "256")]
+TOLERANCE = 1e-5
+
+
+def adapter_gradients(overrides: Overrides, store: str) -> dict[str, Any]:
+    """`gradients`, with adapters whose B is not zero, so that A has gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(lora.INIT, "lora_B", Init("fan_in"))
+        return gradients(overrides, store)
+
+
+@functools.cache
+def reference(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    return run_ranks(adapter_gradients, 1, list(overrides), store)[0]
+
+
+def check(layout: str, store: Path, model: Overrides = MODEL, tolerance: float = TOLERANCE) -> None:
+    """The layout against one process, on every rank."""
+    ranks, overrides = parse(layout)
+    one = reference(str(store), tuple(model))
+    assert len(one["grads"]) == 4 * 7 * 2
+    found = run_ranks(adapter_gradients, ranks, model + overrides, str(store), timeout=240)
+    for many in merged(found):
+        assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
+        assert many["norm"] == pytest.approx(one["norm"], rel=tolerance)
+        assert many["grads"].keys() == one["grads"].keys()
+        for name, grad in one["grads"].items():
+            scale = grad.abs().max()
+            assert scale > 0
+            assert (many["grads"][name] - grad).abs().max() < tolerance * scale, name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard2",
+        "tp2",
+        "tp2 sequence_parallel=false",
+        "pp2 schedule=ZBVZeroBubble",
+        "cp2",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (
+                "dp_replicate2",
+                "dp_shard2 dp_replicate2",
+                "tp4",  # two key/value heads: two ranks share one
+                "dp_shard2 tp2",
+                "dp_shard2 tp2 pp2",
+                "pp2",
+                "pp2 schedule=Interleaved1F1B pipeline.layers=[1,1,1,1]",
+                "pp2 schedule=DualPipeV pipeline.layers=[1,1,1,1]",
+                "dp_shard2 pp2 gradient_sync=microbatch",
+                "dp_shard2 reshard_after_forward=never",
+                "dp_shard2 tp2 cpu_offload=true",
+                "dp_shard2 tp2 remat.kind=full remat.offload=true",
+                "dp_shard2 remat.kind=selective",
+                "dp_shard2 remat.kind=budget",
+                "dp_shard2 train.canonical=true",
+            )
+        ),
+    ],
+)
+def test_layouts(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard2 lora.quantize=nf4 remat.kind=full",
+        "tp2 lora.quantize=nf4",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (
+                "dp_shard2 tp2 lora.quantize=int8",
+                "pp2 schedule=ZBVZeroBubble lora.quantize=nf4",
+            )
+        ),
+    ],
+)
+def test_layouts_with_a_quantised_base(layout: str, store_path: Path) -> None:
+    quantize = layout.partition("lora.quantize=")[2].split()[0]
+    check(layout, store_path, [*WIDE, ("lora.quantize", quantize)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("layout", ["dp_shard2", "tp2"])
+def test_compiled(layout: str, quantize: str, store_path: Path) -> None:
+    model = [*WIDE, ("data.packing", "windows"), ("lora.quantize", quantize)]
+    check(f"{layout} compile.enable=true", store_path, model)
+
+
+@pytest.mark.slow
+def test_bfloat16(store_path: Path) -> None:
+    """Frozen weights are kept in it; layouts differ from one process no more than that does from
+    float32."""
+    model = [*WIDE, ("lora.alpha", "1")]  # more of such random adapters, and logits are steep
+    low = [*model, ("precision.compute", "bfloat16")]
+    exact, one = reference(str(store_path), tuple(model)), reference(str(store_path), tuple(low))
+    ranks, overrides = parse("dp_shard2 tp2")
+    many = run_ranks(adapter_gradients, ranks, low + overrides, str(store_path))[0]
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-3)
+    rounding = distance(one["grads"], exact["grads"])
+    assert 1e-3 < rounding < 5e-2
+    assert distance(many["grads"], one["grads"]) < 1.5 * rounding
+
+
+# --------------------------------------------------------------------------- one process
+
+
+def test_a_plain_implementation_has_the_same_gradients() -> None:
+    """x W' + alpha / r (x A') B', with the base's own modules, by torch's own autograd."""
+    family, config = load_family("llama"), PRESETS["toy"].model_copy(update={"num_layers": 2})
+    torch.manual_seed(3)
+    model, plain = family.build(config), family.build(config)
+    plain.load_state_dict(model.state_dict())
+    section = small_job(("lora.rank", "4"), ("lora.alpha", "12")).lora
+    lora.apply_lora(model, family.blocks(model), section, torch.float32)
+    tokens_BT = torch.randint(config.vocab_size, (2, 16))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("lora_B.weight"):
+                param.normal_(std=0.1)
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            assert module.lora_A is not None
+            a, b = (each.weight.detach().clone() for each in (module.lora_A, module.lora_B))
+            pairs[name] = a.requires_grad_(), b.requires_grad_()
+
+    def beside(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return lambda module, args, out: out + 12 / 4 * (args[0] @ a.T) @ b.T
+
+    for name, (a, b) in pairs.items():
+        plain.get_submodule(name).register_forward_hook(beside(a, b))
+    assert len(pairs) == 14
+    outputs = []
+    for each in (model, plain):
+        logits_BTV = each(tokens_BT)
+        F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten()).backward()
+        outputs.append(logits_BTV)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+    for name, ours in pairs.items():
+        module = model.get_submodule(name)
+        assert isinstance(module.lora_A, nn.Module)
+        assert isinstance(module.lora_B, nn.Module)
+        for theirs, own in zip((module.lora_A, module.lora_B), ours, strict=True):
+            expected = own.grad
+            assert expected is not None
+            torch.testing.assert_close(
+                theirs.weight.grad, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item()
+            )
+    assert all(p.grad is None for _, p in frozen_parameters([model]))
+
+
+def test_adapters_start_as_those_of_peft() -> None:
+    """A evenly up to one over the root of its inputs, B with zeros."""
+    job = small_job(*WIDE)
+    run_ranks(_initial, 1, WIDE)
+    assert job.lora.rank == 4
+
+
+def _initial(overrides: Overrides) -> None:
+    job = small_job(*overrides)
+    built = build(job, plan_here(job), this_rank())
+    params = dict(named_parameters(built.parts))
+    assert len(params) == 4 * 7 * 2
+    for name, param in params.items():
+        if "lora_B" in name:
+            assert not param.any()
+            continue
+        edge = 1 / math.sqrt(param.shape[1])
+        assert 0.9 * edge < param.max() <= edge
+        assert -edge <= param.min() < -0.9 * edge
+        assert param.std().item() == pytest.approx(edge / math.sqrt(3), rel=0.1)
+        assert abs(param.mean()) < 0.15 * edge
+
+
+def _step(overrides: Overrides, store: str) -> tuple[int, set[str]]:
+    """Two steps: how many adapters have moved, and whose states the optimizer has."""
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    frozen = {n: p.detach().clone() for n, p in frozen_parameters(built.parts)}
+    adapters = {n: p.detach().clone() for n, p in named_parameters(built.parts)}
+    loader = loader_of(job, plan, store, built.mesh)
+    for step in range(2):
+        built.engine.forward_backward(loader.batch(step * job.train.global_batch))
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+    for name, param in frozen_parameters(built.parts):
+        assert param.grad is None
+        bits = [_local(each).view(torch.uint8) for each in (param.detach(), frozen[name])]
+        assert bits[0].equal(bits[1]), name
+    now = dict(named_parameters(built.parts))
+    moved = [n for n, before in adapters.items() if not _local(now[n]).equal(_local(before))]
+    held = {param for group in built.optimizer.param_groups for param in group["params"]}
+    assert held == set(now.values())
+    return len(moved), set(optimizer_state(built.parts, built.optimizer))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_only_adapters_move(quantize: str, store_path: Path) -> None:
+    keys = [*WIDE, ("lora.quantize", quantize), ("parallel.dp_shard", "2")]
+    for moved, states in run_ranks(_step, 2, keys, str(store_path)):
+        assert moved == 4 * 7 * 2
+        assert len(states) == 3 * moved
+        assert all(".lora_" in name for name in states)
+
+
+# --------------------------------------------------------------------------- fewer bits
+
+
+def test_nf4_has_the_published_levels() -> None:
+    from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256)
+    theirs = nf4_tensor.NF4Tensor.from_tensor(weight, 64, 256)
+    torch.testing.assert_close(torch.tensor(NF4), theirs.nf4.float(), rtol=0, atol=1e-4)
+    ours = unpack(pack(weight, "nf4"), torch.float32)
+    off = (ours - theirs.get_original_weight()).abs()
+    # They quantise scales once more, to 8 bits; and have levels of four digits, so that a few
+    # numbers between two fall on the other one.
+    assert (off > 0.02 * weight.abs().max()).sum() < 1e-3 * weight.numel()
+    assert off.mean() < 5e-3
+
+
+@pytest.mark.parametrize(("kind", "error"), [("nf4", 0.152), ("int8", 0.5 / 127)])
+def test_quantisation_error(kind: str, error: float) -> None:
+    """Of a block's largest number, at most: half of the widest gap between levels."""
+    torch.manual_seed(0)
+    weight = torch.randn(48, 320) * torch.logspace(-6, 6, 48).unsqueeze(1)
+    weight[5] = 0
+    packed = pack(weight, kind)
+    assert packed.shape == (48, 5, BYTES[kind])
+    assert packed.dtype == torch.uint8
+    off = (unpack(packed, torch.float32) - weight).view(48, 5, BLOCK).abs()
+    largest = weight.view(48, 5, BLOCK).abs().amax(2, keepdim=True)
+    assert (off <= error * 1.0001 * largest).all()
+    assert unpack(packed, torch.float32)[5].equal(torch.zeros(320))
+    # Exact where a number is a level: the largest of each block, and zero.
+    assert unpack(pack(unpack(packed, torch.float32), kind), torch.float32).equal(
+        unpack(packed, torch.float32)
+    )
+
+
+def test_any_cut_has_the_bytes_of_the_whole() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(10, 256)
+    for kind in BYTES:
+        whole = pack(weight, kind)
+        assert torch.cat([pack(part, kind) for part in weight.split((3, 7))]).equal(whole)
+        parts = [pack(part.contiguous(), kind) for part in weight.chunk(2, dim=1)]
+        assert torch.cat(parts, dim=1).equal(whole)
+
+
+def test_the_product_and_its_gradient() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(24, 128), torch.randn(2, 5, 128, dtype=torch.float64)
+    packed = pack(weight, "nf4")
+    matrix = unpack(packed, torch.float64)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ours, plain = linear(mine, packed), theirs @ matrix.T
+    assert ours.equal(F.linear(x, matrix))
+    grad = torch.randn_like(plain)
+    ours.backward(grad)
+    plain.backward(grad)
+    torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_memory() -> None:
+    """A block in nf4 takes less than 0.3 times what it takes in bfloat16."""
+    family = load_family("llama")
+    size = {}
+    for quantize in ("none", "nf4", "int8"):
+        with torch.device("meta"):
+            model = family.build(PRESETS["8b"].model_copy(update={"num_layers": 1}))
+        section = small_job(("lora.rank", "16"), ("lora.quantize", quantize)).lora
+        lora.apply_lora(model, family.blocks(model), section, torch.bfloat16)
+        (block,) = family.blocks(model)
+        size[quantize] = sum(p.nbytes for p in block.parameters() if not p.requires_grad)
+    assert size["nf4"] < 0.3 * size["none"]
+    assert size["int8"] < 0.54 * size["none"]
+
+
+# --------------------------------------------------------------------------- what is told before
+
+
+def planned(*overrides: tuple[str, str], preset: str = "8b", devices: int = 1) -> Plan:
+    keys = [("model.preset", preset), ("precision.compute", "bfloat16"), ("data.vocab_size", "512")]
+    job, _, problems = read_job("demo", [*keys, *overrides])
+    assert not problems
+    return resolve(job, Machine("cuda", devices=devices, world_size=devices))
+
+
+def test_the_plan_counts_what_is_trained() -> None:
+    plain, plan = planned(), planned(("lora.rank", "16"))
+    # Of 32 blocks: q and o 4096 to 4096, k and v to 1024, gate and up to 14336, and down.
+    sides = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    adapters = 32 * 16 * sides
+    assert (plain.trained_params, plan.trained_params) == (plain.num_params, adapters)
+    assert plan.num_params == plain.num_params + adapters
+    weights = num_matmul_params(plan.model)
+    assert plan.flops_per_token == plain.flops_per_token - 2 * weights + 6 * adapters
+    difference = plan.flops_per_token - plan.causal_flops_per_token
+    assert difference == plain.flops_per_token - plain.causal_flops_per_token
+    few = planned(("lora.rank", "16"), ("lora.targets", "q_proj,v_proj"))
+    assert few.trained_params == 32 * 16 * (4096 + 4096 + 4096 + 1024)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([("lora.rank", "8"), ("lora.targets", "q_prj")], "did you mean 'q_proj'?"),
+        ([("lora.targets", "q_proj")], "says nothing while all weights are trained"),
+        ([("lora.quantize", "nf4")], "says nothing while all weights are trained"),
+        ([("lora.rank", "8"), ("precision.float8", "rowwise")], "not possible beside float8"),
+        (
+            [("lora.rank", "8"), ("lora.quantize", "nf4"), ("parallel.tp", "2")],
+            "down_proj has 192 inputs over tp = 2 ranks: no whole blocks of 64",
+        ),
+        (
+            [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers", "[0,2]")],
+            "the first stage, without blocks, has no adapter to train",
+        ),
+    ],
+)
+def test_what_is_refused(keys: Overrides, expected: str) -> None:
+    shape = [("model.num_layers", "2"), ("model.dim", "128"), ("model.ffn_dim", "192")]
+    heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")]
+    with pytest.raises(InvalidJob) as caught:
+        planned(*shape, *heads, *keys, preset="8b", devices=2)
+    assert expected in str(caught.value)

@@ -1,0 +1,85 @@
+"""The loss of a checkpoint: one process's in every layout, and that of the text counted by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.asked import random_run
+from tests.harness import run_ranks
+from tests.layouts import parse
+from tests.small import this_rank
+from weft.cli import main
+from weft.data.store import open_store
+from weft.data.text import open_text
+from weft.train.evaluate import EVERY, losses_on
+from weft.train.inference import find_checkpoint, lay_out, restore_alone
+
+ALLOWED = ("parallel.", "pipeline.", "data.", "train.")
+
+
+@pytest.fixture(scope="module")
+def run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_run(tmp_path_factory.mktemp("evaluate") / "run", store_path)
+
+
+def told(
+    run: str, store: str, overrides: list[tuple[str, str]], whole: bool = False
+) -> dict[str, Any]:
+    found = find_checkpoint(Path(run))
+    job, plan = lay_out(found, overrides, [], ALLOWED, generating=False)
+    sequences = job.train.eval_sequences if ("train.eval_sequences", "9") in overrides else EVERY
+    (loss,) = losses_on(found, job, plan, open_text(store), sequences, this_rank(), whole)
+    return loss.to_dict()
+
+
+def test_it_is_the_mean_of_all_held_out_tokens(run: Path, store_path: Path) -> None:
+    (ours,) = run_ranks(told, 1, str(run), str(store_path), [])
+    model = restore_alone(find_checkpoint(run), torch.device("cpu"))
+    store = open_store(store_path)
+    stream, length = store.tokens("validation"), 32
+    rows = (len(stream) - 1) // length
+    window = stream.window(np.arange(rows) * length, length + 1)
+    tokens = torch.from_numpy(window)
+    with torch.no_grad():
+        head = model.module.get_parameter("lm_head.weight")
+        logits = torch.cat([model.module(part) @ head.T for part in tokens[:, :-1].split(64)])
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert ours["nats_per_token"] == pytest.approx(expected, rel=1e-5)
+    assert ours["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    size = store.manifest.validation
+    assert (ours["tokens"], ours["bytes"]) == (size.tokens - 1, size.bytes)
+    bits = expected * (size.tokens - 1) / size.bytes / math.log(2)
+    assert ours["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp_shard2 tp2", "pp2", pytest.param("cp2 tp2", marks=pytest.mark.slow)]
+)
+def test_every_layout_tells_the_same(layout: str, run: Path, store_path: Path) -> None:
+    few = ("train.eval_sequences", "9")
+    (expected,) = run_ranks(told, 1, str(run), str(store_path), [few])
+    ranks, overrides = parse(layout)
+    for ours in run_ranks(told, ranks, str(run), str(store_path), [*overrides, few]):
+        assert ours == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_command(
+    run: Path, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", str(run), "--json", "--data.cache", str(tmp_path)]
+    assert main([*words, "--data.path", str(text_folder), "--train.eval_sequences", "4"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert 5 < numbers["nats_per_token"] < 100
+    assert numbers["tokens"] > 1000
+    assert main([*words, "--train.steps", "3", "--task", "nowhere.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "--task" in said
+    assert "train.steps" in said

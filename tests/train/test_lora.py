@@ -1,0 +1,224 @@
+"""LoRA runs: from imported weights, through checkpoints of adapters, to PEFT and merged weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.harness import RankError, run_ranks
+from tests.layouts import parse
+from tests.small import Overrides, losses, newest_state, read_state, small_job, train_rank
+from weft.checkpoint.export import write_json
+from weft.checkpoint.manifest import checkpoints, read_manifest
+from weft.data.prepare import Progress
+from weft.job import InvalidJob, to_toml
+from weft.models import FAMILIES, resolve_model
+from weft.models.huggingface import shapes, their_name, to_config
+from weft.train.inference import find_checkpoint, load_whole
+from weft.train.interchange import export_checkpoint, import_model
+
+MODEL: Overrides = [
+    ("model.dim", "128"),
+    ("model.ffn_dim", "256"),
+    ("model.tied_embeddings", "false"),
+    ("lora.rank", "4"),
+    ("lora.alpha", "8"),
+    ("optim.lr", "0.01"),
+    ("optim.warmup_steps", "0"),
+    ("optim.schedule", "linear"),
+    ("observe.log_interval", "1"),
+    ("checkpoint.interval", "2"),
+    ("checkpoint.keep", "1"),
+]
+
+
+def silent(progress: Progress) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def source(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder as Hugging Face has it, of random weights."""
+    folder = tmp_path_factory.mktemp("source")
+    job = small_job(*MODEL)
+    config: Any
+    config, _ = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    torch.manual_seed(7)
+    weights = {
+        their_name(name): torch.randn(shape) * 0.08 if len(shape) == 2 else torch.ones(shape)
+        for name, shape in shapes(FAMILIES["llama"], config).items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_json(folder / "config.json", to_config(FAMILIES["llama"], config, "float32"))
+    shutil.copy(store_path / "tokenizer.json", folder)
+    return folder
+
+
+def run(source: Path, folder: Path, store: Path, layout: str, steps: int, *more: Any) -> Path:
+    """Train in ``folder`` up to a step, from the imported weights or where it stands."""
+    if not folder.exists():
+        import_model(source, folder, silent)
+    ranks, overrides = parse(layout)
+    every = [*MODEL, ("run.dir", str(folder)), ("train.steps", "4"), *more, *overrides]
+    if steps < 4:  # as if it had been stopped there: the learning rate is that of the whole run
+        fault = f'[{{site = "step", kind = "raise", passing = {steps + 1}}}]'
+        every.append(("resilience.faults", fault))
+        with pytest.raises(RankError, match="injected"):
+            run_ranks(train_rank, ranks, every, str(store), timeout=120)
+    else:
+        run_ranks(train_rank, ranks, every, str(store), timeout=120)
+    job = small_job(*every)
+    (folder / "job.toml").write_text(to_toml(job, "demo", job))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps on two ranks; not to be changed."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    return run(source, folder, store_path, "dp_shard2", 4)
+
+
+def test_checkpoints_hold_adapters_and_the_base_stays(trained: Path, source: Path) -> None:
+    base, newest = checkpoints(trained / "checkpoints")  # of step 2, none is left: keep is 1
+    assert (base.name, newest.name) == ("step-00000000", "step-00000004")
+    assert read_manifest(newest)["base"] == base.name
+    state = newest_state(trained)
+    assert all(".lora_A." in name or ".lora_B." in name for name in state)
+    assert len([name for name in state if name.startswith("model.")]) == 2 * 7 * 2
+    assert all(state[f"model.layers.1.{m}.lora_B.weight"].any() for m in ("mlp.up_proj",))
+    imported = load_file(source / "model.safetensors")
+    for name, tensor in read_state(base).items():
+        assert tensor.equal(imported[their_name(name.removeprefix("model."))])
+
+
+def test_it_goes_on_to_the_bit(
+    trained: Path, source: Path, store_path: Path, tmp_path: Path
+) -> None:
+    folder = run(source, tmp_path / "run", store_path, "dp_shard2", 2)
+    run(source, folder, store_path, "dp_shard2", 4)
+    assert losses(folder) == losses(trained)
+    theirs = newest_state(trained)
+    assert all(tensor.equal(theirs[name]) for name, tensor in newest_state(folder).items())
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2 dp_shard2", marks=pytest.mark.slow)])
+def test_it_goes_on_in_another_layout(
+    layout: str, trained: Path, source: Path, store_path: Path, tmp_path: Path
+) -> None:
+    folder = run(source, tmp_path / "run", store_path, "dp_shard2", 2)
+    run(source, folder, store_path, layout, 4)
+    assert losses(folder) == pytest.approx(losses(trained), rel=1e-5)
+    theirs = newest_state(trained)
+    for name, tensor in newest_state(folder).items():
+        if name.startswith("model."):
+            assert (tensor - theirs[name]).norm() < 1e-2 * theirs[name].norm(), name
+
+
+def test_without_its_base_it_does_not_go_on(
+    trained: Path, source: Path, store_path: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-00000000")
+    with pytest.raises(RankError, match="step-00000000 is not there; put it back"):
+        run(source, folder, store_path, "", 4)
+    for adapter in (False, True):
+        with pytest.raises(InvalidJob, match="step-00000000, which is not there"):
+            export_checkpoint(folder, tmp_path / "out", "float32", "5GB", silent, adapter)
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------- PEFT
+
+
+def logits_of(model: nn.Module, tokens_BT: torch.Tensor) -> torch.Tensor:
+    out = model(tokens_BT)
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def whole_model(folder: Path) -> nn.Module:
+    return load_whole(find_checkpoint(folder), torch.device("cpu")).eval()
+
+
+TOKENS_BT = torch.arange(48).view(2, 24) * 7 % 512
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        pytest.param(
+            (("lora.rank_stabilized", "true"), ("lora.targets", "q_proj,down_proj")),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_peft_computes_the_same(
+    keys: tuple[tuple[str, str], ...],
+    trained: Path,
+    source: Path,
+    store_path: Path,
+    tmp_path: Path,
+) -> None:
+    """Logits, and gradients of the adapters; and so does the merged model."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = trained
+    if keys:
+        folder = run(source, tmp_path / "run", store_path, "tp2", 4, *keys)
+    export_checkpoint(folder, tmp_path / "adapter", "float32", "5GB", silent, adapter=True)
+    export_checkpoint(folder, tmp_path / "merged", "float32", "5GB", silent)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    untuned = logits_of(plain, TOKENS_BT)
+    theirs = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"), is_trainable=True).eval()
+    ours = whole_model(folder)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+
+    expected = logits_of(theirs, TOKENS_BT)
+    size = expected.abs().max()
+    assert (expected - untuned).abs().max() > 0.05 * size  # training has changed something
+    for model in (ours, merged):
+        assert (logits_of(model, TOKENS_BT) - expected).abs().max() < 1e-5 * size
+
+    for model in (ours, theirs):
+        logits_BTV = logits_of(model, TOKENS_BT)
+        F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), TOKENS_BT[:, 1:].flatten()).backward()
+    theirs_by_name = {
+        name.removeprefix("base_model.model.model.").replace(".default", ""): param.grad
+        for name, param in theirs.named_parameters()
+        if param.requires_grad
+    }
+    grads = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    assert grads.keys() == theirs_by_name.keys()
+    for name, grad in grads.items():
+        expected = theirs_by_name[name]
+        assert grad is not None
+        assert expected is not None
+        assert expected.abs().max() > 0
+        assert (grad - expected).abs().max() < 1e-4 * expected.abs().max(), name
+
+
+def test_a_quantised_base(source: Path, store_path: Path, tmp_path: Path) -> None:
+    """The same in two layouts; what is merged, and what generates, is what was trained."""
+    nf4 = ("lora.quantize", "nf4")
+    one = run(source, tmp_path / "one", store_path, "", 4, nf4)
+    two = run(source, tmp_path / "two", store_path, "dp_shard2", 4, nf4)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    export_checkpoint(one, tmp_path / "merged", "float32", "5GB", silent)
+    ours = whole_model(one)
+    import_model(tmp_path / "merged", tmp_path / "again", silent)
+    merged = whole_model(tmp_path / "again")
+    expected = logits_of(ours, TOKENS_BT)
+    difference = (logits_of(merged, TOKENS_BT) - expected).abs().max()
+    assert difference < 1e-5 * expected.abs().max()
+    packed = {param.dtype for param in ours.parameters()}
+    assert packed == {torch.uint8, torch.float32}

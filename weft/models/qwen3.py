@@ -1,0 +1,113 @@
+"""Qwen3, dense: Llama's blocks with a norm on every query and key, and heads of a width of its own.
+
+The technical report is arXiv:2505.09388; sizes are those of ``config.json`` of Qwen/Qwen3-0.6B to
+Qwen/Qwen3-32B on the Hub.  All else is `weft.models.llama`'s, tables included: what is here is what
+differs.  `K` is the width of one head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weft.job import Positive, key
+from weft.models import llama
+from weft.models.huggingface import ONLY, Counterpart
+from weft.models.layers import Attention, RMSNorm
+from weft.models.llama import DecoderConfig, PositiveFloat, Split, Unit
+
+
+class Qwen3Config(DecoderConfig):
+    """Shape of a Qwen3; the defaults are those of Qwen3 8B."""
+
+    num_layers: Positive = key(36, "transformer blocks")
+    head_dim: Positive = key(128, "width of one head, whatever dim / num_heads is")
+    ffn_dim: Positive = key(12288, "inner width of the feed-forward layer")
+    vocab_size: Positive = key(151936, "token ids")
+    max_seq_len: Positive = key(40960, "longest row, in tokens")
+    rope_theta: PositiveFloat = key(1e6, "base of the rotary wavelengths")
+    norm_eps: PositiveFloat = key(1e-6, "added to the mean square in RMSNorm")
+
+
+PRESETS: dict[str, Qwen3Config] = {
+    # For two CPU cores.
+    "toy": Qwen3Config(
+        num_layers=3,
+        dim=192,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=48,
+        ffn_dim=512,
+        vocab_size=4096,
+        max_seq_len=1024,
+        tied_embeddings=True,
+    ),
+    # As published.
+    "0.6b": Qwen3Config(num_layers=28, dim=1024, num_heads=16, ffn_dim=3072, tied_embeddings=True),
+    "1.7b": Qwen3Config(num_layers=28, dim=2048, num_heads=16, ffn_dim=6144, tied_embeddings=True),
+    "4b": Qwen3Config(dim=2560, ffn_dim=9728, tied_embeddings=True),
+    "8b": Qwen3Config(),
+    "14b": Qwen3Config(num_layers=40, dim=5120, num_heads=40, ffn_dim=17408),
+    "32b": Qwen3Config(num_layers=64, dim=5120, num_heads=64, ffn_dim=25600),
+}
+
+
+class NormedAttention(Attention):
+    """Attention whose queries and keys have a root mean square of one, times a gain of width K."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+
+    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_BTHK, k_BTGK, v_BTGK = super().project(x_BTD)
+        return self.q_norm(q_BTHK), self.k_norm(k_BTGK), v_BTGK
+
+
+class Block(llama.Block):
+    """One decoder layer."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.self_attn = NormedAttention(config)
+
+
+class Qwen3(llama.Llama):
+    """A decoder-only transformer as in Qwen3."""
+
+    block = Block
+
+
+SHARDING: dict[str, Split] = {
+    **llama.SHARDING,
+    "layers.*.self_attn.[qk]_norm": Split("summed"),
+}
+
+
+def units(config: Qwen3Config, seq_len: int) -> list[Unit]:
+    """Llama's, and what the two norms of a block add to it."""
+    params, saved = 2 * config.head_dim, 8 * (config.num_heads + config.num_kv_heads)
+    return [
+        unit._replace(
+            params=unit.params + params,
+            activation_bytes_per_token=unit.activation_bytes_per_token + saved * config.head_dim,
+        )
+        if unit.name.startswith("layers.")
+        else unit
+        for unit in llama.units(config, seq_len)
+    ]
+
+
+def num_params(config: Qwen3Config) -> int:
+    """Parameters of the model, a tied embedding counted once."""
+    return llama.num_params(config) + 2 * config.num_layers * config.head_dim
+
+
+HUGGINGFACE = Counterpart(
+    name="Qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    defaults={"head_dim": 128, "max_position_embeddings": 32768},
+    only={**ONLY, "use_sliding_window": False},
+    ignored=frozenset({"sliding_window", "max_window_layers"}),  # of what is not used
+)

@@ -1,0 +1,161 @@
+"""Frozen matrices in 4 or 8 bits (QLoRA, arXiv:2305.14314), in a form that any layout can cut.
+
+A block of 64 neighbours in a row shares a scale, its largest magnitude.  *nf4* keeps of each number
+the nearest of 16 that are as likely as each other under a normal distribution; *int8* one of 255 at
+equal distances.  A matrix ``[outputs, inputs]`` becomes one tensor of bytes,
+
+    [outputs, inputs / 64, 32 + 4]     nf4: two codes to a byte, the first in its upper half
+    [outputs, inputs / 64, 64 + 4]     int8
+
+whose last 4 bytes are the float32 scale: 4.5 and 8.5 bits a number.  So a cut by outputs (FSDP,
+tensor parallel *column*) is one of its dim 0, and one by inputs (*row*) of its dim 1: no block is
+ever cut through, and each rank makes its own part of the very bytes that one process has.  FSDP
+gathers bytes like any other tensor, and needs to know nothing of them.  The last size tells which
+of the two it is.
+
+The matrix is expanded in the dtype of the activations when it is multiplied by, forward and again
+backward, and never kept.
+
+torchao's `NF4Tensor` packs a flattened tensor, with a second quantisation of the scales over blocks
+of blocks.  It is cut by chunks of that only, never by inputs, and its parts are of other bytes than
+the whole.  The second quantisation would take the 0.5 bits of scales to 0.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.parallel.private import is_fake
+from weft.plan.lora import BLOCK, BYTES
+
+SCALE = 4  # bytes
+AT_ONCE = 1 << 24  # numbers that are quantised at a time
+
+# Quantiles of the normal distribution, with an exact zero: arXiv:2305.14314, appendix E.
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+def pack(values_OI: Tensor, kind: str) -> Tensor:
+    """The bytes of a matrix, uint8 ``[O, I / 64, BYTES[kind]]``; see above.
+
+    Args:
+        values_OI: float32, finite; ``I`` is a multiple of 64.
+    """
+    blocks_ONB = values_OI.float().view(len(values_OI), -1, BLOCK)
+    scales_ON1 = blocks_ONB.abs().amax(dim=2, keepdim=True)
+    scaled_ONB = blocks_ONB / torch.where(scales_ON1 == 0, 1.0, scales_ON1)
+    if kind == "int8":
+        codes = (scaled_ONB * 127).round().to(torch.int8).view(torch.uint8)
+    else:
+        levels = torch.tensor(NF4, device=values_OI.device)
+        edges = (levels[1:] + levels[:-1]) / 2
+        halves = torch.bucketize(scaled_ONB, edges, out_int32=True).to(torch.uint8)
+        codes = (halves[..., 0::2] << 4) | halves[..., 1::2]
+    return torch.cat((codes, scales_ON1.contiguous().view(torch.uint8)), dim=2)
+
+
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix ``[O, I]`` that the bytes stand for, rounded to ``dtype``."""
+    codes = packed[..., :-SCALE]
+    scales_ON1 = packed[..., -SCALE:].contiguous().view(torch.float32)
+    if packed.shape[2] == BYTES["int8"]:
+        values_ONB = codes.view(torch.int8) * (scales_ON1 / 127)
+    else:
+        values_ONB = F.embedding(codes.int(), _pairs(packed.device)).flatten(2) * scales_ON1
+    matrix_OI: Tensor = values_ONB.flatten(1).to(dtype)
+    return matrix_OI
+
+
+_PAIRS: dict[torch.device, Tensor] = {}
+
+
+def _pairs(device: torch.device) -> Tensor:
+    """What each byte of nf4 stands for: float32 ``[256, 2]``."""
+    if device in _PAIRS:  # else each use would wait for a copy to the device
+        return _PAIRS[device]
+    pairs = torch.tensor([[high, low] for high in NF4 for low in NF4], device=device)
+    if not torch.compiler.is_compiling() and not is_fake(pairs):
+        _PAIRS[device] = pairs
+    return pairs
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)
+        return F.linear(x, unpack(packed, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ unpack(packed, grad.dtype), None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` with a frozen weight, as it is or packed."""
+    if weight.dtype != torch.uint8:
+        return F.linear(x, weight, bias)
+    out = cast(Tensor, _Product.apply(x, weight))  # type: ignore[no-untyped-call]
+    return out if bias is None else out + bias
+
+
+# --------------------------------------------------------------------------- filling
+
+
+def numbers_of(param: Tensor) -> Tensor:
+    """Where the float32 numbers of a parameter go, cut as it is: its own memory if it is of
+    float32, else memory for them, uninitialised, which `keep_numbers` takes."""
+    if param.dtype == torch.float32:
+        return param.data
+    local = param.to_local() if isinstance(param, DTensor) else param
+    shape, sizes = torch.Size(param.shape), local.shape
+    if param.dtype == torch.uint8:
+        shape = torch.Size((shape[0], shape[1] * BLOCK))
+        sizes = torch.Size((sizes[0], sizes[1] * BLOCK))
+    numbers = torch.empty(sizes, dtype=torch.float32, device=local.device)
+    if not isinstance(param, DTensor):
+        return numbers
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(
+        numbers, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+@torch.no_grad()
+def keep_numbers(param: nn.Parameter | Tensor, numbers: Tensor) -> None:
+    """Round what lies in ``numbers_of(param)`` into ``param``."""
+    if param.dtype == torch.float32:
+        return
+    local = param.to_local() if isinstance(param, DTensor) else param
+    here = numbers.to_local() if isinstance(numbers, DTensor) else numbers
+    if param.dtype != torch.uint8:
+        local.copy_(here)
+        return
+    kind = next(kind for kind, size in BYTES.items() if size == param.shape[2])
+    rows = max(1, AT_ONCE // max(1, here.shape[1]))
+    for first in range(0, here.shape[0], rows):
+        some = slice(first, first + rows)
+        local[some] = pack(here[some], kind)

@@ -1,0 +1,100 @@
+"""What a trained model has learned: its loss on text, in any layout, by the code that trains."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.data.loader import evaluation_batches, samples_of
+from weft.data.store import Split, SplitName, Store
+from weft.data.text import Source, Text
+from weft.job import Job, WeftError, replace
+from weft.plan.resolve import Plan
+from weft.train.inference import Found, restore_parts
+from weft.train.setup import Rank
+from weft.train.step import Engine
+
+EVERY = 1 << 40  # sequences
+COUNTED = 1 << 24  # tokens that are looked at together
+
+
+class Loss(NamedTuple):
+    """Of one source.  ``tokens`` are those that are predicted, of ``bytes`` of text."""
+
+    name: str
+    nats_per_token: float
+    tokens: int
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """With the perplexity of a token, and bits per byte, which no tokenizer changes (None where
+        the store does not tell its bytes)."""
+        nats = self.nats_per_token * self.tokens
+        bits = nats / self.bytes / math.log(2) if self.bytes else None
+        return {
+            "nats_per_token": self.nats_per_token,
+            "perplexity": math.exp(self.nats_per_token),
+            "bits_per_byte": bits,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+        }
+
+
+def losses_on(
+    found: Found,
+    job: Job,
+    plan: Plan,
+    text: Text,
+    sequences: int,
+    rank: Rank,
+    whole: bool,
+) -> list[Loss]:
+    """The checkpoint's losses on each source of ``text``; every rank calls it, and gets the same.
+
+    Args:
+        sequences: at most that many of each source and split, evenly spread.  With fewer than all
+            the loss is an estimate, and bits per byte with it.
+        whole: the train split, too: of a text that the model was not trained on.
+
+    Raises:
+        WeftError: if it is not plain text.
+    """
+    parts, mesh, family = restore_parts(found, job, plan, rank)
+    # Its sources come one after the other here.
+    alone = replace(job, data={"mixture": {}}, train={"objective": "next_token"})
+    engine = Engine(parts, family, alone, plan, mesh, rank.device)
+    splits: list[SplitName] = ["train", "validation"] if whole else ["validation"]
+    losses = []
+    for source in text.sources:
+        nats, tokens, size = 0.0, 0, 0
+        kind = source.store.manifest.kind
+        if kind == "preferences":  # whose losses are of differences
+            raise WeftError(f"{source.name}: holds {kind}, of which there is no loss of all text")
+        for split in splits:
+            one = Text(text.path, (Source(source.name, 1.0, source.store),))
+            samples = samples_of(one, split, job.train.seq_len, job.data, job.train.seed)
+            batches = evaluation_batches(
+                samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch
+            )
+            mean = engine.evaluate(batches)
+            predicted, read = _predicted(source.store, split, job.data.keeps_documents)
+            nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
+        name = source.name if len(text.sources) > 1 else job.data.path
+        losses.append(Loss(name, nats / tokens, tokens, size))
+    return losses
+
+
+def _predicted(store: Store, split: SplitName, apart: bool) -> tuple[int, int]:
+    """How many tokens of a split are predicted, and of how many bytes; 0: not known."""
+    of: Split = getattr(store.manifest, split)
+    learned = store.learned(split)
+    if learned is None:
+        # What follows a document is not predicted from it where documents are kept apart.
+        return of.tokens - (of.documents if apart else 1), of.bytes
+    count = 0
+    for first in range(0, len(learned), COUNTED):
+        size = min(COUNTED, len(learned) - first)
+        count += int(learned.window(np.array([first]), size).sum())
+    return count, 0
