@@ -335,7 +335,7 @@ class OptimSection(Section):
 
 
 class ParallelSection(Section):
-    """Degrees of each kind of parallelism; their product is the number of ranks."""
+    """Degrees of each kind of parallelism; their product, without ep, is the number of ranks."""
 
     dp_replicate: Positive = key(1, "replicas of the sharded model")
     dp_shard: Positive | Literal["auto", "fit"] = key(
@@ -346,6 +346,9 @@ class ParallelSection(Section):
     tp: Positive = key(1, "tensor parallel: ranks that share each matrix")
     pp: Positive = key(1, "pipeline parallel: ranks that share the layers")
     cp: Positive = key(1, "context parallel: ranks that share each sequence")
+    ep: Positive = key(
+        1, "expert parallel: of the dp_shard x cp ranks, how many share out the experts"
+    )
     schedule: Text = key(
         "1F1B",
         "order of the pipeline's microbatches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "

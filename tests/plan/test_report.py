@@ -93,6 +93,7 @@ def test_lora_is_fine_tuning_of_adapters() -> None:
 
 def test_no_recipe_is_left_out() -> None:
     others = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
+    others |= {"moe-demo", "qwen3-30b-a3b"}
     tuned = {"llama3-8b-finetune", "llama3-8b-chat", "llama3-8b-lora", "llama3-8b-qlora"}
     assert {*PUBLISHED, *others, *tuned} == set(recipe_names())
 

@@ -64,4 +64,6 @@ def test_a_recipe_fits_its_cluster(recipe: str) -> None:
     assert seen.fits
     if plan.device == "cuda":
         assert seen.mfu is not None
-        assert 0.25 < seen.mfu < 0.75
+        # Small products and an exchange of tokens twice a layer: a mixture of experts has less.
+        routed = seen.plan.num_active_params < seen.plan.num_params
+        assert (0.15 if routed else 0.25) < seen.mfu < 0.75

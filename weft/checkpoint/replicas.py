@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
-from weft.checkpoint.state import local_part, model_state, optimizer_state
+from weft.checkpoint.state import (
+    beside,
+    local_part,
+    model_state,
+    named_buffers,
+    named_parameters,
+    optimizer_state,
+)
 from weft.job import WeftError
 from weft.parallel.init import shard_offsets
 
@@ -32,19 +39,25 @@ class ReplicasDiffer(WeftError):
 
 
 def compare_replicas(parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Compare parameters and optimizer state along every axis that they are replicated on.
+    """Compare parameters, buffers and optimizer state along every axis that has copies of them.
 
     Every rank calls it.
 
     Raises:
         ReplicasDiffer: on the ranks of a group that differs.
     """
-    copied: dict[tuple[DeviceMesh, int], dict[str, DTensor]] = {}
+    copied: dict[tuple[DeviceMesh, int], dict[str, Tensor]] = {}
     for name, tensor in (model_state(parts) | optimizer_state(parts, optimizer)).items():
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
                 if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
                     copied.setdefault((tensor.device_mesh, axis), {})[name] = tensor
+    params = dict(named_parameters(parts))
+    for name, buffer in named_buffers(parts):
+        if isinstance(param := beside(name, params), DTensor):
+            for axis in range(param.device_mesh.ndim):
+                if param.device_mesh.size(axis) > 1:
+                    copied.setdefault((param.device_mesh, axis), {})[f"model.{name}"] = buffer
     marks: dict[str, Tensor] = {}
     for (mesh, axis), tensors in copied.items():
         for name, tensor in tensors.items():

@@ -7,7 +7,7 @@ Names are the model's parameter names, which are the same under every layout:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,23 @@ def frozen_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Para
     return (pair for part in parts for pair in part.named_parameters() if not pair[1].requires_grad)
 
 
-def model_state(parts: Iterable[nn.Module]) -> State:
-    """``model.<name>`` -> parameter that is trained, sharing memory with it."""
-    return {f"model.{name}": param.data for name, param in named_parameters(parts)}
+def named_buffers(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the whole model, buffer) of the buffers that are state, whole on every rank.
+
+    Those that follow from the configuration, such as rotary tables, are not.
+    """
+    for part in parts:
+        for prefix, module in part.named_modules():
+            passing = module._non_persistent_buffers_set
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.rpartition(".")[2] not in passing:
+                    yield name, buffer
+
+
+def model_state(parts: Sequence[nn.Module]) -> State:
+    """``model.<name>`` -> parameter that is trained, or buffer, sharing memory with it."""
+    params = {f"model.{name}": param.data for name, param in named_parameters(parts)}
+    return params | {f"model.{name}": buffer for name, buffer in named_buffers(parts)}
 
 
 def optimizer_state(parts: Iterable[nn.Module], optimizer: Optimizer) -> State:
@@ -96,11 +110,12 @@ def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies
     found = {}
     for name, tensor in state.items():
         kind, _, rest = name.partition(".")
-        param = params[rest if kind == "model" else rest.rpartition(".")[0]]
+        place = rest if kind == "model" else rest.rpartition(".")[0]
+        param = params[place] if place in params else beside(place, params)
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             axes = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
-        elif isinstance(param, DTensor):  # a step count beside it
+        elif isinstance(param, DTensor):  # a step count, or a buffer, beside it
             mesh = param.device_mesh
             axes = list(range(mesh.ndim))
         else:
@@ -112,6 +127,12 @@ def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies
             for axis in axes
         ]
     return found
+
+
+def beside(buffer: str, params: Mapping[str, nn.Parameter]) -> nn.Parameter:
+    """A parameter of the module that has a buffer, which every rank that has it holds whole."""
+    module = buffer.rpartition(".")[0] + "."
+    return next(param for name, param in params.items() if name.startswith(module))
 
 
 def owns(name: str, copies: Iterable[Copies]) -> bool:

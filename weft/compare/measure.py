@@ -135,6 +135,8 @@ def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measure
         lr = learning_rate(step, job.train.steps, job.optim, built.decay)
         set_learning_rate(built.optimizer, lr)
         built.optimizer.step()
+        built.engine.balance.total()
+        built.engine.balance.step()
         built.optimizer.zero_grad()
         updates = tensors.compare_updates(f"params {step}", params)
         steps.append(Step(loss.item(), norm.item(), forward, gradients, updates))

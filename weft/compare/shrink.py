@@ -45,6 +45,8 @@ SIZES = ("num_layers", "dim", "num_heads", "num_kv_heads", "ffn_dim", "vocab_siz
 SEQ_LEN = 32
 VOCAB_SIZE = 288  # above 257, the fewest entries of a tokenizer; divisible by many degrees
 
+EXPERTS = 12  # which 2, 3, 4 and 6 ranks can share out
+
 # Which axis is given up first where there are too few ranks for two on each.
 GIVEN_UP = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
 
@@ -186,6 +188,10 @@ def _parallel(job: Job, plan: Plan, sizes: dict[str, int], notes: list[str]) -> 
         changes["async_tp"] = False
         notes.append("parallel.async_tp: off; it needs GPUs that reach each other's memory")
     to, shards = plan.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
+    if plan.ep > 1:
+        changes["ep"] = next(n for n in (2, shards) if shards % n == 0)
+        if changes["ep"] == 1:
+            notes.append("parallel.ep: not tried; it needs data-parallel ranks")
     if not isinstance(to, bool):
         between = [n for n in range(2, shards) if shards % n == 0]
         wanted = to * shards / (plan.dp_shard * plan.cp)
@@ -305,6 +311,10 @@ def _models(plan: Plan, here: Job, sizes: dict[str, int], seq_len: int) -> Itera
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
             "ffn_dim": max(1, round(ratio * dim / (unit * tp))) * unit * tp,
+            "num_experts": EXPERTS,
+            "active_experts": min(2, size("active_experts")),
+            "expert_dim": 2 * unit * tp,
+            "dense_layers": min(1, size("dense_layers")),
             "vocab_size": -(-VOCAB_SIZE // tp) * tp,
             "max_seq_len": seq_len,
         }

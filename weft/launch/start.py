@@ -263,7 +263,7 @@ def describe(
 ) -> None:
     """What is about to run: a line, the stages of a pipeline, and what to be warned of."""
     device, counts = "GPU" if plan.device == "cuda" else "CPU", plan.node_counts
-    layout = [f"{axis} {size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
+    layout = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(plan, axis)) > 1]
     some = plan.trained_params < plan.num_params
     console.print(
         f"weft {weft.__version__}  {Path(recipe).stem}: {scaled(plan.num_params)} parameters, "

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.job import InvalidJob, Problem, Section, check_section, suggest
-from weft.models import llama, mistral, qwen3
+from weft.models import llama, mistral, moe, qwen3
 from weft.models.huggingface import Counterpart
 
 __all__ = ["FAMILIES", "Family", "load_family", "resolve_model"]
@@ -46,6 +46,10 @@ class Family:
     keep: Callable[[Any, range], None] | None = None
     # For a loss without whole logits; without it they are whole.
     without_head: Callable[[Any], Callable[[], Tensor]] | None = None
+    # Of a mixture of experts: a model's routed layers (`weft.models.moe.MoE`), and of the
+    # parameters those that a token has to do with.
+    routed: Callable[[nn.Module], list[Any]] | None = None
+    num_active_params: Callable[[Any], int] | None = None
     # For `weft export` and `weft import`; without it a model has neither.
     huggingface: Counterpart | None = None
 
@@ -86,6 +90,24 @@ FAMILIES: dict[str, Family] = {
         sharding=qwen3.SHARDING,
         units=qwen3.units,
         huggingface=qwen3.HUGGINGFACE,
+    ),
+    "moe": Family(
+        config=moe.MoeConfig,
+        presets=moe.PRESETS,
+        build=moe.Moe,
+        check=moe.check,
+        blocks=llama.blocks,
+        init_of=moe.init_of,
+        decays=llama.decays,
+        num_params=moe.num_params,
+        flops_per_token=moe.flops_per_token,
+        sharding=moe.SHARDING,
+        split_sizes=moe.SPLIT_SIZES,
+        units=moe.units,
+        keep=llama.keep,
+        without_head=llama.without_head,
+        routed=moe.routed,
+        num_active_params=moe.num_active_params,
     ),
 }
 

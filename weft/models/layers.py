@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
@@ -243,3 +244,38 @@ class SwiGLU(nn.Module):
         hidden_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
         out_BTD: Tensor = self.down_proj(hidden_BTF)
         return out_BTD
+
+
+def grouped_linear(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    """A linear layer for each group of consecutive rows.
+
+    One kernel in bfloat16, where widths allow its loads of 16 bytes; else a product for each group,
+    for which the host waits for the sizes.
+
+    Args:
+        counts_E: int64, the rows of each group, R together.
+
+    Returns:
+        ``[R, F]`` in the dtype of ``x_RD``.
+    """
+    widths = weight_EFD.shape[1:]
+    if x_RD.dtype == torch.bfloat16 and len(x_RD) and all(width % 8 == 0 for width in widths):
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        out_RF: Tensor = F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=ends_E)
+        return out_RF
+    groups = torch.split(x_RD, sizes_of(counts_E, len(x_RD)))
+    return torch.cat(
+        [F.linear(rows_RD, matrix) for rows_RD, matrix in zip(groups, weight_EFD, strict=True)]
+    )
+
+
+def sizes_of(counts_E: Tensor, total: int) -> list[int]:
+    """The values of ``counts_E``; in a traced program, which has none, equal shares of ``total``.
+
+    So what is planned for a mixture of experts is planned for perfect balance.
+    """
+    if not isinstance(counts_E, FakeTensor):
+        sizes: list[int] = counts_E.tolist()
+        return sizes
+    share, more = divmod(total, len(counts_E))
+    return [share + (i < more) for i in range(len(counts_E))]

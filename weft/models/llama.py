@@ -15,7 +15,7 @@ weights that they talk about.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -212,23 +212,28 @@ class Llama(nn.Module):
     rope_cos_SJ: Tensor
     rope_sin_SJ: Tensor
     headless = False  # see `without_head`
+    check = staticmethod(check)
     block: type[Block] = Block  # what the layers are, in families that differ in it
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        if problems := check(config):
+        if problems := self.check(config):
             raise ValueError("\n".join(str(problem) for problem in problems))
         self.config = config
         self.mask = document_mask
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         # A dict, so that a layer keeps its name where a pipeline stage drops those before it.
-        self.layers = nn.ModuleDict({str(i): self.block(config) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict({str(i): self.new_block(i) for i in range(config.num_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
         # Tied: no module and no second name for the shared weight, which sharding and
         # checkpoints would have to keep apart from a parameter of its own; see `head`.
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.init_buffers(self.norm.weight.device)
+
+    def new_block(self, index: int) -> nn.Module:
+        """Layer number ``index``, for families whose layers are not all alike."""
+        return self.block(self.config)
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the rotary tables, float32 ``[max_seq_len, head_dim / 2]``, on ``device``.
@@ -367,9 +372,14 @@ def init_of(name: str, config: DecoderConfig) -> Init:
     Raises:
         KeyError: if no pattern matches ``name``.
     """
-    for pattern, init in INIT.items():
+    return init_from(INIT, name, config.num_layers)
+
+
+def init_from(table: Mapping[str, Init], name: str, num_layers: int) -> Init:
+    """The entry of a table as `INIT` for a parameter, with the final ``std``."""
+    for pattern, init in table.items():
         if fnmatchcase(name, pattern):
-            depth = math.sqrt(2 * config.num_layers) if init.residual else 1.0
+            depth = math.sqrt(2 * num_layers) if init.residual else 1.0
             return init._replace(std=init.std / depth)
     raise KeyError(f"no pattern of INIT matches the parameter {name!r}")
 
@@ -475,6 +485,7 @@ class Unit(NamedTuple):
     flops_per_token: float  # forward and backward, without recomputation
     # Kept for backward, in bfloat16 without recomputation.
     activation_bytes_per_token: float
+    expert_params: int = 0  # of ``params``, those that expert parallelism spreads
 
 
 def units(config: DecoderConfig, seq_len: int) -> list[Unit]:
@@ -494,16 +505,22 @@ def units(config: DecoderConfig, seq_len: int) -> list[Unit]:
         flops_per_token=6.0 * matrices + 12 * heads * seq_len,
         activation_bytes_per_token=16 * dim + 6 * heads + 4 * kv_heads + 8 * config.ffn_dim,
     )
-    table = config.vocab_size * config.dim
-    embedding = Unit("embed_tokens", table, 0.0, 2 * dim)
-    head = Unit(
-        "head",
-        params=dim + (0 if config.tied_embeddings else table),
-        flops_per_token=6.0 * table,
-        activation_bytes_per_token=8 * dim + 10 * config.vocab_size,
-    )
+    embedding, head = ends(config)
     layers = [block._replace(name=f"layers.{i}") for i in range(config.num_layers)]
     return [embedding, *layers, head]
+
+
+def ends(config: DecoderConfig) -> tuple[Unit, Unit]:
+    """The units around the blocks: the embedding, and the head with its norm."""
+    table = config.vocab_size * config.dim
+    embedding = Unit("embed_tokens", table, 0.0, 2 * config.dim)
+    head = Unit(
+        "head",
+        params=config.dim + (0 if config.tied_embeddings else table),
+        flops_per_token=6.0 * table,
+        activation_bytes_per_token=8 * config.dim + 10 * config.vocab_size,
+    )
+    return embedding, head
 
 
 def num_matmul_params(config: DecoderConfig) -> int:

@@ -93,6 +93,8 @@ class StepRecord:
     # Of several ranks what they need and have, see `spreads`.
     ranks: dict[str, dict[str, float]] | None = None
     grad_norms: dict[str, float] | None = None  # of each layer, before clipping; if asked for
+    # Of a mixture of experts: tokens of the most loaded expert over the mean, in the worst layer.
+    expert_load: float | None = None
     # Of a mixture the loss of each source: mean since the last record, and of its held-out text.
     source_losses: dict[str, float] | None = None
     source_eval_losses: dict[str, float] | None = None

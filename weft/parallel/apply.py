@@ -15,6 +15,7 @@ from weft.job import Job
 from weft.models import Family
 from weft.parallel.compile import compile_blocks
 from weft.parallel.context import apply_context
+from weft.parallel.expert import apply_experts
 from weft.parallel.float8 import apply_float8
 from weft.parallel.lora import apply_lora, with_adapters
 from weft.parallel.mesh import Mesh
@@ -77,6 +78,9 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
             config.num_kv_heads,
             parallel.sequence_parallel,
         )
+    routed = family.routed(model) if family.routed is not None else []
+    if mesh.experts is not None:
+        apply_experts([layer.experts for layer in routed], mesh.experts)
     if mesh.context is not None:
         apply_context(model, mesh.context, parallel.context, parallel.context_balance)
     # What is recomputed is compiled with the rest, and FSDP gathers the parameters for it.
@@ -89,8 +93,11 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
         if plan.tp > 1:
             for block in blocks:
                 take_parts_outside(block)
-        # Dynamo cannot follow the exchanges of a context; what is around them is compiled.
-        compile_blocks(blocks, compile.cache, whole=mesh.context is None)
+        # Dynamo cannot follow the exchanges of a context, nor groups of a size that tokens decide;
+        # what is around them is compiled.
+        for layer in routed:
+            layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
+        compile_blocks(blocks, compile.cache, whole=mesh.context is None and not routed)
     if remat.offload:
         apply_offload(blocks, remat.ahead)
     # Last, since it decides when parameters exist at all.  One rank in float32 is the plain
@@ -106,4 +113,6 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
             reduce_dtype=getattr(torch, plan.reduce_dtype),
             reshard_after_forward=plan.reshard_after_forward,
             node_size=plan.shard_ranks_per_node if parallel.hierarchical_gather else None,
+            experts=[layer.experts for layer in routed],
+            expert_mesh=None if mesh.experts is None else mesh.experts["dp_replicate", "edp"],
         )

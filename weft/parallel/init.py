@@ -44,8 +44,8 @@ def init_params(
     """Fill every parameter in place, each rank only its own shard.
 
     Args:
-        params: (name in the whole model, parameter), materialised; Tensors or DTensors, sharded
-            evenly or not.
+        params: (name in the whole model, parameter or buffer that is state), materialised;
+            Tensors or DTensors, sharded evenly or not.
         seed: of the run.
         init_of: how the parameter of that name starts.
     """

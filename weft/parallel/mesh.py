@@ -3,7 +3,8 @@
 Two views of the same ranks.  Parameters live on the axes ``pp, dp_replicate, dp_shard, tp``: the
 ranks of a context-parallel group need the same parameters for different tokens, which is what
 data parallel means to FSDP, so they count among ``dp_shard`` there.  Tokens are cut over ``cp``, a
-group of its own.
+group of its own.  Where experts are spread, their parameters live on ``dp_shard`` cut in two: see
+`weft.parallel.expert`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weft.plan.resolve import Plan
 
 # An axis is always a mesh's; a dim is always a tensor's.
 PARAMETER_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Mesh:
     params: DeviceMesh
     context: dist.ProcessGroup | None  # None where cp is 1
     at: dict[str, int]
+    experts: DeviceMesh | None = None  # the axes `EXPERT_AXES`; None where ep is 1
 
     @property
     def dp_rank(self) -> int:
@@ -60,6 +63,9 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
             groups[str(mesh.group(axis).group_name)] = axis
     if mesh.context is not None:
         groups[str(mesh.context.group_name)] = "cp"
+    if mesh.experts is not None:
+        for axis in ("edp", "ep"):
+            groups[str(mesh.experts.get_group(axis).group_name)] = axis
     return groups
 
 
@@ -72,7 +78,11 @@ def build_mesh(plan: Plan) -> Mesh:
     if plan.cp > 1:
         rows = ranks.movedim(AXES.index("cp"), -1).reshape(-1, plan.cp)
         context = DeviceMesh(plan.device, rows, mesh_dim_names=("rest", "cp")).get_group("cp")
-    return Mesh(params, context, coordinates(dist.get_rank(), plan.sizes, plan.order))
+    experts = None
+    if plan.ep > 1:
+        cut = ranks.reshape(*shape[:2], -1, plan.ep, plan.tp)
+        experts = DeviceMesh(plan.device, cut, mesh_dim_names=EXPERT_AXES)
+    return Mesh(params, context, coordinates(dist.get_rank(), plan.sizes, plan.order), experts)
 
 
 def _ranks(plan: Plan) -> torch.Tensor:

@@ -279,6 +279,22 @@ def resharding_over(smaller: DeviceMesh) -> Iterator[None]:
         module.DeviceMesh = original
 
 
+def gather_with(inner: nn.Module, outer: nn.Module) -> None:
+    """Let FSDP gather the unit ``inner`` when the unit ``outer``, which runs it, is called, and
+    free it when that is done.
+
+    By itself it does so when ``inner`` is called.  Where ``outer`` is computed again selectively,
+    torch would take FSDP's operators, which are others then, for those of the model.
+    """
+    state: Any = fully_shard.state(inner)  # type: ignore[attr-defined]
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = outer.register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = outer.register_forward_hook(state._post_forward)
+
+
 class Sharded(NamedTuple):
     """A parameter as FSDP keeps it on this rank."""
 

@@ -41,7 +41,7 @@ from weft.job import RematSection
 from weft.parallel.private import limit_activations
 
 # Operators by name, as some exist on some devices or with some packages only.
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm")
 ATTENTION = (
     "aten::_scaled_dot_product_",
     "aten::_flash_attention",

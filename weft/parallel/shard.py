@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -52,10 +53,16 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from weft.job import ParallelSection
-from weft.parallel.private import all_gather, resharding_over, split_axis, use_symmetric_memory
+from weft.parallel.private import (
+    all_gather,
+    gather_with,
+    resharding_over,
+    split_axis,
+    use_symmetric_memory,
+)
 
 # --------------------------------------------------------------------------- sharding
 
@@ -70,6 +77,8 @@ def shard(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool | int,
     node_size: int | None,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard ``model`` in place: a unit per block, and the root.
 
@@ -86,6 +95,8 @@ def shard(
         reduce_dtype: of the reduction of gradients, and of their sums until then.
         reshard_after_forward: for the blocks.  A number: ranks that keep a copy among them.
         node_size: how many consecutive ranks of a shard group share a node; None: all.
+        experts: modules of ``blocks`` whose parameters are stacks of matrices.
+        expert_mesh: like ``mesh``, for experts that are units of their own; None: their blocks'.
 
     Raises:
         ValueError: if ``reshard_after_forward`` or ``node_size`` does not divide the shard group,
@@ -109,24 +120,46 @@ def shard(
     # Pinned memory needs an accelerator, and is of use only with one.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     options: dict[str, Any] = {
-        "mesh": mesh if mesh.size(0) > 1 else shard_mesh,
         "mp_policy": policy,
         "offload_policy": offload if parallel.cpu_offload else OffloadPolicy(),
     }
 
+    def over(mesh: DeviceMesh) -> DeviceMesh:
+        assert mesh.mesh_dim_names is not None
+        return mesh if mesh.size(0) > 1 else mesh[mesh.mesh_dim_names[-1]]
+
     least = parallel.persist_below
+    apart = experts if expert_mesh is not None else ()
+    spread = {param for module in apart for param in module.parameters()}
     left = {param for block in blocks for param in block.parameters() if param.numel() >= least}
+    left |= spread
     with _resharding(shard_mesh, reshard_after_forward, blocks) as reshard_blocks:
         # The root first, with all that is not left to the blocks.  It is needed at both ends of
         # the forward pass (embedding and head), so it stays gathered: the place for parameters
         # too small to be worth a gather.  The blocks that use them have no hooks for them, and so
         # recomputing a block in backward is nothing special.
+        options["mesh"] = over(mesh)
         fully_shard(model, reshard_after_forward=False, ignored_params=left, **options)
+        # Over some of the ranks FSDP reshards by rows alone.
+        anyhow = isinstance(reshard_blocks, bool)
+        options["shard_placement_fn"] = _evenly(shard_mesh.size()) if anyhow and experts else None
         for block in blocks:
+            inside = _inside(block, apart)
+            for module in inside:
+                assert expert_mesh is not None
+                mine = options | {"mesh": over(expert_mesh)}
+                if anyhow:
+                    mine["shard_placement_fn"] = _evenly(expert_mesh.size(1))
+                fully_shard(module, reshard_after_forward=reshard_blocks, **mine)
             taken = {param for param in block.parameters() if param.numel() < least}
             fully_shard(
-                block, reshard_after_forward=reshard_blocks, ignored_params=taken, **options
+                block,
+                reshard_after_forward=reshard_blocks,
+                ignored_params=taken - spread,
+                **options,
             )
+            for module in inside:
+                gather_with(module, block)
 
     gather = _two_stages(shard_mesh, node_size) if parallel.hierarchical_gather else None
     for unit in _units(model):
@@ -138,7 +171,24 @@ def shard(
         if parallel.symmetric_memory:
             use_symmetric_memory(unit)
         unit.stays_gathered = unit is model or reshard_blocks is False
-    _set_prefetch([model, *blocks], parallel.prefetch)
+    _set_prefetch(model, [[block, *_inside(block, apart)] for block in blocks], parallel.prefetch)
+
+
+def _inside(block: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    held = set(block.modules())
+    return [module for module in modules if module in held]
+
+
+def _evenly(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Cut a stack of matrices on the first dim that divides: of 128 experts on 256 ranks by rows,
+    half of which would be padding otherwise."""
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        local = param.to_local() if isinstance(param, DTensor) else param
+        even = [dim for dim, size in enumerate(local.shape) if size % ranks == 0]
+        return Shard(even[0]) if param.dim() == 3 and even else None
+
+    return placement
 
 
 def _units(model: nn.Module) -> Iterator[Any]:
@@ -173,20 +223,22 @@ def _check_divides(name: str, number: int, degree: int) -> None:
         raise ValueError(f"{name} = {number}: does not divide the {degree} ranks of a shard group")
 
 
-def _set_prefetch(units: list[Any], depth: int) -> None:
-    """Gather ``depth`` units ahead; ``units`` is the root and the blocks in order of use.
+def _set_prefetch(root: Any, blocks: list[list[Any]], depth: int) -> None:
+    """Gather ``depth`` blocks ahead; ``blocks`` in order of use, each with the units inside of it.
 
     Left alone, FSDP gathers one unit ahead in backward, and in forward a unit when it is called:
     that overlaps too, on a device, as far as the host is ahead of it.  With a list the gather is
     issued before the kernels of the unit in front, so a slow host does not delay it.
     """
-    root, *blocks = units
-    for i, unit in enumerate([root, *blocks]):
-        unit.set_modules_to_forward_prefetch(blocks[i : i + depth])
-    blocks.reverse()
-    for i, unit in enumerate([root, *blocks]):
+    for i, (unit, *inside) in enumerate([[root], *blocks]):
+        unit.set_modules_to_forward_prefetch([*inside, *chain(*blocks[i : i + depth])])
+    blocks = blocks[::-1]
+    for i, (unit, *inside) in enumerate([[root], *blocks]):
         # An empty list would mean the default.  The unit itself is there already: no gather.
-        unit.set_modules_to_backward_prefetch(blocks[i : i + depth] or [unit])
+        ahead = list(chain(*blocks[i : i + depth])) or [unit]
+        unit.set_modules_to_backward_prefetch(ahead)
+        for each in inside:
+            each.set_modules_to_backward_prefetch([each])
 
 
 # --------------------------------------------------------------------------- in a step

@@ -91,7 +91,9 @@ def _cut_weight(
         rows, grad, kind = slice(head * height, (head + 1) * height), Partial(), "whole"
     elif kind == "summed" or (kind == "whole" and sequence_parallel):
         grad, kind = Partial(), "whole"
-    placement: Placement = {"whole": Replicate(), "row": Shard(1)}.get(str(kind), Shard(0))
+    # The last two dims are outputs and inputs; an expert's weight has one before them.
+    outputs, inputs = Shard(max(0, whole.dim() - 2)), Shard(whole.dim() - 1)
+    placement: Placement = {"whole": Replicate(), "row": inputs}.get(str(kind), outputs)
     local = whole.data
     if isinstance(placement, Shard):
         local = local.chunk(tp, dim=placement.dim)[rank].contiguous()

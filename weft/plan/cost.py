@@ -61,13 +61,14 @@ Overlap = Literal["exposed", "async", "ring", "prefetch"]
 
 
 class Matmul(NamedTuple):
-    """``times`` products of (m, k) by (k, n)."""
+    """``times`` products of (m, k) by (k, n); or of ``groups`` of them, in one kernel."""
 
     m: float
     k: float
     n: float
     times: int = 1
     precision: Precision = "bf16"
+    groups: int = 1
 
 
 class Attention(NamedTuple):
@@ -117,7 +118,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        products = sum(2 * op.m * op.k * op.n * op.times for op in self.matmuls)
+        products = sum(2 * op.m * op.k * op.n * op.times * op.groups for op in self.matmuls)
         return products + sum(op.flops for op in self.attention)
 
 
@@ -180,13 +181,14 @@ def matmul_seconds(op: Matmul, device: Device) -> float:
     if min(op.m, op.k, op.n) <= 0:
         return 0.0
     width = {"bf16": 2, "float8": 1, "float4": 0.5}[op.precision]
-    tiles = math.ceil(op.m / TILE[0]) * math.ceil(op.n / TILE[1])
+    tiles = op.groups * math.ceil(op.m / TILE[0]) * math.ceil(op.n / TILE[1])
     # Libraries split what leaves cores idle, at some cost: the last wave is never quite empty.
     waves = tiles / device.cores
     filled = waves / math.ceil(waves) if waves < 1 else waves / (waves + 0.5 * (-waves % 1))
     efficiency = device.sustained * max(filled, 0.1) * op.k / (op.k + TILE_RAMP)
     arithmetic = 2 * op.m * op.k * op.n / (device.flops(op.precision) * efficiency)
     moved = width * (op.m * op.k + op.k * op.n) + 2 * op.m * op.n
+    arithmetic, moved = arithmetic * op.groups, moved * op.groups
     return op.times * (max(arithmetic, moved / (STREAMED * device.bandwidth)) + KERNEL_GAP)
 
 

@@ -27,6 +27,12 @@ class Degrees:
     dp_shard: int
     cp: int
     tp: int
+    ep: int = 1  # of the shards, those that share out experts
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis of the mesh."""
+        return {axis: getattr(self, axis) for axis in DEGREES}
 
     @property
     def dp(self) -> int:
@@ -81,7 +87,9 @@ def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[P
                 depends,
             )
         )
-    degrees = Degrees(parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp)
+    degrees = Degrees(
+        parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp, parallel.ep
+    )
     return degrees, problems
 
 
@@ -90,6 +98,7 @@ def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iter
     yield from _check_tensor(job, model, family, degrees)
     yield from _check_context(job, model, degrees)
     yield from _check_sharding(job, degrees)
+    yield from _check_experts(job, model, family, degrees)
     if degrees.pp == 1 and job.pipeline.layers:
         rule = "there is no pipeline"
         remedy = "leave it out, or use parallel.pp above 1"
@@ -191,6 +200,32 @@ def _check_sharding(job: Job, degrees: Degrees) -> Iterator[Problem]:
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
         rule = "is found by dp_shard = fit"
         yield Problem("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
+
+
+def _check_experts(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+    key, ep, parallel = "parallel.ep", degrees.ep, job.parallel
+    if ep == 1:
+        return
+    if family.routed is None:
+        rule = f"the family {job.model.kind} has no experts"
+        yield Problem(key, ep, rule, "use 1, or --model.kind moe", ("model.kind",))
+        return
+    experts = model.num_experts
+    good = [n for n in divisors(degrees.shards) if experts % n == 0]
+    if ep not in good:
+        rule = f"does not divide the {degrees.shards} ranks that share a parameter (dp_shard x cp)"
+        if degrees.shards % ep == 0:
+            rule = f"does not divide the {experts} experts"
+        yield Problem(key, ep, rule, f"use {either(good)}", (*DEGREE_KEYS, "model.num_experts"))
+    if parallel.dp_shard == "fit":
+        yield Problem(key, ep, "is not known to dp_shard = fit", "use a number for dp_shard")
+    if job.train.canonical:
+        rule, remedy = "is not possible in canonical order", "use 1, or train.canonical false"
+        yield Problem(key, ep, rule, remedy, ("train.canonical",))
+    if isinstance(to := parallel.reshard_after_forward, int) and 1 < to < degrees.shards:
+        rule = "FSDP2 cannot reshard over some of the ranks what expert parallelism has cut"
+        remedy = "use always or never"
+        yield Problem("parallel.reshard_after_forward", to, rule, remedy, (key,))
 
 
 # --------------------------------------------------------------------------- wording

@@ -69,6 +69,7 @@ def rank_bytes(
     in_flight: int,
     per_param: float,
     compute_bytes: int,
+    ep: int = 1,
 ) -> float:
     """Bytes on one rank of a layout, its share of the layers taken as even.
 
@@ -76,12 +77,18 @@ def rank_bytes(
         tokens: of one microbatch on one rank: rows times tokens of a row over ``cp``.
         in_flight: microbatches whose activations are kept at once.
         per_param: see `state_bytes_per_param`.
+        ep: ranks that share out experts, and gather no others'.
     """
     params = sum(unit.params for unit in units) / (tp * pp)
     # Gathered at once: one unit in use and one ahead, and their whole gradients.
-    gathered = 4 * compute_bytes * max(unit.params for unit in units) / tp
+    gathered = 4 * compute_bytes * max(of_one_rank(unit, ep) for unit in units) / tp
     saved = sum(unit.activation_bytes_per_token for unit in units) * compute_bytes / 2
     return params * per_param + gathered + saved / (tp * pp) * tokens * in_flight
+
+
+def of_one_rank(unit: Unit, ep: int) -> float:
+    """Parameters of a unit without those of experts that ``ep - 1`` other ranks have."""
+    return unit.params - unit.expert_params * (1 - 1 / ep)
 
 
 def recomputed(units: Sequence[Unit]) -> list[Unit]:

@@ -130,6 +130,8 @@ def _model(job: Job, plan: Plan) -> str:
     text = f"{name}{f' with {changes}' if changes else ''}: {plan.num_params:,} parameters"
     if plan.trained_params < plan.num_params:
         text += f", of which {plan.trained_params:,} are trained (LoRA of rank {job.lora.rank})"
+    if plan.num_active_params < plan.num_params:
+        text += f", {plan.num_active_params:,} of them active for a token"
     return text
 
 
@@ -182,7 +184,10 @@ def _sharding(plan: Plan) -> str:
     to = plan.reshard_after_forward
     freed = kept[to] if isinstance(to, bool) else f"left over {to} ranks after forward"
     including = f" (dp_shard {plan.dp_shard} x cp {plan.cp})" if plan.cp > 1 else ""
-    gathered = f"parameters over {shards:,} ranks{including}, gathered ones {freed}"
+    over = f"{shards:,} ranks{including}"
+    if plan.ep > 1:
+        over += f", experts over {plan.ep} (ep) x {shards // plan.ep:,}"
+    gathered = f"parameters over {over}, gathered ones {freed}"
     if plan.accumulation == 1:
         return gathered
     return f"{gathered}; gradients reduced each {plan.gradient_sync}"
@@ -227,6 +232,7 @@ def memory_bytes(job: Job, plan: Plan) -> float | None:
         in_flight=1,
         per_param=0.0 if of_stages else per_param,
         compute_bytes=compute_bytes,
+        ep=plan.ep,
     )
 
 

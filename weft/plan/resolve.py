@@ -32,6 +32,7 @@ from weft.plan.layout import (
 from weft.plan.lora import check_lora, check_stages, frozen_of, trained
 from weft.plan.memory import (
     USABLE,
+    of_one_rank,
     rank_bytes,
     recomputed,
     smallest_shard,
@@ -111,6 +112,7 @@ class Plan:
     dp_shard: int
     cp: int
     tp: int
+    ep: int  # of the ranks of dp_shard and cp
     placement: str  # a name of `PLACEMENTS`
     threads: int  # per rank, for CPU operators
     local_batch: int  # sequences of one rank
@@ -125,6 +127,7 @@ class Plan:
     reduce_dtype: Literal["float32", "bfloat16"]
     model: Any  # the family's frozen configuration
     num_params: int
+    num_active_params: int  # that a token has to do with: of a mixture of experts not all
     trained_params: int  # of them and of adapters; frozen ones have neither gradient nor state
     flops_per_token: float  # forward and backward, without recomputation
     causal_flops_per_token: float  # of attention only what a causal mask leaves
@@ -212,6 +215,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_lora(job, model, family, degrees)
     problems += _check_groups(job, degrees)
     problems += _check_optimizer(job)
+    problems += _check_experts(job, family)
     problems += _check_objective(job, degrees)
     problems += _check_profile(job)
     problems += _check_debug(job)
@@ -227,7 +231,10 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         per_param = state_bytes_per_param(
             degrees.shards,
             kept_gathered=reshard is False,
-            kept_gradients=_gradient_sync(job, reshard, lora.params, degrees) == "step",
+            kept_gradients=_gradient_sync(
+                job, reshard, _own_params(family, model, degrees, lora.params), degrees
+            )
+            == "step",
             compute_bytes=compute_bytes,
             states=job.optim.states,
             frozen=frozen_of(job, model, family, lora, compute_bytes),
@@ -236,6 +243,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
             job, model, family, degrees, local, per_param, compute_bytes
         )
         problems += found
+        problems += _check_filled(job, family, local, microbatch)
         problems += check_stages(job, pipeline)
     if problems:
         raise InvalidJob(problems)
@@ -252,6 +260,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         dp_shard=degrees.dp_shard,
         cp=degrees.cp,
         tp=degrees.tp,
+        ep=degrees.ep,
         placement=parallel.placement,
         # How many threads share a matrix product can change its last bit.
         threads=1 if train.canonical else max(1, machine.devices // local_world),
@@ -261,12 +270,16 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         accumulation=num_microbatches(local, microbatch),
         pipeline=pipeline,
         reshard_after_forward=reshard,
-        gradient_sync=_gradient_sync(job, reshard, lora.params, degrees),
+        gradient_sync=_gradient_sync(
+            job, reshard, _own_params(family, model, degrees, lora.params), degrees
+        ),
         tokens_per_step=train.global_batch * train.seq_len,
         compute_dtype=compute,
         reduce_dtype=job.precision.reduce,
         model=model,
         num_params=family.num_params(model) + lora.params * bool(job.lora.rank),
+        num_active_params=(family.num_active_params or family.num_params)(model)
+        + lora.params * bool(job.lora.rank),
         trained_params=lora.params,
         flops_per_token=lora.flops_per_token,
         # On the mean a token sees half of its row.
@@ -282,7 +295,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         and not parallel.cpu_offload,
         float8_emulated=emulated,
         warnings=(
-            *placement_warnings(asdict(degrees), local_world, PLACEMENTS[parallel.placement]),
+            *placement_warnings(degrees.sizes, local_world, PLACEMENTS[parallel.placement]),
             *float8_warnings(job, machine.device, degrees.pp, emulated),
             *remat_warnings(job, degrees.pp),
         ),
@@ -354,7 +367,7 @@ def _reshard(job: Job, degrees: Degrees) -> bool | int:
 
 
 def _gradient_sync(
-    job: Job, reshard: bool | int, params: int, degrees: Degrees
+    job: Job, reshard: bool | int, params: float, degrees: Degrees
 ) -> Literal["microbatch", "step"]:
     """``parallel.gradient_sync``: by itself, one reduction unless whole gradients are large."""
     asked = job.parallel.gradient_sync
@@ -362,6 +375,13 @@ def _gradient_sync(
         return asked
     small = 4 * params / (degrees.tp * degrees.pp) <= WHOLE_GRADIENT_BYTES
     return "step" if reshard is False or small else "microbatch"
+
+
+def _own_params(family: Family, model: Any, degrees: Degrees, trained: int) -> float:
+    """Trained parameters without those of experts that are on other ranks."""
+    if degrees.ep == 1 or family.units is None:
+        return trained
+    return sum(of_one_rank(unit, degrees.ep) for unit in family.units(model, 1))
 
 
 def _fit(
@@ -467,7 +487,7 @@ def _check_device(
     if not machine.peer_access:
         rule = "needs GPUs that reach each other's memory (SymmetricMemory over NVLink)"
         yield Problem(key, True, rule, "use parallel.async_tp false here", ("run.device",))
-    elif crosses_nodes("tp", asdict(degrees), local_world, order):
+    elif crosses_nodes("tp", degrees.sizes, local_world, order):
         rule = f"works inside a node, and tp = {degrees.tp} crosses nodes of {local_world} ranks"
         yield Problem(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
 
@@ -517,6 +537,32 @@ def _check_optimizer(job: Job) -> Iterator[Problem]:
     if value == "8bit" and job.resilience.lighthouse != "none":
         rule = "is not possible in a replica group (resilience.lighthouse)"
         yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
+
+
+def _check_experts(job: Job, family: Family) -> Iterator[Problem]:
+    """What experts cannot have."""
+    if family.routed is None:
+        return
+    if job.optim.kind == "muon":
+        rule = "is for matrices, and experts are stacks of them"
+        yield Problem("optim.kind", "muon", rule, "use adamw", ("model.kind",))
+    if job.lora.rank:
+        rule = "is not for a mixture of experts: adapters are for plain linear layers"
+        yield Problem("lora.rank", job.lora.rank, rule, "use 0", ("model.kind",))
+    if (recipe := job.precision.float8) != "none":
+        rule = "is not for a mixture of experts: grouped products, most of its work, would stay"
+        rule += " in bfloat16"
+        yield Problem("precision.float8", recipe, rule, "use none", ("model.kind",))
+
+
+def _check_filled(job: Job, family: Family, local: int, microbatch: int) -> Iterator[Problem]:
+    """A pipeline's microbatches all have as many rows: the last is filled up with copies, which
+    would count in the experts' loads."""
+    if family.routed is not None and local % microbatch:
+        rule = f"does not divide the {local} sequences of each rank of a pipeline with experts"
+        remedy = f"use {either(divisors(local))}"
+        depends = ("train.global_batch", *DEGREE_KEYS)
+        yield Problem("train.microbatch", microbatch, rule, remedy, depends)
 
 
 def _check_objective(job: Job, degrees: Degrees) -> Iterator[Problem]:

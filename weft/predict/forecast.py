@@ -236,6 +236,8 @@ def doubts_of(plan: Plan, device: Device | None) -> tuple[str, ...]:
         doubts.append("how well times on CPUs are predicted was not measured")
     if device is not None and plan.cp > 1:
         doubts.append("context parallelism is predicted up to 46 % too fast")
+    if device is not None and plan.num_active_params < plan.num_params:
+        doubts.append("mixtures of experts were not measured, and are taken as perfectly balanced")
     nodes = plan.world_size // max(1, plan.local_world_size)
     if device is not None and nodes > KNOWN_NODES:
         doubts.append(f"the network was not measured over {nodes} nodes")
@@ -251,6 +253,8 @@ def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
     overlaps: dict[str, Overlap] = {
         "dp_shard": "prefetch",
         "dp_replicate": "prefetch",
+        "edp": "prefetch",
+        "ep": "exposed",  # tokens wait for experts, and what comes after for tokens
         "tp": "async" if job.parallel.async_tp else "exposed",
         "cp": "ring" if ring else "exposed",
     }

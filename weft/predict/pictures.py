@@ -70,6 +70,8 @@ TIMES: dict[str, Colour] = {
     "tp": ORANGE,
     "cp": PINK,
     "dp_shard": BLUE,
+    "edp": BLUE,
+    "ep": PINK,
     "dp_replicate": TEAL,
     "pp": VIOLET,
     "bubble": GREY,

@@ -192,6 +192,8 @@ def local(tensor: Tensor) -> Tensor:
 def axis_groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """The process groups of a rank: ``dp_shard`` is that of the parameters, with ``cp`` in it."""
     groups = {axis: mesh.group(axis) for axis in PARAMETER_AXES}
+    if mesh.experts is not None:
+        groups |= {axis: mesh.experts.get_group(axis) for axis in ("edp", "ep")}
     return groups | ({"cp": mesh.context} if mesh.context else {})
 
 
@@ -506,15 +508,16 @@ def order_from_file(plan: Plan) -> Timetable:
 
 def groups_of(recording: Recording, mesh: Mesh) -> dict[str, Group]:
     """The process groups of a recording; what is only a part of an axis's group is of that axis."""
-    axes = {
-        axis: set(dist.get_process_group_ranks(group)) for axis, group in axis_groups(mesh).items()
-    }
+    known = axis_groups(mesh)
+    named = {str(group.group_name): axis for axis, group in known.items()}
+    axes = {axis: set(dist.get_process_group_ranks(group)) for axis, group in known.items()}
     names = {event.call.group for event in recording.events if event.call is not None}
     found = {}
     for name in names - {""}:
         ranks = ranks_of_group(name)
         around = [axis for axis, whole in axes.items() if whole.issuperset(ranks)]
         axis = min(around, key=lambda axis: len(axes[axis]), default="world")
+        axis = named.get(name, axis)  # the ranks of two axes may be the same
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         found[name] = Group(axis, len(ranks), stride)
     return found

@@ -18,7 +18,8 @@ from weft.predict.expand import Segment
 from weft.predict.record import Call, Event
 from weft.predict.trace import Trace, exchanged_bytes
 
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}  # the first factor
+# The place of the first factor.
+PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0, "_grouped_mm": 0}
 KINDS = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -223,9 +224,19 @@ def product(call: Call) -> Matmul:
     """A matrix product of two matrices, or of several pairs."""
     first = PRODUCTS[call.name]
     a, b = call.shapes[first], call.shapes[first + 1]
-    times = a[0] if len(a) == 3 else 1
+    if call.name == "_grouped_mm":
+        return _grouped(a, b, call.shapes[2][0])
+    groups = a[0] if len(a) == 3 else 1
     precision = "float8" if call.name == "_scaled_mm" else "bf16"
-    return Matmul(a[-2], a[-1], b[-1], times, precision)  # type: ignore[arg-type]
+    return Matmul(a[-2], a[-1], b[-1], 1, precision, groups)  # type: ignore[arg-type]
+
+
+def _grouped(a: tuple[int, ...], b: tuple[int, ...], groups: int) -> Matmul:
+    """Of groups of rows, each with a matrix of its own; or of groups of columns and rows, which
+    make a matrix each.  Groups are taken as equally large."""
+    if len(b) == 3:
+        return Matmul(a[0] / groups, a[1], b[2], groups=groups)
+    return Matmul(a[0], a[1] / groups, b[1], groups=groups)
 
 
 def attention_of(call: Call, kernel: Kernel) -> Attention:

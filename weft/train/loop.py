@@ -171,6 +171,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
             share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
         losses = [share] if engine.by_source is None else [share, engine.by_source]
+        losses += engine.balance.total()
         groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
         with span("gradient norm"):
             norms = grad_norm(params, stages)
@@ -256,6 +257,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
                 recording = logging or evaluating or saving or keeping
                 norms = [layers()] if layers and recording else []
+                worst = engine.balance.worst(stages) if recording else []
                 statistics.gradients(step)
                 lr = learning_rate(step, steps, job.optim, decay)
                 if anomaly is None or anomaly.action != "skip":
@@ -263,7 +265,9 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                         clip(params, trial.norm, job.optim.max_grad_norm)
                     set_learning_rate(optimizer, lr)
                     with span("optimizer"):
-                        step_unless(optimizer, ~trial.told.isfinite().all())
+                        bad = ~trial.told.isfinite().all()
+                        step_unless(optimizer, bad)
+                        engine.balance.step(bad)
                     sources.add(engine.by_source)
                     metrics.add(engine.metrics)
                 drop_gradients()
@@ -285,7 +289,9 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 probe = Probe(rank.device) if rank.device.type == "cuda" else None
                 with clock.waiting_for_device():
                     means = (*sources.since(), *metrics.since())
-                    loss, norm, *more = watch.check(trial.told, *norms, *means)
+                    told = watch.check(trial.told, *worst, *norms, *means)
+                    loss, norm, *more = told
+                    expert_load = more.pop(0) if worst else None
                 reach("tell")
                 times, eval_loss = clock.read(), None
                 eval_losses, eval_metrics = None, None
@@ -332,6 +338,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                     expected_memory_gib=expected.get("memory_gib"),
                     expected_step_seconds=expected.get("step_seconds"),
                     ranks=spreads(table),
+                    expert_load=expert_load,
                     grad_norms=dict(zip(named, more, strict=False)) or None,
                     source_losses=sources.named(more[len(named) : of_sources]),
                     source_eval_losses=eval_losses,

@@ -39,7 +39,7 @@ from weft.checkpoint.manifest import (
     checkpoints,
     read_manifest,
 )
-from weft.checkpoint.state import frozen_parameters, named_parameters
+from weft.checkpoint.state import frozen_parameters, named_buffers, named_parameters
 from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import Saver, load, load_frozen, load_local, set_aside
 from weft.data.conversations import check_chat
@@ -516,7 +516,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
         return family.init_of(name, plan.model)
 
     init_params(
-        chain(named_parameters(parts), frozen_parameters(parts)),
+        chain(named_parameters(parts), frozen_parameters(parts), named_buffers(parts)),
         job.train.seed,
         lambda name: init_with_adapters(name, own),
     )

@@ -15,6 +15,7 @@ from weft.data.loader import IGNORE, Batch, Mixture, evaluation_batches
 from weft.job import Job
 from weft.models import Family
 from weft.observe.spans import action, span
+from weft.optim.balance import Balance
 from weft.parallel.context import cut
 from weft.parallel.float8 import Gathers
 from weft.parallel.mesh import Mesh
@@ -95,6 +96,8 @@ class Engine:
             self.metrics = torch.zeros(len(self.objective.metrics), 2, device=device)
         self._batches: list[Batch] = []  # the microbatches that are computed
         self._microbatch = 0  # whose forward pass ran last
+        rate = getattr(plan.model, "balance_rate", 0.0)
+        self.balance = Balance(parts, family.routed, rate, mesh, device)
 
     def forward_backward(
         self,
@@ -116,6 +119,7 @@ class Engine:
             self._gathers.scale()
         batches = self._begin(batches)
         self._forget()
+        self.balance.begin()
         count = _sum([self.objective.counts(batch).sum() for batch in batches])
         count = self.mesh.sum_over_tokens(count)
         over_groups([count])

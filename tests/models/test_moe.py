@@ -1,0 +1,268 @@
+"""The mixture of experts on one process, against a loop over tokens and against transformers."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.models import FAMILIES, resolve_model
+from weft.models.layers import grouped_linear, sizes_of
+from weft.models.moe import (
+    INIT,
+    PRESETS,
+    SHARDING,
+    MoE,
+    Moe,
+    MoeConfig,
+    flops_per_token,
+    init_of,
+    num_active_params,
+    num_params,
+    routed,
+    units,
+)
+
+TINY: dict[str, Any] = {
+    "num_layers": 3,
+    "dim": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "num_experts": 6,
+    "active_experts": 2,
+    "expert_dim": 24,
+    "dense_layers": 1,
+    "ffn_dim": 48,
+    "vocab_size": 96,
+    "max_seq_len": 32,
+}
+
+
+def config(**changes: Any) -> MoeConfig:
+    return MoeConfig(**TINY | changes)
+
+
+def one_by_one(layer: MoE, x_ND: Tensor) -> Tensor:
+    """What a layer computes, token by token and expert by expert."""
+    c, out = layer.router.config, []
+    experts = layer.experts
+    for x_D in x_ND:
+        logits_E = layer.router.weight @ x_D
+        scores_E = torch.softmax(logits_E, 0) if c.score == "softmax" else torch.sigmoid(logits_E)
+        ranked = sorted(
+            range(c.num_experts), key=lambda e: -(scores_E + layer.router.expert_bias)[e]
+        )
+        chosen = ranked[: c.active_experts]
+        total = sum(scores_E[e] for e in chosen) if c.renormalise else 1.0
+        y_D = torch.zeros_like(x_D)
+        for e in chosen:
+            gate, up, down = (
+                linear.weight[e]
+                for linear in (experts.gate_proj, experts.up_proj, experts.down_proj)
+            )
+            y_D = y_D + c.route_scale * scores_E[e] / total * (
+                down @ (F.silu(gate @ x_D) * (up @ x_D))
+            )
+        if layer.shared_experts is not None:
+            y_D = y_D + layer.shared_experts(x_D)
+        out.append(y_D)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"renormalise": False},
+        {"score": "sigmoid", "route_scale": 2.5, "shared_experts": 2},
+        {"active_experts": 1, "num_experts": 2},
+        {"active_experts": 6},
+    ],
+    ids=str,
+)
+def test_a_layer_is_what_a_loop_computes(changes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = MoE(config(**changes)).double()
+    layer.router.expert_bias.copy_(torch.randn(layer.router.config.num_experts) * 0.1)
+    x_BTD = torch.randn(2, 7, 32, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 7, 32, dtype=torch.float64)
+    inputs = [x_BTD, *layer.parameters()]
+    got = layer(x_BTD)
+    wanted = one_by_one(layer, x_BTD.flatten(0, 1)).view_as(x_BTD)
+    # The router computes in float32.
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+    for ours, theirs in zip(
+        torch.autograd.grad((got * weights).sum(), inputs),
+        torch.autograd.grad((wanted * weights).sum(), inputs, materialize_grads=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_the_bias_chooses_and_does_not_weigh() -> None:
+    torch.manual_seed(0)
+    layer = MoE(config())
+    x_ND = torch.randn(20, 32)
+    before, weights = layer.router(x_ND)
+    layer.router.expert_bias += 3.0  # of all: nothing changes
+    again, same = layer.router(x_ND)
+    assert torch.equal(before, again)
+    assert torch.equal(weights, same)
+    layer.router.expert_bias[4] += 1.0  # no probability is as large
+    chosen, weights = layer.router(x_ND)
+    assert (chosen == 4).any(1).all()
+    torch.testing.assert_close(weights.sum(1), torch.ones(20))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 10], [0, 0, 0, 0]])
+@pytest.mark.parametrize(
+    ("dtype", "widths"), [("float32", (6, 10)), ("bfloat16", (16, 8)), ("bfloat16", (6, 10))]
+)
+def test_grouped_linear(counts: list[int], dtype: str, widths: tuple[int, int]) -> None:
+    """Fails where `torch.nn.functional.grouped_mm` changes."""
+    torch.manual_seed(0)
+    x_RD = torch.randn(sum(counts), widths[0], dtype=getattr(torch, dtype), requires_grad=True)
+    weight_EFD = torch.randn(4, widths[1], widths[0], dtype=x_RD.dtype, requires_grad=True)
+    got = grouped_linear(x_RD, weight_EFD, torch.tensor(counts))
+    rows = [F.linear(x, w) for x, w in zip(x_RD.split(counts), weight_EFD, strict=True)]
+    wanted = torch.cat(rows)
+    torch.testing.assert_close(got, wanted)
+    grad = torch.randn_like(got)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, (x_RD, weight_EFD), grad),
+        torch.autograd.grad(wanted, (x_RD, weight_EFD), grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_traced_program_is_balanced() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert sizes_of(torch.tensor([7, 0, 1]), 8) == [7, 0, 1]
+    with FakeTensorMode():
+        assert sizes_of(torch.tensor([7, 0, 1]), 8) == [3, 3, 2]
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_transformers_agrees(renormalise: bool) -> None:
+    """Qwen3's mixture of experts there, with the same weights: logits and every gradient."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    c = config(dense_layers=0, renormalise=renormalise)
+    theirs = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            num_hidden_layers=c.num_layers,
+            hidden_size=c.dim,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            num_experts=c.num_experts,
+            num_experts_per_tok=c.active_experts,
+            moe_intermediate_size=c.expert_dim,
+            norm_topk_prob=renormalise,
+            vocab_size=c.vocab_size,
+            max_position_embeddings=c.max_seq_len,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            rms_norm_eps=c.norm_eps,
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+        )
+    )
+    ours = Moe(c)
+    state = {}
+    for name, value in theirs.state_dict().items():
+        name = name.removeprefix("model.").replace("mlp.gate.", "mlp.router.")
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            state[f"{stem}gate_proj.weight"], state[f"{stem}up_proj.weight"] = value.chunk(2, dim=1)
+        elif name.endswith("experts.down_proj"):
+            state[f"{name}.weight"] = value
+        else:
+            state[name] = value
+    biases = {name: bias for name, bias in ours.state_dict().items() if "expert_bias" in name}
+    ours.load_state_dict(state | biases)
+    tokens_BT = torch.randint(0, c.vocab_size, (2, 20))
+    weights = torch.randn(2, 20, c.vocab_size)
+    mine, other = ours(tokens_BT), theirs(tokens_BT).logits
+    torch.testing.assert_close(mine, other, rtol=0, atol=2e-6)
+    (mine * weights).sum().backward()
+    (other * weights).sum().backward()
+    pairs = {
+        "layers.1.mlp.router.weight": theirs.model.layers[1].mlp.gate.weight.grad,
+        "layers.0.self_attn.q_norm.weight": theirs.model.layers[0].self_attn.q_norm.weight.grad,
+        "layers.0.mlp.experts.down_proj.weight": theirs.model.layers[0].mlp.experts.down_proj.grad,
+        "embed_tokens.weight": theirs.model.embed_tokens.weight.grad,
+    }
+    grads = {name: param.grad for name, param in ours.named_parameters()}
+    for name, wanted in pairs.items():
+        torch.testing.assert_close(grads[name], wanted, rtol=1e-4, atol=1e-4, msg=name)
+
+
+# --------------------------------------------------------------------------- tables and sizes
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_tables_and_counts(preset: str) -> None:
+    shape = PRESETS[preset]
+    with torch.device("meta"):
+        model = Moe(shape)
+    params = dict(model.named_parameters())
+    assert sum(param.numel() for param in params.values()) == num_params(shape)
+    assert sum(unit.params for unit in units(shape, 1)) == num_params(shape)
+    assert sum(unit.flops_per_token for unit in units(shape, 64)) == flops_per_token(shape, 64)
+    experts = sum(p.numel() for name, p in params.items() if ".experts." in name)
+    assert sum(unit.expert_params for unit in units(shape, 1)) == experts
+    idle = experts * (shape.num_experts - shape.active_experts) // shape.num_experts
+    assert num_active_params(shape) == num_params(shape) - idle
+    for name in [*params, *(name for name in model.state_dict() if name not in params)]:
+        assert sum(fnmatchcase(name, pattern) for pattern in INIT) == 1, name
+        init_of(name, shape)
+        module = name.rpartition(".")[0]
+        assert sum(fnmatchcase(module, pattern) for pattern in SHARDING) == 1, module
+    assert len(routed(model)) == shape.num_layers - shape.dense_layers
+
+
+def test_published_sizes() -> None:
+    """30.5 B in total and 3.3 B activated: the model card of Qwen3-30B-A3B."""
+    shape = PRESETS["qwen3-30b-a3b"]
+    assert round(num_params(shape) / 1e9, 1) == 30.5
+    assert 3.3 <= num_active_params(shape) / 1e9 < 3.4
+    # DeepSeek-V3's experts, shared ones too, are 656 of its 671 billion: what attention is has no
+    # part in that.
+    v3 = PRESETS["v3-like"]
+    assert (
+        sum(unit.expert_params for unit in units(v3, 1)) + 58 * 3 * 7168 * 2048
+        == 58 * 257 * 3 * 7168 * 2048
+    )
+
+
+def test_the_bias_stays_float32_and_is_saved() -> None:
+    model = Moe(config())
+    layer = routed(model)[0]
+    layer.router.expert_bias += 0.001
+    model.to(torch.bfloat16)
+    assert layer.router.expert_bias.dtype == torch.float32
+    assert layer.router.expert_bias[0] == torch.tensor(0.001)
+    assert "layers.1.mlp.router.expert_bias" in model.state_dict()
+    assert all("expert_bias" not in name for name, _ in model.named_parameters())
+
+
+def test_every_impossible_shape_is_told_at_once() -> None:
+    _, problems = resolve_model(
+        "moe",
+        "toy-moe",
+        {"active_experts": 9, "dense_layers": 3, "num_kv_heads": 3, "head_dim": 31},
+    )
+    assert {problem.key for problem in problems} == {
+        "model.active_experts",
+        "model.dense_layers",
+        "model.num_kv_heads",
+        "model.head_dim",
+    }
+    assert FAMILIES["moe"].check(PRESETS["toy-moe"]) == []

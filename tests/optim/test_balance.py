@@ -1,0 +1,100 @@
+"""The balance of experts: which way biases move, and what is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from weft.models.moe import Moe, MoeConfig, routed
+from weft.optim.balance import Balance
+
+
+class OneRank:
+    """A mesh of this process alone."""
+
+    def sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+def model(rate: float = 0.01) -> tuple[Moe, Balance]:
+    torch.manual_seed(0)
+    config = MoeConfig(
+        num_layers=3,
+        dim=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        num_experts=8,
+        active_experts=2,
+        expert_dim=8,
+        dense_layers=1,
+        ffn_dim=16,
+        vocab_size=64,
+        max_seq_len=64,
+    )
+    made = Moe(config)
+    return made, Balance([made], routed, rate, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+TOKENS = torch.arange(64).view(2, 32)
+
+
+def test_biases_move_against_the_error_by_the_rate() -> None:
+    made, balance = model()
+    made(TOKENS)
+    (loads_LE,) = balance.total()
+    assert loads_LE.sum(1).tolist() == [128, 128]  # 64 tokens, two experts each
+    balance.step()
+    for loads_E, layer in zip(loads_LE, routed(made), strict=True):
+        wanted_E = 0.01 * (16 - loads_E).sign()
+        torch.testing.assert_close(layer.router.expert_bias, wanted_E.float())
+    worst = float(balance.worst(None)[0])
+    assert worst == pytest.approx(loads_LE.max().item() / 16)
+
+
+def test_a_bad_step_moves_nothing() -> None:
+    made, balance = model()
+    made(TOKENS)
+    balance.step(torch.tensor(True))
+    assert not any(layer.router.expert_bias.any() for layer in routed(made))
+
+
+def test_counted_once() -> None:
+    """Neither an evaluation, nor what is computed again, nor the batch before."""
+    made, balance = model()
+    with torch.no_grad():
+        made(TOKENS)
+    assert balance.total()[0].sum() == 0
+    layer = routed(made)[0]
+    x = torch.randn(1, 10, 16, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert balance.total()[0].sum(1).tolist() == [20, 0]
+    balance.begin()
+    assert balance.total()[0].sum() == 0
+
+
+def test_experts_become_balanced() -> None:
+    """Routers that love two experts, left as they are: only the biases move."""
+    made, balance = model(rate=0.001)
+    x_ND = torch.randn(512, 16) + 1  # all tokens have something in common
+    routers = [layer.router for layer in routed(made)]
+    with torch.no_grad():
+        for router in routers:
+            router.weight[:2] += 0.1
+    worst = []
+    for _ in range(300):
+        balance.begin()
+        for router in routers:
+            router(x_ND)
+        worst.append(float(balance.worst(None)[0]))
+        balance.step()
+    assert worst[0] > 2
+    assert worst[-1] < 1.3
+
+
+def test_no_experts() -> None:
+    balance = Balance([torch.nn.Linear(2, 2)], None, 0.0, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
+    balance.begin()
+    balance.step()
+    assert balance.total() == balance.worst(None) == []

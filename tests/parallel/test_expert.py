@@ -1,0 +1,227 @@
+"""Mixtures of experts: every layout computes one process's loss and gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from tests.layouts import parse
+from tests.small import (
+    Overrides,
+    gradients,
+    losses,
+    merged,
+    newest_state,
+    plan_here,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+)
+from weft.checkpoint.replicas import ReplicasDiffer, compare_replicas
+from weft.checkpoint.state import named_buffers
+from weft.job import InvalidJob, read_job
+from weft.plan.resolve import Machine, resolve
+from weft.train.setup import build
+
+TOLERANCE = 1e-5
+
+MODEL: Overrides = [
+    ("model.kind", "moe"),
+    ("model.preset", "toy-moe"),
+    ("model.num_layers", "4"),
+    ("model.head_dim", "16"),
+    ("model.num_experts", "4"),
+    ("model.expert_dim", "24"),
+    ("model.tied_embeddings", "false"),
+    ("data.packing", "documents"),
+    ("train.microbatch", "1"),
+]
+
+
+@functools.cache
+def reference(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    return run_ranks(gradients, 1, list(overrides), store)[0]  # type: ignore[no-any-return]
+
+
+def check(
+    layout: str, store: Path, model: Overrides = MODEL, more: Sequence[tuple[str, str]] = ()
+) -> None:
+    """The layout, with ``more``, against one process, on every rank."""
+    ranks, overrides = parse(layout)
+    overrides += more
+    one = reference(str(store), tuple(model))
+    for many in merged(run_ranks(gradients, ranks, model + overrides, str(store), timeout=300)):
+        assert many["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+        assert many["norm"] == pytest.approx(one["norm"], rel=TOLERANCE)
+        for kind in ("grads", "clipped"):
+            assert many[kind].keys() == one[kind].keys()
+            for name, grad in one[kind].items():
+                scale = grad.abs().max()
+                assert scale > 0, name
+                torch.testing.assert_close(
+                    many[kind][name] / scale, grad / scale, rtol=0, atol=TOLERANCE, msg=name
+                )
+
+
+WHOLE = ["dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2"]
+SPREAD = ["dp_shard2 ep=2", "dp_shard4 ep=2", "dp_shard2 ep=2 remat.kind=selective"]
+MORE = [
+    "dp_shard4 ep=4",
+    "cp2 ep=2",
+    "dp_shard2 cp2 ep=4",
+    "dp_shard2 dp_replicate2 ep=2",
+    "dp_shard2 tp2 ep=2",
+    "dp_shard2 pp2 ep=2",
+    "dp_shard2 pp2 ep=2 gradient_sync=microbatch",
+    "dp_shard2 pp2 ep=2 schedule=ZBVZeroBubble",
+    "dp_shard2 ep=2 remat.kind=full",
+    "dp_shard2 ep=2 remat.kind=budget remat.offload=true",
+    "dp_shard2 ep=2 gradient_sync=step reshard_after_forward=never",
+    "dp_shard2 ep=2 persist_below=1000000 prefetch=2",
+    "dp_shard2 ep=2 cpu_offload=true",
+    "tp2 sequence_parallel=false",
+    "tp4",
+    "dp_shard3 ep=3 model.num_experts=6 train.global_batch=9",
+    "dp_shard6 train.global_batch=12",  # four experts over six ranks: cut by rows of each
+]
+
+
+@pytest.mark.parametrize("layout", WHOLE)
+def test_layouts(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+@pytest.mark.parametrize("layout", SPREAD)
+def test_expert_parallel(layout: str, store_path: Path) -> None:
+    check(layout, store_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MORE)
+def test_expert_parallel_with_everything_else(layout: str, store_path: Path) -> None:
+    changed = [word.split("=") for word in layout.split() if "model." in word or "train." in word]
+    check(layout, store_path, [*MODEL, *((name, value) for name, value in changed)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_around_the_experts(store_path: Path, tmp_path: Path) -> None:
+    compiled = [("compile.enable", "true"), ("compile.cache", str(tmp_path))]
+    check("dp_shard2 ep=2", store_path, more=compiled)
+
+
+# --------------------------------------------------------------------------- training
+
+
+def run(folder: Path, layout: str, steps: int, store: Path, *more: tuple[str, str]) -> None:
+    ranks, overrides = parse(layout)
+    here = [("run.dir", str(folder)), ("train.steps", str(steps)), ("optim.decay_fraction", "0")]
+    run_ranks(train_rank, ranks, [*MODEL, *overrides, *here, *more], str(store), timeout=180)
+
+
+def biases(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in newest_state(folder).items() if k.endswith("expert_bias")}
+
+
+RATE = ("model.balance_rate", "0.01")
+
+
+def test_the_bias_is_state_that_every_layout_loads(store_path: Path, tmp_path: Path) -> None:
+    """Six steps of one process; and three with ``ep``, saved, and three more without."""
+    run(tmp_path / "one", "dp_shard1", 6, store_path, RATE)
+    run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, RATE)
+    saved = biases(tmp_path / "two")
+    # Three moves of an expert that is never at the mean: an odd number of rates.
+    assert saved.keys() == {f"model.layers.{i}.mlp.router.expert_bias" for i in (1, 2, 3)}
+    for bias in saved.values():
+        moves = bias / 0.01
+        torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-4)
+        assert bias.abs().max() > 0
+    run(tmp_path / "two", "dp_shard2 tp2", 6, store_path, RATE)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    loads = [
+        [record["expert_load"] for record in records(tmp_path / run)] for run in ("one", "two")
+    ]
+    assert loads[0] == loads[1]
+    assert all(1 <= load <= 2 for load in loads[0])  # of four experts two are active
+    wanted = biases(tmp_path / "one")
+    for name, bias in biases(tmp_path / "two").items():
+        torch.testing.assert_close(bias, wanted[name], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_resumed_to_the_bit(store_path: Path, tmp_path: Path) -> None:
+    layout = "dp_shard2 ep=2 resilience.replica_check=1"
+    run(tmp_path / "once", layout, 4, store_path)
+    run(tmp_path / "twice", layout, 2, store_path)
+    run(tmp_path / "twice", layout, 4, store_path)
+    once, twice = newest_state(tmp_path / "once"), newest_state(tmp_path / "twice")
+    assert once.keys() == twice.keys()
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def other_biases(overrides: Overrides) -> str:
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    compare_replicas(built.parts, built.optimizer)
+    buffers = dict(named_buffers(built.parts))
+    if dist.get_rank() == 1:
+        buffers["layers.2.mlp.router.expert_bias"][3] += 0.001
+    try:
+        compare_replicas(built.parts, built.optimizer)
+    except ReplicasDiffer as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_compare_their_biases() -> None:
+    _, overrides = parse("dp_shard2 ep=2")
+    for told in run_ranks(other_biases, 2, MODEL + overrides, timeout=180):
+        assert "model.layers.2.mlp.router.expert_bias" in told
+
+
+@pytest.mark.slow
+def test_canonical_order(store_path: Path, tmp_path: Path) -> None:
+    """The same weights and biases, bit for bit, on one rank and on two."""
+    canonical = ("train.canonical", "true")
+    for ranks in (1, 2):
+        run(tmp_path / str(ranks), f"dp_shard{ranks}", 3, store_path, canonical, RATE)
+    one, two = newest_state(tmp_path / "1"), newest_state(tmp_path / "2")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def test_what_experts_cannot_have_is_told() -> None:
+    job, _, found = read_job(
+        "demo",
+        [
+            ("model.kind", "moe"),
+            ("model.preset", "toy-moe"),
+            ("parallel.ep", "3"),
+            ("parallel.dp_shard", "4"),
+            ("optim.kind", "muon"),
+            ("precision.float8", "rowwise"),
+            ("train.canonical", "true"),
+        ],
+    )
+    assert not found
+    with pytest.raises(InvalidJob) as error:
+        resolve(job, Machine("cpu", devices=2, world_size=4))
+    told = {problem.key: str(problem) for problem in error.value.problems}
+    assert "use 1, 2 or 4" in told["parallel.ep"] or "canonical" in told["parallel.ep"]
+    assert {"optim.kind", "precision.float8"} <= told.keys()
+
+    job, _, _ = read_job("demo", [("parallel.ep", "2")])
+    with pytest.raises(InvalidJob, match="the family llama has no experts"):
+        resolve(job, Machine("cpu", devices=2, world_size=2))

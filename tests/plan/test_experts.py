@@ -1,0 +1,112 @@
+"""Mixtures of experts as the planner sees them: rules of ``ep``, active parameters, exchanges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.job import InvalidJob, Job, read_job
+from weft.models.moe import PRESETS, flops_per_token, num_active_params, num_params, units
+from weft.plan.cost import Matmul, matmul_seconds
+from weft.plan.devices import device_named
+from weft.plan.memory import of_one_rank, rank_bytes
+from weft.plan.report import describe_plan, plan_recipe
+from weft.plan.resolve import Machine, resolve
+from weft.predict.forecast import device_of, forecast
+from weft.predict.work import _grouped
+
+
+def job_of(**changes: Any) -> Job:
+    overrides = [("model.kind", "moe"), ("model.preset", "toy-moe")]
+    overrides += [(name.replace("__", "."), str(value)) for name, value in changes.items()]
+    job, _, problems = read_job("demo", overrides)
+    assert not problems
+    return job
+
+
+def told(world: int, **changes: Any) -> dict[str, str]:
+    with pytest.raises(InvalidJob) as error:
+        resolve(job_of(**changes), Machine("cpu", devices=2, world_size=world))
+    return {problem.key: str(problem) for problem in error.value.problems}
+
+
+def test_ep_divides_the_shards_and_the_experts() -> None:
+    assert "does not divide the 4 ranks" in told(4, parallel__ep=3)["parallel.ep"]
+    rule = told(16, parallel__ep=16, train__global_batch=16)["parallel.ep"]
+    assert "does not divide the 8 experts; use 1, 2, 4 or 8" in rule
+    plan = resolve(job_of(parallel__ep=4, parallel__cp=2), Machine("cpu", 2, world_size=8))
+    assert (plan.ep, plan.dp_shard, plan.cp) == (4, 4, 2)
+
+
+def test_what_ep_cannot_be_with() -> None:
+    assert "canonical" in told(2, parallel__ep=2, train__canonical="true")["parallel.ep"]
+    assert "fit" in told(2, parallel__ep=2, parallel__dp_shard="fit")["parallel.ep"]
+    keys = {"parallel__ep": 2, "parallel__reshard_after_forward": 2}
+    assert "expert parallelism" in told(4, **keys)["parallel.reshard_after_forward"]
+    keys = {"parallel__pp": 2, "model__tied_embeddings": "false", "train__microbatch": 3}
+    assert "with experts" in told(2, **keys)["train.microbatch"]
+    assert "stacks" in told(1, optim__kind="muon")["optim.kind"]
+    assert "grouped" in told(1, precision__float8="rowwise")["precision.float8"]
+
+
+def test_flops_are_those_of_the_active_experts() -> None:
+    """Of a token 6 for each weight that it is multiplied by, and attention's 12 L H K T."""
+    shape = PRESETS["qwen3-30b-a3b"]
+    looked_up = shape.vocab_size * shape.dim
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    weights = num_active_params(shape) - looked_up - norms
+    attention = 12 * 48 * 32 * 128 * 4096
+    assert flops_per_token(shape, 4096) == 6 * weights + attention
+    assert flops_per_token(shape, 4096) < 0.2 * 6 * num_params(shape)
+
+
+def test_grouped_products_cost_as_their_work_and_one_kernel() -> None:
+    device = device_named("H100")
+    one = matmul_seconds(Matmul(65536, 2048, 768), device)
+    many = matmul_seconds(Matmul(4096, 2048, 768, groups=16), device)
+    apart = matmul_seconds(Matmul(4096, 2048, 768, times=16), device)
+    assert one == pytest.approx(many, rel=0.1)
+    assert many < apart
+    # Few rows of each: what counts are the weights.
+    few = matmul_seconds(Matmul(1, 2048, 768, groups=128), device)
+    assert few > 128 * 2 * 2048 * 768 / device.bandwidth
+    # Forward, and the gradient of the weights, of 32 rows in 4 groups.
+    assert _grouped((32, 10), (4, 10, 6), 4) == Matmul(8, 10, 6, groups=4)
+    assert _grouped((6, 32), (32, 10), 4) == Matmul(6, 8, 10, groups=4)
+
+
+def test_a_rank_gathers_its_own_experts_only() -> None:
+    of_all = units(PRESETS["qwen3-30b-a3b"], 4096)
+    layer = of_all[1]
+    assert layer.expert_params == 128 * 3 * 2048 * 768
+    assert of_one_rank(layer, 8) == layer.params - layer.expert_params * 7 / 8
+    same = {"tp": 1, "pp": 1, "tokens": 0, "in_flight": 1, "per_param": 0.0, "compute_bytes": 2}
+    whole, spread = (rank_bytes(of_all, **same, ep=ep) for ep in (1, 8))  # type: ignore[arg-type]
+    assert spread < whole
+
+
+@pytest.mark.timeout(300)
+def test_exchanges_of_tokens_are_predicted() -> None:
+    """Each token of a rank goes to its eight experts and back, in each layer and pass."""
+    job, plan, machine = plan_recipe(
+        "qwen3-30b-a3b", [], [], None, lambda device: Machine("cpu", 2)
+    )
+    assert "3,353,032,704 of them active" in describe_plan(job, plan, machine, "qwen3-30b-a3b")
+    seen = forecast(job, plan, machine, device_of(plan, machine))
+    layers, shape = 48, plan.model
+    rows = plan.microbatch * job.train.seq_len * shape.active_experts
+    # Forward twice, for blocks are computed again, and backward: there and back.
+    exchanges = plan.accumulation * layers * 3 * 2
+    wanted = exchanges * rows * shape.dim * 2
+    assert seen.exchanges["ep"].bytes == pytest.approx(wanted, rel=1e-3)
+    assert seen.exchanges["ep"].exposed_seconds > 0
+    # Weights of experts in float32, spread over all ranks.
+    experts = sum(unit.expert_params for unit in units(shape, 1))
+    assert seen.by_category()["parameters"] == pytest.approx(
+        4 * num_params(shape) / 64 / 2**30, rel=0.02
+    )
+    # Gathered in bfloat16 over edp only, in each microbatch twice; gradients reduced in float32.
+    moved = plan.accumulation * experts / plan.ep * (2 + 2 + 4)
+    assert seen.exchanges["edp"].bytes == pytest.approx(moved, rel=0.02)
+    assert any("perfectly balanced" in doubt for doubt in seen.doubts)
