@@ -9,10 +9,18 @@ compared there and there.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from tests.small import Overrides
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.small import Overrides, gradients, merged
 from weft.plan.timetable import SCHEDULES
 
 AXES = ("dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2")
@@ -30,6 +38,35 @@ def parse(layout: str) -> tuple[int, Overrides]:
             name, _, value = word.partition("=")
             overrides.append((name if "." in name else f"parallel.{name}", value))
     return ranks, overrides
+
+
+@functools.cache
+def one_process(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    return run_ranks(gradients, 1, list(overrides), store)[0]  # type: ignore[no-any-return]
+
+
+def check_gradients(
+    layout: str,
+    store: Path,
+    model: Overrides,
+    tolerance: float,
+    more: Sequence[tuple[str, str]] = (),
+) -> None:
+    """The layout, with ``more``, against one process of ``model``, on every rank."""
+    ranks, overrides = parse(layout)
+    overrides = [*model, *overrides, *more]
+    one = one_process(str(store), tuple(model))
+    for many in merged(run_ranks(gradients, ranks, overrides, str(store), timeout=300)):
+        assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
+        assert many["norm"] == pytest.approx(one["norm"], rel=tolerance)
+        for kind in ("grads", "clipped"):
+            assert many[kind].keys() == one[kind].keys()
+            for name, grad in one[kind].items():
+                scale = grad.abs().max()
+                assert scale > 0, name
+                torch.testing.assert_close(
+                    many[kind][name] / scale, grad / scale, rtol=0, atol=tolerance, msg=name
+                )
 
 
 def combinations(count: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from tests.chat import (
     write_lines,
     write_tokenizer,
 )
-from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, parse, read_lines
+from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, parse
 from weft.data.conversations import check_chat, prepare_conversations
 from weft.data.inspect import inspect
 from weft.data.prepare import prepare_text
-from weft.data.store import open_store
-from weft.data.text import open_text
+from weft.data.store import SplitName, Store, open_store
+from weft.data.text import Text, open_text
 from weft.job import DataSection, InvalidJob
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": "<b>&'"}}}
@@ -41,7 +42,7 @@ CONVERSATIONS = {
 }
 
 
-def section(path: Path, tokenizer: Path, **more: Any) -> DataSection:
+def section(path: Path | str, tokenizer: Path, **more: Any) -> DataSection:
     values = {"path": str(path), "tokenizer": str(tokenizer), "format": "chat"} | more
     return DataSection.model_validate(values)
 
@@ -314,8 +315,9 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     [
         ({"tokenizer": "train"}, "data.tokenizer", "is for text"),
         ({"chat_template": "/nowhere.jinja"}, "data.chat_template", "does not exist"),
-        ({"path": "python-stdlib"}, "data.path", "has no conversations"),
-        ({"path": "hf://org/name"}, "data.path", "is not on this machine"),
+        ({"path": "python-stdlib"}, "data.path", "holds no conversations"),
+        ({"path": "hf://:config"}, "data.path", "is no data set's name"),
+        ({"path": "/nowhere.jsonl"}, "data.path", "does not exist"),
     ],
 )
 def test_mistakes_that_need_no_reading(
@@ -417,21 +419,102 @@ def test_inspecting_shows_what_is_learned(tmp_path: Path) -> None:
     assert sum(line.startswith("-- ") for line in lines) == 2
 
 
-def test_a_broken_archive_is_told(tmp_path: Path) -> None:
-    whole = gzip.compress(b'{"a": 1}\n' * 1000)
-    for name, data in (("a.jsonl.gz", whole[:30]), ("b.jsonl.gz", b"no gzip")):
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "model", MARKED)
+    whole = "".join(json.dumps(conversation(i)) + "\n" for i in range(100)).encode()
+    squeezed, packed = gzip.compress(whole), zstandard.compress(whole)
+    for name, data, rule in (
+        ("a.jsonl.gz", squeezed[: len(squeezed) // 2], "the compressed file is cut off"),
+        ("b.jsonl.gz", b"no gzip", r"b\.jsonl\.gz:1: the compressed file is damaged"),
+        ("c.jsonl.zst", b"no zstd", r"c\.jsonl\.zst:1: the compressed file is damaged"),
+        ("d.jsonl.zst", packed[:-3], "the compressed file is cut off"),
+        ("e.jsonl.zst", packed + packed[:5], r"e\.jsonl\.zst:101: the compressed file is cut off"),
+        ("f.jsonl", whole.decode().encode("utf-16"), "the file is UTF-16"),
+        ("g.jsonl", b'{"messages": "' + b"x" * (50 << 20) + b'"}', "messages is no list"),
+    ):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(InvalidJob, match="cannot be read"):
-            list(read_lines(tmp_path / name))
-    packed = zstandard.compress(b"{}\n")
-    for data in (b"no zstd", packed[:-3], packed + packed[:5]):
-        (tmp_path / "c.jsonl.zst").write_bytes(data)
-        with pytest.raises(InvalidJob, match="cannot be read"):
-            list(read_lines(tmp_path / "c.jsonl.zst"))
-    (tmp_path / "c.jsonl.zst").write_bytes(packed + packed)
-    assert len(list(read_lines(tmp_path / "c.jsonl.zst"))) == 2
-    (tmp_path / "d.jsonl").write_bytes("\ufeff{}\n\n{}".encode())
-    assert list(read_lines(tmp_path / "d.jsonl")) == [(1, b"{}\n"), (3, b"{}")]
+        with pytest.raises(InvalidJob, match=rule):
+            prepare_conversations(section(tmp_path / name, tokenizer), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    marked = b"\xef\xbb\xbf" + whole.replace(b"\n", b"\n\n")
+    (tmp_path / "h.jsonl.zst").write_bytes(zstandard.compress(marked) + packed)
+    text = prepare_conversations(section(tmp_path / "h.jsonl.zst", tokenizer), tmp_path / "cache")
+    index = [line for split in ("train", "validation") for line in lines_of(text, split)]
+    assert sorted(index) == sorted([*range(1, 201, 2), *range(201, 301)])
+
+
+def lines_of(text: Text, split: SplitName) -> list[int]:
+    store = text.sources[0].store
+    return [int(line) for line in store.index(split)[:, 2]]
+
+
+def test_the_same_conversations_from_elsewhere(tmp_path: Path) -> None:
+    """Rows of tables, a data set on the hub (here its local stand-in), globs, an object store."""
+    import datasets
+    import fsspec
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tokenizer = write_tokenizer(tmp_path / "model", MARKED)
+    rows = [conversation(i) | {"id": i} for i in range(40)]
+    rows[7]["messages"].append(message("user", "and?"))  # of another shape than the others
+    rows[7]["messages"].append(message("assistant", "nothing"))
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    [arrow] = (tmp_path / "saved").glob("*.arrow")
+    (tmp_path / "hub").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub/train.parquet")
+    with fsspec.open("memory://bucket/chat/a.jsonl.gz", "wb") as file:
+        file.write(gzip.compress((folder / "a.jsonl").read_bytes()))
+
+    stores = {}
+    for path in (
+        str(folder / "a.jsonl"),
+        str(folder / "*.jsonl"),
+        str(tmp_path / "a.parquet"),
+        str(tmp_path / "saved"),
+        str(arrow),
+        f"hf://{tmp_path / 'hub'}",
+        "memory://bucket/chat",
+        "memory://bucket/*/a.jsonl.gz",
+    ):
+        chosen = section(path, tokenizer, holdout=0.1)
+        assert check_chat(chosen) == []
+        stores[path] = prepare_text(chosen, tmp_path / "cache").sources[0].store
+    # A table's row is another text than a line, so others may be held out; of all it is the same.
+    everything = {
+        tuple(sorted(tokens_of(store, "train") + tokens_of(store, "validation")))
+        for store in stores.values()
+    }
+    assert len(everything) == 1
+    assert all(len(tokens_of(store, "validation")) == 4 for store in stores.values())
+
+
+def tokens_of(store: Store, split: SplitName) -> list[tuple[int, ...]]:
+    ends = store.index(split)[:, 0].tolist()
+    found = store.tokens(split).window(np.array([0]), ends[-1])[0].tolist()
+    return [tuple(found[begin:end]) for begin, end in pairwise([0, *ends])]
+
+
+def test_tables_without_conversations(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tokenizer = write_tokenizer(tmp_path / "model", MARKED)
+    chosen = section(tmp_path / "a.parquet", tokenizer)
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(InvalidJob, match=r"has no column 'messages' or .*it has text"):
+        prepare_conversations(chosen, tmp_path / "cache")
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(InvalidJob, match=r"a\.parquet:1: has no messages"):
+        prepare_conversations(chosen, tmp_path / "cache")
+    rows = [{"messages": [{"role": "user", "content": b"\xff"}]}] * 2
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(InvalidJob, match=r"a\.parquet:1: is no JSON: .*bytes"):
+        prepare_conversations(chosen, tmp_path / "cache")
 
 
 def test_too_few_to_hold_one_out(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InvalidJob) as caught:
             prepare(section(url), tmp_path / "c")
         assert rule in str(caught.value)
-    with pytest.raises(InvalidJob, match=r"row 1 of part \d: the field 'n' is no text"):
+    with pytest.raises(InvalidJob, match=r"row 1 of part \d: the column 'n' is no text"):
         prepare(section(f"hf://{folder}", field="n"), tmp_path / "c")
 
 

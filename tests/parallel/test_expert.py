@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from tests.layouts import parse
+from tests.layouts import check_gradients, parse
 from tests.small import (
     Overrides,
-    gradients,
     losses,
-    merged,
     newest_state,
     plan_here,
     records,
@@ -46,29 +42,10 @@ MODEL: Overrides = [
 ]
 
 
-@functools.cache
-def reference(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    return run_ranks(gradients, 1, list(overrides), store)[0]  # type: ignore[no-any-return]
-
-
 def check(
     layout: str, store: Path, model: Overrides = MODEL, more: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """The layout, with ``more``, against one process, on every rank."""
-    ranks, overrides = parse(layout)
-    overrides += more
-    one = reference(str(store), tuple(model))
-    for many in merged(run_ranks(gradients, ranks, model + overrides, str(store), timeout=300)):
-        assert many["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
-        assert many["norm"] == pytest.approx(one["norm"], rel=TOLERANCE)
-        for kind in ("grads", "clipped"):
-            assert many[kind].keys() == one[kind].keys()
-            for name, grad in one[kind].items():
-                scale = grad.abs().max()
-                assert scale > 0, name
-                torch.testing.assert_close(
-                    many[kind][name] / scale, grad / scale, rtol=0, atol=TOLERANCE, msg=name
-                )
+    check_gradients(layout, store, model, TOLERANCE, more)
 
 
 WHOLE = ["dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2"]

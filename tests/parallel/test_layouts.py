@@ -7,10 +7,8 @@ element.  The layouts are listed in `tests.layouts`.
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +26,8 @@ from tests.layouts import (
     SINGLE,
     TENSOR,
     THREE,
+    check_gradients,
+    one_process,
     parse,
 )
 from tests.small import Overrides, gradients, merged
@@ -45,25 +45,8 @@ MODEL: Overrides = [
 ]
 
 
-@functools.cache
-def reference(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    return run_ranks(gradients, 1, list(overrides), store)[0]  # type: ignore[no-any-return]
-
-
-def check(layout: str, store: Path, tolerance: float = TOLERANCE, model: Overrides = MODEL) -> None:
-    """The layout against one process, on every rank."""
-    ranks, overrides = parse(layout)
-    one = reference(str(store), tuple(model))
-    for many in merged(run_ranks(gradients, ranks, model + overrides, str(store), timeout=120)):
-        assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
-        assert many["norm"] == pytest.approx(one["norm"], rel=tolerance)
-        for kind in ("grads", "clipped"):
-            assert many[kind].keys() == one[kind].keys()
-            for name, grad in one[kind].items():
-                scale = grad.abs().max()
-                torch.testing.assert_close(
-                    many[kind][name] / scale, grad / scale, rtol=0, atol=tolerance, msg=name
-                )
+def check(layout: str, store: Path, model: Overrides = MODEL) -> None:
+    check_gradients(layout, store, model, TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", SINGLE)
@@ -157,7 +140,10 @@ def test_data_parallel_with_other_axes(layout: str, store_path: Path) -> None:
 def test_bfloat16(layout: str, store_path: Path) -> None:
     """Layouts differ from one process in bfloat16 no more than that does from float32."""
     low = [*MODEL, ("precision.compute", "bfloat16")]
-    exact, one = reference(str(store_path), tuple(MODEL)), reference(str(store_path), tuple(low))
+    exact, one = (
+        one_process(str(store_path), tuple(MODEL)),
+        one_process(str(store_path), tuple(low)),
+    )
     ranks, overrides = parse(layout)
     for many in merged(run_ranks(gradients, ranks, low + overrides, str(store_path))):
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-3)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_init,
     _fsdp_param,
@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard import (
     _fsdp_state,
 )
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import placement_types
+from torch.distributed.tensor import DTensor, placement_types
 
 from tests.fake import counted_step
 from tests.harness import run_ranks
@@ -90,6 +90,36 @@ def test_gathers_of_ones_own() -> None:
     # In the first forward pass it looks for them anew.
     lazy_init = inspect.getsource(_fsdp_param_group.FSDPParamGroup.lazy_init)
     assert "fsdp_param._init_extensions()" in lazy_init
+
+
+def gathered_with_its_block() -> dict[str, list[bool]]:
+    """Whether the inner unit's weight is whole: in the outer one before and after the inner one
+    ran, and when the outer one is done."""
+    mesh = init_device_mesh("cpu", (2,))
+    inner = torch.nn.Linear(4, 4)
+    outer = torch.nn.Sequential(torch.nn.Linear(4, 4), inner, torch.nn.Linear(4, 4))
+    root = torch.nn.Sequential(outer, torch.nn.Linear(4, 4))
+    for unit in (inner, outer, root):
+        fully_shard(unit, mesh=mesh)
+    private.gather_with(inner, outer)
+    seen: dict[str, list[bool]] = {"before": [], "after": [], "done": []}
+    for name, module in zip(seen, (outer[0], outer[2], root[1]), strict=True):
+        module.register_forward_hook(
+            lambda *_, name=name: seen[name].append(not isinstance(inner.weight, DTensor))
+        )
+    for _ in range(2):
+        root(torch.ones(2, 4)).sum().backward()
+    return seen | {"gradient": [inner.weight.grad is not None]}
+
+
+def test_a_unit_is_gathered_with_the_one_around_it() -> None:
+    for seen in run_ranks(gathered_with_its_block, 2, timeout=60):
+        assert seen == {
+            "before": [True] * 2,
+            "after": [True] * 2,
+            "done": [False] * 2,
+            "gradient": [True],
+        }
 
 
 def test_schedules() -> None:

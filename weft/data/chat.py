@@ -1,4 +1,4 @@
-"""Conversations: read from JSONL, written as text by a chat template, with what is learned marked.
+"""Conversations: lines of JSON, written as text by a chat template, with what is learned marked.
 
 *One line, one example.*  Known are ``messages`` (the shape of OpenAI and Hugging Face), ``prompt``
 with ``response`` or ``completion``, and ``instruction`` with ``output`` (and ``input``).  A
@@ -23,10 +23,9 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -40,13 +39,17 @@ from weft.data.store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer
 from weft.job import DataSection, InvalidJob, Problem
 
-BLOCK_BYTES = 1 << 20
-ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Noncharacters of Unicode, which are in no text: where a generation block begins and ends.
 BEGIN, END = "\ufdd0", "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 HALF = re.compile("[\ud800-\udfff]")  # of a character beyond U+FFFF, as UTF-16 writes it
+
+# What a line, or a row of a table, may have.
+COLUMNS = (
+    *("messages", "tools", "prompt", "response", "completion", "instruction", "input", "output"),
+    *("system", "chosen", "rejected"),
+)
 
 Message = dict[str, Any]
 
@@ -64,62 +67,6 @@ class Example(NamedTuple):
 
 
 # --------------------------------------------------------------------------- lines
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a .jsonl file (.gz, .zst) that are not blank, with their numbers from 1.
-
-    Raises:
-        InvalidJob: it cannot be read or unpacked.
-    """
-    try:
-        for number, line in enumerate(_lines(path), 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield number, line
-    except ModuleNotFoundError:
-        rule, remedy = "is packed by zstd, which needs zstandard", "pip install 'weft[data]'"
-        raise InvalidJob([Problem("data.path", str(path), rule, remedy)]) from None
-    except (OSError, EOFError) as error:
-        raise InvalidJob([_unreadable(path, error)]) from None
-    except Exception as error:
-        if type(error).__module__.startswith(("zstandard", "zlib")):
-            raise InvalidJob([_unreadable(path, error)]) from None
-        raise
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    if path.suffix == ".zst":
-        yield from _unpacked(path)
-        return
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        yield from file
-
-
-def _unpacked(path: Path) -> Iterator[bytes]:
-    """Lines of a .zst file; unlike zstandard's own reader it sees that one has lost its end."""
-    import zstandard
-
-    rest, frame = b"", zstandard.ZstdDecompressor().decompressobj()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            while block:
-                if frame.eof:  # there may be several, one after the other
-                    frame = zstandard.ZstdDecompressor().decompressobj()
-                rest += frame.decompress(block)
-                block = frame.unused_data
-            *lines, rest = rest.split(b"\n")
-            yield from (line + b"\n" for line in lines)
-    if not frame.eof:
-        raise EOFError("it has lost its end")
-    if rest:
-        yield rest
-
-
-def _unreadable(path: Path, error: Exception) -> Problem:
-    why = getattr(error, "strerror", None) or str(error)
-    return Problem("data.path", str(path), f"cannot be read: {why}", "give whole JSONL files")
 
 
 def parse(line: bytes, preferences: bool) -> list[Example]:

@@ -1,10 +1,11 @@
-"""Preparing a store of conversations: JSONL tokenised once, with what of it is learned.
+"""Preparing a store of conversations: tokenised once, with what of them is learned.
 
-The lines are read twice.  The first time every line is looked at, so that all that is wrong with
-the files is known within seconds, and the held-out conversations are chosen: those with the lowest
-hashes, so that one more line hardly changes the choice, and copies stay on the same side.  The
-second time they are written by the template, tokenised and appended to the files of their split.
-``store.json`` comes last; what a killed attempt leaves is no store, and is removed by the next.
+The lines (or rows) are read twice.  The first time every one is looked at, so that all that is
+wrong with the files is known within seconds, and the held-out conversations are chosen: those with
+the lowest hashes, so that one more line hardly changes the choice, and copies stay on the same
+side.  The second time they are written by the template, tokenised and appended to the files of
+their split.  ``store.json`` comes last; what a killed attempt leaves is no store, and is removed by
+the next.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
 from weft.data.chat import (
     CANNOT_BE_CUT,
+    COLUMNS,
     CUT_REMEDY,
-    ENDINGS,
     Encoded,
     Example,
     Malformed,
@@ -34,10 +35,11 @@ from weft.data.chat import (
     Writer,
     load_template,
     parse,
-    read_lines,
 )
-from weft.data.prepare import Progress, Report, _cache_problems, _lock
-from weft.data.source import STDLIB, STORE_FILE, Document, find_documents, is_store
+from weft.data.files import changed
+from weft.data.prepare import Progress, Report, cache_problems, locked, noting, open_given
+from weft.data.records import Fault, Unit, lines, record_units
+from weft.data.source import STORE_FILE, Found, check_path, is_store, look
 from weft.data.store import (
     FORMAT,
     TEMPLATE_FILE,
@@ -57,7 +59,8 @@ from weft.job import DataSection, InvalidJob, Problem
 
 BATCH_LINES = 1024  # written by the template, and then tokenised over all cores
 SHOWN = 10  # lines that something is wrong with
-LAYOUT = 1  # of the files of a store, in the name of its folder
+WHOLE = 1 << 62  # bytes of a unit: files are not cut
+LAYOUT = 2  # of the files of a store, in the name of its folder
 
 
 def prepare_conversations(
@@ -75,16 +78,16 @@ def prepare_conversations(
     writer = _writer(section)
     problems: list[Problem] = []
     stores = []
-    for path in section.mixture or [section.path]:
-        try:
-            stores.append(_store(section, path, writer, cache, report))
-        except InvalidJob as invalid:
-            problems += invalid.problems
+    if not section.mixture:
+        store = _store(section, writer, cache, report)
+        return Text(store.path, (Source(store.path.name, 1.0, store),))
+    for path in section.mixture:
+        with noting(problems):
+            one = section.model_copy(update={"path": path})
+            stores.append(_store(one, writer, cache, report))
     if problems:
         raise InvalidJob(problems)
-    if not section.mixture:
-        return Text(stores[0].path, (Source(stores[0].path.name, 1.0, stores[0]),))
-    with _cache_problems(cache):
+    with cache_problems(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
 
 
@@ -98,11 +101,13 @@ def check_chat(section: DataSection) -> list[Problem]:
     except InvalidJob as invalid:
         problems += invalid.problems
     for path in section.mixture or [section.path]:
+        found = check_path(path)
         try:
-            if not is_store(path):
-                _files(path)
+            if not found and not is_store(path):
+                _look(path)
         except InvalidJob as invalid:
             problems += invalid.problems
+        problems += found
     return problems
 
 
@@ -114,96 +119,90 @@ def _writer(section: DataSection) -> Writer:
         raise InvalidJob([Problem(key, path, rule, remedy)])
     template: Template | None = None
     problems: list[Problem] = []
-    try:
+    with noting(problems):
         template = load_template(section)
-    except InvalidJob as invalid:
-        problems += invalid.problems
-    try:
+    with noting(problems):
         writer = Writer(path, template or Template({}, {}, ""))
         separator_id(writer.tokenizer, path)
-    except InvalidJob as invalid:
-        problems += invalid.problems
     if problems:
         raise InvalidJob(problems)
     return writer
 
 
-def _files(path: str) -> list[Document]:
-    """The JSONL files of a path, by name."""
-    key, remedy = "data.path", f"give a file or a folder of {', '.join(ENDINGS)}"
-    if path == STDLIB:
-        raise InvalidJob([Problem(key, path, "has no conversations", remedy)])
-    if "://" in path:
-        rule = "is not on this machine; conversations are read from local files"
-        raise InvalidJob([Problem(key, path, rule, remedy)])
-    found = [
-        document
-        for document in find_documents(path)
-        if document.size_bytes and document.name.endswith(ENDINGS)
-    ]
-    if not found:
-        raise InvalidJob([Problem(key, path, "holds no JSONL", remedy)])
+def _look(path: str) -> Found:
+    """What there is at a path, which must be of lines or rows."""
+    found = look(path)
+    if found.kind in ("text", "tokens"):
+        rule = "holds no conversations, or other files beside them"
+        remedy = "give .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow, a glob of such, or hf://"
+        raise InvalidJob([Problem("data.path", path, rule, remedy)])
     return found
 
 
-def _store(section: DataSection, path: str, writer: Writer, cache: Path, report: Report) -> Store:
+def _store(section: DataSection, writer: Writer, cache: Path, report: Report) -> Store:
+    path = section.path
     if is_store(path):
-        store = open_store(path)
-        if store.manifest.tokenizer_hash != writer.hash:
-            rule = f"does not match the store {path}, which was prepared with another"
-            remedy = f"use {store.path / TOKENIZER_FILE}"
-            raise InvalidJob([Problem("data.tokenizer", section.tokenizer, rule, remedy)])
+        store = open_given(section, writer.hash)
         if (section.format == "preferences") != (store.manifest.kind == "preferences"):
             rule = f"is a store of {store.manifest.kind}, not of {section.format}"
             raise InvalidJob([Problem("data.path", path, rule, "use another data.format")])
         return store
-    files = _files(path)
-    survey = _survey(files, section, path, report)
+    if problems := check_path(path):
+        raise InvalidJob(problems)
+    units = record_units(path, _look(path), WHOLE, None)
+    survey = _survey(units, section, report)
     template = [dict(writer.template.sources), dict(writer.template.special)]
     settings = [FORMAT, LAYOUT, section.format, section.holdout, writer.hash, template]
     key = xxh3_128_hexdigest(json.dumps([settings, survey.content]).encode())
     folder = cache / "stores" / key
     if is_store(folder):
         return open_store(folder)
-    with _cache_problems(cache), _lock(folder, report):
+    with cache_problems(cache), locked(folder, report):
         if not is_store(folder):  # another process may have made it while this one waited
-            _build(folder, key, files, survey, section, path, writer, report)
+            _build(folder, key, units, survey, section, writer, report)
     return open_store(folder)
 
 
 class _Survey(NamedTuple):
-    """What the first reading found: names and hashes of the files; the hash of each line."""
+    """What the first reading found: names and contents; the hash of each line."""
 
-    content: list[tuple[str, str]]
+    content: list[object]
     hashes: NDArray[np.uint64]
     held: np.uint64  # from this hash downwards a line is held out
 
 
-def _survey(files: list[Document], section: DataSection, path: str, report: Report) -> _Survey:
-    total, done = sum(file.size_bytes for file in files), 0
+def _survey(units: list[Unit], section: DataSection, report: Report) -> _Survey:
+    total, done = sum(unit.size_bytes for unit in units), 0
     preferences = section.format == "preferences"
-    wrong = _Wrong(path, "no preference" if preferences else "no conversation")
-    content, hashes = [], array("Q")
-    for file in files:
-        digest = xxh3_128()
-        for number, line in read_lines(file.path):
-            digest.update(line)
+    wrong = _Wrong(section.path, "no preference" if preferences else "no conversation")
+    hashes = array("Q")
+    for unit in units:
+        for number, line in lines(unit, COLUMNS):
+            if isinstance(line, Fault):
+                wrong.add(unit, number, line.what)
+                continue
             hashes.append(xxh3_64_intdigest(line.strip()))
             try:
                 parse(line, preferences)
             except Malformed as error:
-                wrong.add(file.name, number, str(error))
-        content.append((file.name, digest.hexdigest()))
-        done += file.size_bytes
+                wrong.add(unit, number, str(error))
+        done += unit.size_bytes
         report(Progress("reading the conversations", done, total))
     wrong.raise_any("mend or remove these lines")
     every = np.array(hashes, np.uint64)
     distinct = np.unique(every)
     if len(distinct) < 2:
         rule = "has fewer than two conversations: one to train on, and one to hold out"
-        raise InvalidJob([Problem("data.path", path, rule, "give more")])
+        raise InvalidJob([Problem("data.path", section.path, rule, "give more")])
     held = distinct[min(len(distinct) - 1, math.ceil(section.holdout * len(distinct))) - 1]
+    content: list[object] = [[_name(unit) for unit in units], xxh3_128_hexdigest(every.data)]
     return _Survey(content, every, held)
+
+
+def _name(unit: Unit) -> str:
+    """Of a unit, of which a file is one, and a data set on the hub has several."""
+    parts = unit.kind == "hub" and unit.end > 1
+    return f"{unit.file.name}, part {unit.begin}" if parts else unit.file.name
 
 
 class _Wrong:
@@ -213,10 +212,10 @@ class _Wrong:
         self.path, self.what = path, what
         self.count, self.shown = 0, list[str]()
 
-    def add(self, name: str, line: int, why: str) -> None:
+    def add(self, unit: Unit, number: int, why: str) -> None:
         self.count += 1
         if len(self.shown) < SHOWN:
-            self.shown.append(f"{name}:{line}: {why}")
+            self.shown.append(f"{_name(unit)}:{number}: {why}")
 
     def raise_any(self, remedy: str) -> None:
         if not self.count:
@@ -231,32 +230,28 @@ class _Wrong:
 
 
 class _Line(NamedTuple):
-    file: int
+    unit: int
     number: int
     hash: np.uint64
     examples: list[Example]
 
 
-def _lines(files: list[Document], survey: _Survey, preferences: bool) -> Iterator[_Line]:
+def _lines(units: list[Unit], survey: _Survey, preferences: bool) -> Iterator[_Line]:
     """Every line again.
 
     Raises:
         InvalidJob: a file is no longer what it was.
     """
     place = 0
-    for index, file in enumerate(files):
-        digest = xxh3_128()
-        for number, line in read_lines(file.path):
-            digest.update(line)
-            if place == len(survey.hashes) or survey.hashes[place] != xxh3_64_intdigest(
-                line.strip()
-            ):
-                break
+    for index, unit in enumerate(units):
+        for number, line in lines(unit, COLUMNS):
+            known = survey.hashes[place : place + 1].tolist()
+            if isinstance(line, Fault) or known != [xxh3_64_intdigest(line.strip())]:
+                raise changed(unit.file)
             yield _Line(index, number, survey.hashes[place], parse(line, preferences))
             place += 1
-        if digest.hexdigest() != survey.content[index][1]:
-            rule, remedy = "changed while it was being prepared", "start again once it is complete"
-            raise InvalidJob([Problem("data.path", str(file.path), rule, remedy)])
+    if place != len(survey.hashes):
+        raise changed(units[-1].file)
 
 
 class _Column:
@@ -302,7 +297,7 @@ class _SplitFiles:
     def append(self, line: _Line, text: str, encoded: Encoded) -> None:
         self.tokens.append(encoded.tokens)
         self.learned.append(encoded.learned)
-        self.index.append(np.array([self.tokens.size, line.file, line.number]))
+        self.index.append(np.array([self.tokens.size, line.unit, line.number]))
         self.bytes += len(text.encode("utf-8", "replace"))
 
     def finish(self) -> Split:
@@ -315,17 +310,16 @@ class _SplitFiles:
 def _build(
     folder: Path,
     key: str,
-    files: list[Document],
+    units: list[Unit],
     survey: _Survey,
     section: DataSection,
-    path: str,
     writer: Writer,
     report: Report,
 ) -> None:
     entries = vocab_entries(writer.tokenizer)
     dtype: Dtype = "uint16" if entries <= 1 << 16 else "uint32"
     frequency = np.zeros(entries, np.int64)
-    wrong = _Wrong(path, "not to be written as tokens")
+    wrong = _Wrong(section.path, "not to be written as tokens")
     uncut = False
     with ExitStack() as stack:
         train, validation = (
@@ -338,9 +332,7 @@ def _build(
             for line, written in batch:
                 found = [next(encoded) for _ in written]
                 if not all(each.learned[1:].any() for each in found):
-                    wrong.add(
-                        files[line.file].name, line.number, "no token of the assistant's is there"
-                    )
+                    wrong.add(units[line.unit], line.number, "no token of the assistant's is there")
                     continue
                 split = validation if line.hash <= survey.held else train
                 for (text, _), each in zip(written, found, strict=True):
@@ -350,12 +342,12 @@ def _build(
                         frequency[:] += np.bincount(tokens, minlength=entries)
             batch.clear()
 
-        for place, line in enumerate(_lines(files, survey, section.format == "preferences"), 1):
+        for place, line in enumerate(_lines(units, survey, section.format == "preferences"), 1):
             try:
                 batch.append((line, [writer.write(example) for example in line.examples]))
             except Malformed as error:
                 uncut |= str(error).startswith(CANNOT_BE_CUT)
-                wrong.add(files[line.file].name, line.number, str(error))
+                wrong.add(units[line.unit], line.number, str(error))
             if len(batch) == BATCH_LINES:
                 flush()
                 report(Progress("tokenising the conversations", place, len(survey.hashes)))
@@ -370,7 +362,7 @@ def _build(
         manifest = Manifest(
             format=FORMAT,
             key=key,
-            source=path,
+            source=section.path,
             dtype=dtype,
             vocab_size=entries,
             separator=separator_id(writer.tokenizer, section.tokenizer),
@@ -381,6 +373,6 @@ def _build(
             train=train.finish(),
             validation=validation.finish(),
             kind=section.format,
-            files=[file.name for file in files],
+            files=[_name(unit) for unit in units],
         )
         write_file(folder / STORE_FILE, json.dumps(asdict(manifest), indent=1).encode())

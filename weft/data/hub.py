@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,11 @@ def _datasets(path: str) -> Any:
 # --------------------------------------------------------------------------- saved ones
 
 
-def saved_set(path: str, field: str) -> tuple[File, int]:
+def saved_set(path: str, field: str | None) -> tuple[File, int]:
     """A data set that was saved, and its number of rows.
 
     Raises:
-        InvalidJob: it cannot be read, has several splits, or lacks the field.
+        InvalidJob: it cannot be read, has several splits, or lacks the column ``field``.
     """
     folder = Path(path).expanduser().absolute()
     splits = [f.name for f in sorted(folder.iterdir()) if (f / "state.json").is_file()]
@@ -68,24 +68,26 @@ def _loaded(folder: str) -> Any:
         raise InvalidJob([Problem("data.path", folder, rule, "save it again")]) from error
 
 
-def load_rows(file: File, field: str, begin: int, end: int) -> Iterator[Any]:
-    """The field of rows ``begin:end``, as pyarrow's arrays."""
-    table = _loaded(file.path).select_columns(field).with_format("arrow")
+def saved_rows(file: File, columns: Sequence[str], begin: int, end: int) -> Iterator[Any]:
+    """Those of the columns that there are, of rows ``begin:end``, as pyarrow's tables."""
+    found = _loaded(file.path)
+    present = [name for name in found.column_names if name in columns]
+    rows = found.select_columns(present).with_format("arrow")
     for first in range(begin, end, ROWS):
-        yield from table[first : min(end, first + ROWS)].column(field).chunks
+        yield rows[first : min(end, first + ROWS)]
 
 
 # --------------------------------------------------------------------------- on the hub
 
 
-def hub_set(url: str, field: str) -> tuple[File, int]:
+def hub_set(url: str, field: str | None) -> tuple[File, int]:
     """A data set on the hub, and in how many parts it can be read.
 
     Args:
         url: ``hf://org/name[:config][@split]``; the split is train by itself.
 
     Raises:
-        InvalidJob: there is no such data set, configuration or split, or it lacks the field.
+        InvalidJob: there is no such data set, configuration or split, or it lacks the column.
     """
     stream = _stream(url, revision := _revision(url))
     if stream.column_names is not None:
@@ -140,24 +142,22 @@ def _unreachable(url: str, error: Exception) -> InvalidJob:
     return InvalidJob([Problem("data.path", url, rule, remedy)])
 
 
-def _check_field(path: str, field: str, names: list[str]) -> None:
-    if field not in names:
+def _check_field(path: str, field: str | None, names: list[str]) -> None:
+    if field is not None and field not in names:
         rule = f"has no column {field!r}; {suggest(field, names)}"
         remedy = "name the column with the text in data.field"
         raise InvalidJob([Problem("data.path", path, rule, remedy)])
 
 
-def hub_rows(file: File, field: str, part: int, parts: int, after: int) -> Iterator[str | None]:
-    """The field of the rows of one part of a data set, after the first ``after`` ones."""
+def hub_rows(
+    file: File, columns: Sequence[str], part: int, parts: int, after: int
+) -> Iterator[dict[str, Any]]:
+    """Those of the columns that there are, of the rows of one part of a data set, after the first
+    ``after`` ones."""
     stream = _stream(file.path, file.version)
     if stream.column_names is not None:  # decodes nothing else
-        stream = stream.select_columns([field])
+        stream = stream.select_columns([name for name in stream.column_names if name in columns])
     if parts > 1:
         stream = stream.shard(num_shards=parts, index=part)
-    for number, row in enumerate(stream.skip(after), after + 1):
-        value = row.get(field)
-        if value is not None and not isinstance(value, str):
-            rule = f"row {number} of part {part}: the field {field!r} is no text"
-            remedy = "name the column with the text in data.field"
-            raise InvalidJob([Problem("data.path", file.path, rule, remedy)])
-        yield value
+    for row in stream.skip(after):
+        yield {name: row[name] for name in columns if name in row}

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,14 +35,14 @@ from xxhash import xxh3_128_hexdigest
 
 from weft.data.documents import Extent, Reader, Records, numbered, read_records
 from weft.data.documents import Scan as UnitScan
-from weft.data.files import File, changed
-from weft.data.hub import hub_set, saved_set
-from weft.data.records import Unit, kind_of, units_of
+from weft.data.files import changed
+from weft.data.records import Unit, record_units
 from weft.data.source import (
     PIECE_BYTES,
     STORE_FILE,
     Document,
     Fault,
+    Found,
     Part,
     Scan,
     check_path,
@@ -124,7 +123,7 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
     problems: list[Problem] = []
     given, readings = None, []
     for one in one_by_one:
-        with _noting(problems):
+        with noting(problems):
             given = _given(one)
             readings.append(None if is_store(one.path) else _read(one, cache, SHARD_BYTES, report))
     if problems:
@@ -138,26 +137,26 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
         given = load_tokenizer(file)
     stores = []
     for one, reading in zip(one_by_one, readings, strict=True):
-        with _noting(problems):
+        with noting(problems):
             stores.append(
-                _open_given(one, given)
+                open_given(one, given[1])
                 if reading is None
                 else _prepare(one, reading, given, cache, SHARD_BYTES, report)
             )
     if problems:
         raise InvalidJob({str(found): found for found in problems}.values())
-    with _cache_problems(cache):
+    with cache_problems(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
 
 
 @contextmanager
-def _noting(problems: list[Problem], mixture: bool = True) -> Iterator[None]:
-    """Problems, for later; those of a path are of the mixture's, if there is one."""
+def noting(problems: list[Problem]) -> Iterator[None]:
+    """Problems, for later; those of a path are then of a mixture's."""
     try:
         yield
     except InvalidJob as invalid:
         problems += [
-            replace(found, key="data.mixture") if mixture and found.key == "data.path" else found
+            replace(found, key="data.mixture") if found.key == "data.path" else found
             for found in invalid.problems
         ]
 
@@ -186,7 +185,7 @@ def prepare(
     report = progress or (lambda _: None)
     given = _given(section)
     if is_store(section.path):
-        return _open_given(section, given)
+        return open_given(section, given[1] if given else None)
     reading = _read(section, cache, shard_bytes, report)
     return _prepare(section, reading, given, cache, shard_bytes, report)
 
@@ -272,7 +271,7 @@ def _read(section: DataSection, cache: Path, shard_bytes: int, report: Report) -
         return _read_texts(section, cache, report)
     if found.kind == "tokens":
         return _Tokens(read_headers(found.files))
-    return _read_records(section, found.kind, found.files, cache, shard_bytes, report)
+    return _read_records(section, found, cache, shard_bytes, report)
 
 
 def _read_texts(section: DataSection, cache: Path, report: Report) -> _Texts:
@@ -297,35 +296,14 @@ def _too_little(section: DataSection, size: int, train: bool) -> InvalidJob:
 
 
 def _read_records(
-    section: DataSection,
-    kind: str,
-    files: Sequence[File],
-    cache: Path,
-    shard_bytes: int,
-    report: Report,
+    section: DataSection, found: Found, cache: Path, shard_bytes: int, report: Report
 ) -> Records:
-    size = sum(file.size_bytes for file in files)
-    extent_bytes = max(shard_bytes, min(size // SHARDS, MOST_SHARD_BYTES))
-    units: list[Unit] = []
-    problems: list[Problem] = []
-    for file in files:
-        with _noting(problems, mixture=False):
-            units += units_of(file, kind_of(file), extent_bytes)
-    if problems:
-        raise InvalidJob(problems)
-    if kind == "saved":
-        file, rows = saved_set(section.path, section.field)
-        size = file.size_bytes
-        step = max(1, rows * extent_bytes // max(size, 1))
-        borders = [*range(0, rows, step), rows]
-        units = [
-            Unit(file, "disk", begin, end, size * (end - begin) // rows)
-            for begin, end in pairwise(borders)
-        ]
-    elif kind == "hub":
+    if found.kind == "hub":
         report(Progress("asking the hub"))
-        file, parts = hub_set(section.path, section.field)
-        units = [Unit(file, "hub", part, parts, 0) for part in range(parts)]
+    files_bytes = sum(file.size_bytes for file in found.files)
+    extent_bytes = max(shard_bytes, min(files_bytes // SHARDS, MOST_SHARD_BYTES))
+    units = record_units(section.path, found, extent_bytes, section.field)
+    size = files_bytes or sum(unit.size_bytes for unit in units)
     done = 0
 
     def advance(more: int) -> None:
@@ -338,9 +316,9 @@ def _read_records(
     below = int(section.holdout * 2**64)
     reader = Reader(section.field, section.invalid_utf8, extent_bytes, below)
     processes = _processes(
-        len(units), size if kind != "hub" else READ_ALONE_BYTES, READ_ALONE_BYTES
+        len(units), size if found.kind != "hub" else READ_ALONE_BYTES, READ_ALONE_BYTES
     )
-    with _cache_problems(cache):
+    with cache_problems(cache):
         records = read_records(units, reader, section.path, cache, advance, processes)
     if not any(scan.total(0)[0] for scan in records.scans):
         raise _too_little(section, records.text_bytes, train=False)
@@ -367,7 +345,7 @@ def _train(
     content = [section.vocab_size, TRAINING_BYTES, [reading.content for reading in texts]]
     key = xxh3_128_hexdigest(json.dumps(content).encode())
     folder = cache / "tokenizers" / key
-    with _cache_problems(cache), _lock(folder, report):
+    with cache_problems(cache), locked(folder, report):
         _settle_encoder(folder, None, texts, section.vocab_size, report)
     return folder / TOKENIZER_FILE
 
@@ -386,7 +364,7 @@ def _prepare(
     folder = cache / "stores" / key
     if is_store(folder):
         return open_store(folder)
-    with _cache_problems(cache), _lock(folder, report):
+    with cache_problems(cache), locked(folder, report):
         if not is_store(folder):  # another process may have made it while this one waited
             file = Path(section.tokenizer).expanduser() if given else None
             encoder = _settle_encoder(folder, file, [reading], section.vocab_size, report)
@@ -416,11 +394,12 @@ def _prepare(
     return open_store(folder)
 
 
-def _open_given(section: DataSection, given: Given | None) -> Store:
+def open_given(section: DataSection, tokenizer_hash: str | None) -> Store:
+    """The store that the path is, which must be of the tokenizer that is given, if one is."""
     store = open_store(section.path)
-    if given and given[1] != store.manifest.tokenizer_hash:
+    if tokenizer_hash not in (None, store.manifest.tokenizer_hash):
         rule = f"does not match the store {section.path}, which was prepared with another"
-        remedy = f"leave data.tokenizer out, or use {store.path / TOKENIZER_FILE}"
+        remedy = f"use {store.path / TOKENIZER_FILE}"
         raise InvalidJob([Problem("data.tokenizer", section.tokenizer, rule, remedy)])
     return store
 
@@ -444,7 +423,7 @@ def _scan_all(section: DataSection, cache: Path, report: Report) -> list[Scan]:
         scans.append(scan(document, section.holdout))
         done += document.size_bytes
         report(Progress("reading the text", done, total))
-    with _cache_problems(cache):
+    with cache_problems(cache):
         known.parent.mkdir(parents=True, exist_ok=True)
         rows = [
             [s.content_hash, s.cuts, s.tail, s.fault and asdict(s.fault), s.version] for s in scans
@@ -822,7 +801,7 @@ def _finished(file: Path, encoder: _Encoder) -> Tokens | None:
 
 
 @contextmanager
-def _lock(folder: Path, report: Report) -> Iterator[None]:
+def locked(folder: Path, report: Report) -> Iterator[None]:
     """Hold the folder's lock, which the system frees should this process die."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
@@ -842,7 +821,7 @@ def _lock(folder: Path, report: Report) -> Iterator[None]:
 
 
 @contextmanager
-def _cache_problems(cache: Path) -> Iterator[None]:
+def cache_problems(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

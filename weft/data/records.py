@@ -14,11 +14,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from weft.data.files import CutOff, File, decompressed, format_of, is_compressed, open_file
-from weft.data.hub import hub_rows, load_rows
+from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
+from weft.data.source import Found
 from weft.job import InvalidJob, Problem, suggest
 
 LINE_BYTES = 256 << 20  # a longer line is none: it would be held whole, and several times over
@@ -88,6 +88,37 @@ def kind_of(file: File) -> Kind:
     return found
 
 
+def record_units(path: str, found: Found, size: int, field: str | None) -> list[Unit]:
+    """What lies at a path, in units of about ``size`` bytes as far as it can be cut.
+
+    Args:
+        field: the column that data sets must have; None: it is not known yet.
+
+    Raises:
+        InvalidJob: what cannot be opened, or is not what its name says, or lacks the column.
+    """
+    if found.kind == "saved":
+        file, rows = saved_set(path, field)
+        step = max(1, rows * size // max(file.size_bytes, 1))
+        return [
+            Unit(file, "disk", begin, end, file.size_bytes * (end - begin) // rows)
+            for begin, end in pairwise([*range(0, rows, step), rows])
+        ]
+    if found.kind == "hub":
+        file, parts = hub_set(path, field)
+        return [Unit(file, "hub", part, parts, 0) for part in range(parts)]
+    units: list[Unit] = []
+    problems: list[Problem] = []
+    for file in found.files:
+        try:
+            units += units_of(file, kind_of(file), size)
+        except InvalidJob as invalid:
+            problems += invalid.problems
+    if problems:
+        raise InvalidJob(problems)
+    return units
+
+
 def _row_groups(file: File, size: int) -> list[Unit]:
     units = []
     with open_file(file) as stream:
@@ -126,6 +157,38 @@ def documents(
     for data in _rows(unit, field, after):
         number += 1
         yield _row(number, data, invalid)
+
+
+def lines(unit: Unit, columns: Sequence[str]) -> Iterator[tuple[int, bytes | Fault]]:
+    """Every line that is not blank; of rows the ``columns`` that they have, as a line of JSON.
+
+    Raises:
+        InvalidJob: the file cannot be read, or is not what its name says.
+    """
+    if unit.kind == "jsonl":
+        with open_file(unit.file) as stream:
+            for number, line in _lines(unit, stream, 0):
+                if isinstance(line, Fault) or not line.isspace():
+                    yield number, line
+        return
+    for number, row in enumerate(_whole_rows(unit, columns), 1):
+        try:
+            yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except TypeError as error:
+            yield number, Fault(number, f"is no JSON: {error}")
+
+
+def _whole_rows(unit: Unit, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    if unit.kind == "disk":
+        for table in saved_rows(unit.file, columns, unit.begin, unit.end):
+            yield from table.to_pylist()
+    elif unit.kind == "hub":
+        yield from hub_rows(unit.file, columns, unit.begin, unit.end, 0)
+    else:
+        with open_file(unit.file) as stream:
+            tables = _parquet_tables if unit.kind == "parquet" else _arrow_tables
+            for table in tables(unit, stream, columns):
+                yield from table.to_pylist()
 
 
 def _lines(
@@ -237,19 +300,26 @@ def _fields(field: str, found: dict[str, Any]) -> str:
 def _rows(unit: Unit, field: str, after: int) -> Iterator[bytes | None]:
     """The fields of rows after the first ``after`` ones."""
     if unit.kind == "disk":
-        yield from _values(load_rows(unit.file, field, unit.begin + after, unit.end), unit, field)
+        for table in saved_rows(unit.file, [field], unit.begin + after, unit.end):
+            yield from _values(table.column(field).chunks, unit, field)
     elif unit.kind == "hub":
-        for text in hub_rows(unit.file, field, unit.begin, unit.end, after):
+        rows = hub_rows(unit.file, [field], unit.begin, unit.end, after)
+        for number, row in enumerate(rows, after + 1):
+            text = row.get(field)
+            if text is not None and not isinstance(text, str):
+                raise _wrong(
+                    unit.file, f"row {number} of part {unit.begin}: the column {field!r} is no text"
+                )
             yield None if text is None else text.encode("utf-8", "surrogatepass")
     else:
         with open_file(unit.file) as stream:
             tables = _parquet_tables if unit.kind == "parquet" else _arrow_tables
             left = after
-            for table in tables(unit, stream, field):
+            for table in tables(unit, stream, [field]):
                 if left >= len(table):
                     left -= len(table)
                     continue
-                yield from _values([table.slice(left)], unit, field)
+                yield from _values([table.column(field).slice(left)], unit, field)
                 left = 0
 
 
@@ -277,43 +347,46 @@ def _parquet(file: File, stream: BinaryIO) -> Any:
         raise _wrong(file, f"is not a Parquet file: {error}") from error
 
 
-def _parquet_tables(unit: Unit, stream: BinaryIO, field: str) -> Iterator[Any]:
+def _parquet_tables(unit: Unit, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
     import pyarrow as pa
 
     parquet = _parquet(unit.file, stream)
-    _check_column(unit.file, field, parquet.schema_arrow.names)
+    present = _present(unit.file, columns, parquet.schema_arrow.names)
     groups = range(unit.begin, unit.end)
     rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
     at_once = max(1, min(4096, ROWS_BYTES * rows // max(1, unit.size_bytes)))
     try:
-        for batch in parquet.iter_batches(at_once, row_groups=list(groups), columns=[field]):
-            yield batch.column(0)
+        yield from parquet.iter_batches(at_once, row_groups=list(groups), columns=present)
     except (pa.ArrowException, OSError) as error:
         raise _wrong(unit.file, f"is damaged: {error}") from error
 
 
-def _arrow_tables(unit: Unit, stream: BinaryIO, field: str) -> Iterator[Any]:
+def _arrow_tables(unit: Unit, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
     """Of a file (also called Feather), or of a stream, which is what `datasets` writes."""
     pa = _pyarrow(unit.file)
     try:
         try:
             file = pa.ipc.open_file(stream)
-            _check_column(unit.file, field, file.schema.names)
+            present = _present(unit.file, columns, file.schema.names)
             for index in range(file.num_record_batches):
-                yield file.get_batch(index).column(field)
+                yield file.get_batch(index).select(present)
         except pa.ArrowInvalid:
             stream.seek(0)
             reader = pa.ipc.open_stream(stream)
-            _check_column(unit.file, field, reader.schema.names)
+            present = _present(unit.file, columns, reader.schema.names)
             for batch in reader:
-                yield batch.column(field)
+                yield batch.select(present)
     except (pa.ArrowException, OSError) as error:
         raise _wrong(unit.file, f"is not an Arrow file, or damaged: {error}") from error
 
 
-def _check_column(file: File, field: str, names: Sequence[str]) -> None:
-    if field not in names:
-        raise _wrong(file, f"has no column {field!r}; {_fields(field, dict.fromkeys(names))}")
+def _present(file: File, columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The columns that a file has; one at least."""
+    present = [column for column in columns if column in names]
+    if not present:
+        wanted = " or ".join(map(repr, columns))
+        raise _wrong(file, f"has no column {wanted}; {_fields(columns[0], dict.fromkeys(names))}")
+    return present
 
 
 def _pyarrow(file: File) -> Any:
@@ -328,4 +401,4 @@ def _pyarrow(file: File) -> Any:
 
 def _wrong(file: File, rule: str) -> InvalidJob:
     remedy = "name the column with the text in data.field" if "column" in rule else "replace it"
-    return InvalidJob([Problem("data.path", str(Path(file.path)), rule, remedy)])
+    return InvalidJob([Problem("data.path", file.path, rule, remedy)])
