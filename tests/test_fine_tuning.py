@@ -115,9 +115,13 @@ def test_a_model_of_transformers_learns_answers(folder: Path) -> None:
         said = tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
         assert said == chat[1]["content"]
     # The same by weft, from the run itself.
-    prompt = tokenizer.apply_chat_template(
-        questions()[0][:1], add_generation_prompt=True, tokenize=False
+    (folder / "asked.jsonl").write_text(
+        "".join(json.dumps({"messages": chat[:1]}) + "\n" for chat in questions())
     )
-    options = ("--temperature", "0", "--max-tokens", "12", "--json")
-    answer = json.loads(weft(folder, "generate", "run", "--prompt", prompt, *options))
-    assert answer["text"] == "Paris"
+    options = ("--chat", "--temperature", "0", "--max-tokens", "12")
+    told = weft(folder, "generate", "run", "--prompts", "asked.jsonl", "--json", *options)
+    answers = [json.loads(line) for line in told.splitlines()]
+    assert [answer["text"] for answer in answers] == [chat[1]["content"] for chat in questions()]
+    assert {answer["finish"] for answer in answers} == {"end"}
+    question, answer = (message["content"] for message in questions()[0])
+    assert weft(folder, "generate", "run", "--prompt", question, *options) == f"{answer}\n"

@@ -87,6 +87,7 @@ OPTIONS = {
     "generate": {
         "--prompt": 1,
         "--prompts": 1,
+        "--chat": 0,
         "--batch": 1,
         "--json": 0,
         "--max-tokens": 1,
@@ -269,6 +270,12 @@ def parser() -> Parser:
         metavar="FILE",
         help="a prompt a line; of a .jsonl file a string, or an object with 'prompt'",
     )
+    sub.add_argument(
+        "--chat",
+        action="store_true",
+        help="prompts are what a user says: written by the run's chat template, or by the one at "
+        "--data.chat_template; an object of --prompts may have 'messages'",
+    )
     sub.add_argument("--batch", type=positive, default=8, help="prompts at a time (8)")
     sub.add_argument("--json", action="store_true", help="print an object a prompt, each on a line")
     sub.add_argument("--max-tokens", type=count, default=200, help="at most that many (200)")
@@ -331,6 +338,9 @@ def parser() -> Parser:
         help="or s3://bucket/prefix, with config.json, safetensors and tokenizer.json",
     )
     sub.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder to make")
+    sub.add_argument(
+        "--force", action="store_true", help="though the tokenizer is far smaller than the model's"
+    )
 
     sub = add("data", data_prepare, "Tokenise data before a run needs them, or look into them.")
     what = sub.add_subparsers(title="what", required=True, metavar="WHAT")
@@ -399,6 +409,7 @@ Each prompt is sampled by a seed of its own, --seed plus its number from 0, what
 
   weft generate runs/demo --prompt 'class ' --prompt 'def ' --temperature 0
   weft generate runs/mine --prompts questions.jsonl --json --parallel.tp 2
+  weft generate runs/tuned --chat --prompt 'What is 2 + 2?'
 
 --parallel.tp and --parallel.dp_shard spread the model over that many ranks of this machine, or of
 torchrun's, whatever layout it was trained in."""
@@ -711,14 +722,18 @@ def report(options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> int:
     """Print the prompts and their continuations, one alone as it grows."""
     from weft.launch.again import on_every_rank
-    from weft.train.generate import Sampling, generate, read_prompts, rows_of, speech_of
+    from weft.train.generate import Prompt, Sampling, generate, read_prompts, rows_of, speech_of
     from weft.train.inference import find_checkpoint, lay_out, restore
     from weft.train.setup import Rank
 
     problems = list(options.problems)
-    prompts = [os.fsencode(text).decode("utf-8", "replace") for text in options.prompt]
+    prompts: list[Prompt] = [
+        os.fsencode(text).decode("utf-8", "replace") for text in options.prompt
+    ]
     if options.prompts:
-        prompts += read_prompts(options.prompts, problems)
+        prompts += read_prompts(options.prompts, problems, options.chat)
+    if options.chat and not prompts and not problems:
+        problems.append(Problem("--chat", MISSING, "answers prompts", "give --prompt or --prompts"))
     names = ("max_tokens", "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
     chosen = {name: getattr(options, name) for name in names}
     sampling = Sampling(**chosen, stop=tuple(filter(None, options.stop)))
@@ -726,9 +741,11 @@ def generate(options: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     found = find_checkpoint(options.checkpoint.resolve())
-    allowed = ("parallel.", "precision.compute", "run.device")
+    allowed = ["parallel.", "precision.compute", "run.device"]
+    allowed += ["data.chat_template"] * options.chat
     job, plan = lay_out(found, options.overrides, problems, allowed, generating=True)
-    speech = speech_of(found)
+    given = dict(options.overrides).get("data.chat_template", "auto")
+    speech = speech_of(found, given if options.chat else None)
 
     def run(rank: Rank) -> None:
         model = restore(found, job, plan, rank)
@@ -738,16 +755,18 @@ def generate(options: argparse.Namespace) -> int:
                 print(*texts, end=end, flush=True)
 
         growing = len(prompts) < 2 and not options.json
-        if growing:
-            say(*prompts, end="")
+        if growing and not options.chat:
+            say(*map(str, prompts), end="")
         for first in range(0, max(1, len(prompts)), options.batch):
             here = prompts[first : first + options.batch] or [""]
             rows = rows_of(here, speech, sampling, first)
             for _, piece in generate(model, speech, rows, sampling):
                 if growing:
                     say(piece, end="")
+            between = "\n" if options.chat else ""
             for row in [] if growing else rows:
-                say(json.dumps(row.to_dict()) if options.json else f"{row.prompt}{row.text}\n---")
+                told = f"{row.prompt}{between}{row.text}\n---"
+                say(json.dumps(row.to_dict()) if options.json else told)
         if growing:
             say()
 
@@ -839,7 +858,8 @@ def import_(options: argparse.Namespace) -> int:
 
     console = quiet_console(sys.stdout)
     with showing(console) as show:
-        said = import_model(options.folder.absolute(), options.run_dir.absolute(), show)
+        folder, run_dir = options.folder.absolute(), options.run_dir.absolute()
+        said = import_model(folder, run_dir, show, options.force)
     again = shlex.quote(str(options.run_dir / "job.toml"))
     console.print(f"{said}\nnext:  weft train {again} --data.path FILE_OR_FOLDER", soft_wrap=True)
     return 0

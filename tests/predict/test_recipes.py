@@ -27,8 +27,15 @@ LONG = {
     "llama3-405b-4d-262k",
     "three-servers",
 }
-# On CPUs, or not trained whole: of these arithmetic does not tell.
-NO_ARITHMETIC = {"demo", "three-servers-small", "llama3-8b-lora", "llama3-8b-qlora"}
+# On CPUs, of experts, or not trained whole: of these arithmetic does not tell.
+NO_ARITHMETIC = {
+    "demo",
+    "three-servers-small",
+    "moe-demo",
+    "qwen3-30b-a3b",
+    "llama3-8b-lora",
+    "llama3-8b-qlora",
+}
 
 
 @cache

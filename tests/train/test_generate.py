@@ -267,3 +267,42 @@ def test_a_file_of_prompts_that_is_none(tmp_path: Path) -> None:
     problems: list[Problem] = []
     assert read_prompts(file, problems) == ["fine"]
     assert "line 2" in str(problems[0])
+    asked = [{"role": "user", "content": "why?"}]
+    file.write_text(json.dumps({"messages": asked}) + '\n{"messages": [{"role": "user"}]}\n')
+    problems.clear()
+    assert read_prompts(file, problems, chat=True) == [asked]
+    assert "nor one with messages, each with role and content" in str(problems[0])
+
+
+def test_conversations(
+    store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt is written by the template, with special tokens, and an answer ends as it says."""
+    run = random_run(tmp_path / "run", store_path)
+    words = ["generate", str(run), "--chat", "--max-tokens", "3"]
+    assert main(words) == 2
+    assert "--chat: answers prompts; give --prompt or --prompts" in capsys.readouterr().err
+    assert main([*words, "--prompt", "x"]) == 2
+    assert "there is neither chat_template.jinja nor a template" in capsys.readouterr().err
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}a: {% endif %}"
+    )
+    words += ["--data.chat_template", str(template)]
+    assert main([*words, "--prompt", "x"]) == 0
+    assert not capsys.readouterr().out.startswith("x")
+    (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "tool", "content": "x"}]}\n')
+    assert main([*words, "--prompts", str(tmp_path / "asked.jsonl")]) == 2
+    assert "the chat template refuses it: no tools" in capsys.readouterr().err
+
+    speech = speech_of(find_checkpoint(run), str(template))
+    [row] = rows_of(["why<|endoftext|>?"], speech, GREEDY)
+    separator = speech.begin
+    assert row.ids.count(separator) == 2  # what looks like one is one, as in training
+    decoded = speech.tokenizer.decode(row.ids, skip_special_tokens=False)
+    assert decoded == "u: why<|endoftext|>?<|endoftext|>a: "
+    assert separator in speech.ends
+    template.write_text(template.read_text().replace("<|endoftext|>", ""))
+    assert speech_of(find_checkpoint(run), str(template)).ends == {separator}

@@ -486,6 +486,9 @@ def test_a_run_of_it(store_path: Path, tmp_path: Path, capsys: pytest.CaptureFix
     going_on, _, plan = prepare_job(job, changes)
     check_text(going_on, plan, open_text(store_path))  # a text that it has not seen
     capsys.readouterr()
+    # Nothing would be found there, and a start from random weights is not what was meant.
+    assert main([*train, "--checkpoint.dir", str(tmp_path / "elsewhere")]) == 2
+    assert "has none of the run's checkpoints, which are in" in capsys.readouterr().err
     other = ["--data.tokenizer", "train", "--data.vocab_size", "512"]
     assert main([*train, "--model.rope_theta", "99", *other]) == 2
     lines = capsys.readouterr().err.splitlines()[1:]
@@ -698,6 +701,7 @@ NAN = torch.tensor([float("nan")] * 16)
         (with_json("config.json", num_hidden_layers=2**31 - 1), "fewer than that many layers have"),
         (with_json("config.json", tie_word_embeddings=True), "lm_head.weight: is no weight"),
         (with_json("config.json", vocab_size=128), "more than vocab_size = 128"),
+        (with_json("config.json", vocab_size=600), "has 512 entries, and the model 600: more than"),
         # The tokenizer.
         (remove("tokenizer.json"), "save_pretrained(FOLDER) writes one"),
         (with_bytes("tokenizer.json", b"{}"), "is not a tokenizer.json"),
@@ -781,7 +785,7 @@ def peak_growth(run: str, out: str, again: str) -> tuple[float, float]:
     before = peak()
     export_checkpoint(Path(run), Path(out), "float32", "50MB", silent)
     between = peak()
-    import_model(Path(out), Path(again), silent)
+    import_model(Path(out), Path(again), silent, force=True)
     return between - before, peak() - before
 
 

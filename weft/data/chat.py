@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
-from weft.data.store import TEMPLATE_FILE
+from weft.data.store import TEMPLATE_FILE, TOKENS_FILE
 from weft.data.tokenizer import load_tokenizer
 from weft.job import DataSection, InvalidJob, Problem
 
@@ -349,7 +349,7 @@ def load_template(section: DataSection) -> Template:
     given = Path(section.chat_template).expanduser()
     key, shown = "data.chat_template", section.chat_template
     try:
-        config = next(filter(None, (_json(f / "tokenizer_config.json") for f in folders)), {})
+        config = next(filter(None, (_json(f / TOKENS_FILE) for f in folders)), {})
         special = _special_tokens(config, folders)
         files = [given] if shown != "auto" else [f / TEMPLATE_FILE for f in folders]
         file = next((file for file in files if file.is_file()), None)
@@ -365,7 +365,7 @@ def load_template(section: DataSection) -> Template:
             rule = f"there is neither chat_template.jinja nor a template in {beside}"
             remedy = "give --data.chat_template FILE, or the tokenizer of a model for conversations"
             raise InvalidJob([Problem(key, shown, rule, remedy)])
-        return Template(sources, special, str(beside / "tokenizer_config.json"))
+        return Template(sources, special, str(beside / TOKENS_FILE))
     except jinja2.TemplateError as error:
         rule = f"is no chat template: line {getattr(error, 'lineno', '?')}: {error}"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -425,6 +425,28 @@ class Writer:
     def write(self, example: Example) -> tuple[str, list[range]]:
         """See `Template.write`."""
         return self.template.write(example, self._ending)
+
+    def ask(self, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant is to answer.
+
+        Raises:
+            Malformed: the template refuses it.
+        """
+        text, _ = without_marks(
+            self.template.render(Example(messages, None, 0), len(messages), True)
+        )
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def ends(self) -> set[int]:
+        """The special token with which the template ends an answer, if it is known to."""
+        turns = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+        try:
+            [found] = self.encode([self.write(Example(turns, None, 0))])
+        except Malformed:  # it wants more than that
+            return set()
+        added = self.tokenizer.get_added_tokens_decoder()
+        last = found.tokens[found.learned][-1:].tolist()
+        return {token for token in last if token in added and added[token].special}
 
     def encode(self, written: Sequence[tuple[str, list[range]]]) -> list[Encoded]:
         """Tokens of several written conversations, on all cores."""

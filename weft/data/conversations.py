@@ -44,6 +44,7 @@ from weft.data.store import (
     FORMAT,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
+    TOKENS_FILE,
     Dtype,
     Manifest,
     Shard,
@@ -358,6 +359,7 @@ def _build(
         wrong.raise_any(remedy)
         write_file(folder / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
         write_file(folder / TEMPLATE_FILE, writer.template.sources["default"].encode())
+        write_file(folder / TOKENS_FILE, json.dumps(dict(writer.template.special)).encode())
         p = frequency[frequency > 0] / frequency.sum()
         manifest = Manifest(
             format=FORMAT,

@@ -42,6 +42,7 @@ from weft.job import InvalidJob, Problem
 FORMAT = 1
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
+TOKENS_FILE = "tokenizer_config.json"  # what the template calls bos_token and so on
 
 Dtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "validation"]

@@ -21,8 +21,9 @@ import weft
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
 from weft.data.packing import packing_line
 from weft.data.prepare import prepare_text
-from weft.data.store import TEMPLATE_FILE
+from weft.data.store import TEMPLATE_FILE, TOKENS_FILE
 from weft.data.text import Text, open_text
+from weft.data.tokenizer import padded_beyond
 from weft.job import InvalidJob, Job, Problem, difference, read_job, to_toml
 from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
 from weft.launch.local import Failure, Stopped, launch
@@ -238,8 +239,9 @@ def open_run(
         tokenizer = (text.path / "tokenizer.json").read_text("utf-8")
         replace_text(folder / "tokenizer.json", tokenizer)
         for source in text.sources:
-            if (template := source.store.path / TEMPLATE_FILE).is_file():
-                replace_text(folder / TEMPLATE_FILE, template.read_text("utf-8"))
+            for name in (TEMPLATE_FILE, TOKENS_FILE):
+                if (file := source.store.path / name).is_file():
+                    replace_text(folder / name, file.read_text("utf-8"))
         note(expected, folder)
     except OSError as error:
         raise unwritable(folder, error) from error
@@ -287,7 +289,13 @@ def describe(
 
 
 def describe_text(job: Job, plan: Plan, text: Text, console: Console) -> None:
-    """The sources of a mixture, how often the run sees each, and how what is packed fills rows."""
+    """What of the model's vocabulary is never seen; the sources of a mixture, how often the run
+    sees each, and how what is packed fills rows."""
+    entries = text.vocab_size
+    if padded_beyond(entries, plan.model.vocab_size):
+        rule = f"{entries:,} of the model's {plan.model.vocab_size:,} entries"
+        line = f"warning: the tokenizer has {rule}: the others are never trained"
+        console.print(line, soft_wrap=True)
     tokens = job.train.steps * plan.tokens_per_step
     for source in text.sources:
         manifest = source.store.manifest

@@ -15,15 +15,16 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from weft.data.chat import Malformed, Writer, load_template
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
-from weft.job import Problem
+from weft.job import InvalidJob, Problem
 from weft.models.cache import KeyValueCache, caching
 from weft.train.inference import Found, LanguageModel
 
@@ -62,10 +63,18 @@ class Speech:
     begin: int  # the token before every text
     ends: frozenset[int]  # tokens after which there is nothing more
     context: int  # the longest row that the model was trained on, in tokens
+    chat: Writer | None = None  # prompts are what a user says, written by the chat template
 
 
-def speech_of(found: Found, source: str = "huggingface") -> Speech:
-    """Of a run.  An imported one has kept in ``source`` which tokens begin and end its texts."""
+def speech_of(found: Found, template: str | None = None, source: str = "huggingface") -> Speech:
+    """Of a run.  An imported one has kept in ``source`` which tokens begin and end its texts.
+
+    Args:
+        template: for conversations: a chat template's file, or auto for the run's own.
+
+    Raises:
+        InvalidJob: there is no tokenizer, or no such template.
+    """
     path = found.run / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
     separator = separator_id(tokenizer, str(path))
@@ -79,14 +88,21 @@ def speech_of(found: Found, source: str = "huggingface") -> Speech:
             last = told.get("eos_token_id")
             ends |= set(last if isinstance(last, list) else [] if last is None else [last])
             context = found.config.max_seq_len  # what it was trained on is not known better
-    return Speech(tokenizer, begin, frozenset(ends), context)
+    if template is None:
+        return Speech(tokenizer, begin, frozenset(ends), context)
+    told = {"tokenizer": str(path), "chat_template": template, "format": "chat"}
+    writer = Writer(str(path), load_template(found.job.data.model_copy(update=told)))
+    return Speech(tokenizer, begin, frozenset(ends | writer.ends()), context, writer)
+
+
+Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
 
 @dataclass
 class Row:
     """A prompt and what has become of it."""
 
-    prompt: str
+    prompt: Prompt
     ids: list[int]
     begun: int  # how many of them are the prompt's
     random: torch.Generator
@@ -107,8 +123,9 @@ class Row:
         return len(self.ids) - self.first
 
 
-def read_prompts(path: Path, problems: list[Problem]) -> list[str]:
-    """A prompt a line; of a .jsonl file a JSON string, or an object that has a ``prompt``."""
+def read_prompts(path: Path, problems: list[Problem], chat: bool = False) -> Sequence[Prompt]:
+    """A prompt a line; of a .jsonl file a JSON string, or an object that has a ``prompt``, or in a
+    ``chat`` ``messages``."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -116,34 +133,65 @@ def read_prompts(path: Path, problems: list[Problem]) -> list[str]:
         return []
     if path.suffix != ".jsonl":
         return lines
-    prompts = []
+    prompts: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
         except ValueError:
             value = None
-        prompt = value.get("prompt") if isinstance(value, dict) else value
-        if isinstance(prompt, str):
-            prompts.append(prompt)
+        name = "messages" if chat and isinstance(value, dict) and "messages" in value else "prompt"
+        prompt = value.get(name) if isinstance(value, dict) else value
+        if isinstance(prompt, str) or (name == "messages" and _is_conversation(prompt)):
+            prompts.append(cast(Prompt, prompt))
         else:
             rule = f"line {number} is neither a JSON string nor an object with a prompt"
+            rule += ", nor one with messages, each with role and content" if chat else ""
             problems.append(Problem("--prompts", str(path), rule, 'as {"prompt": "Once"}'))
             break
     return prompts
 
 
+def _is_conversation(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )
+
+
 def rows_of(
-    prompts: Sequence[str], speech: Speech, sampling: Sampling, number: int = 0
+    prompts: Sequence[Prompt], speech: Speech, sampling: Sampling, number: int = 0
 ) -> list[Row]:
-    """The prompts ready to be continued; ``number``: of the first one."""
+    """The prompts ready to be continued; ``number``: of the first one.
+
+    Raises:
+        InvalidJob: the chat template refuses a prompt.
+    """
     rows = []
     for index, prompt in enumerate(prompts):
-        # A document begins after a separator: that is how the model has seen it in training.
-        ids = [speech.begin, *speech.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        ids = _ids_of(prompt, speech)
         random = torch.Generator().manual_seed(sampling.seed + number + index)
         prefix = speech.tokenizer.decode(ids)
         rows.append(Row(prompt, ids, len(ids), random, prefix, max(0, len(ids) - speech.context)))
     return rows
+
+
+def _ids_of(prompt: Prompt, speech: Speech) -> list[int]:
+    if speech.chat is None:
+        # A document begins after a separator: that is how the model has seen it in training.
+        assert isinstance(prompt, str)
+        return [speech.begin, *speech.tokenizer.encode(prompt, add_special_tokens=False).ids]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        return speech.chat.ask(asked)
+    except Malformed as error:
+        place = speech.chat.template.place
+        raise InvalidJob([Problem("--chat", place, str(error), "ask otherwise")]) from None
 
 
 def generate(

@@ -34,7 +34,7 @@ from weft.checkpoint.safetensors import NAMES, Entry, Malformed, parse_json
 from weft.checkpoint.storage import create, is_remote
 from weft.data.prepare import Progress, Report
 from weft.data.store import TEMPLATE_FILE
-from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
+from weft.data.tokenizer import load_tokenizer, padded_beyond, separator_id, vocab_entries
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml
 from weft.models import FAMILIES, Family, load_family
 from weft.models.huggingface import counterpart, from_config, kind_of, shapes, shown, to_config
@@ -232,13 +232,14 @@ def _copy(path: Path, to: Path) -> None:
 # --------------------------------------------------------------------------- in
 
 
-def import_model(source: Path, run_dir: Path, report: Report) -> str:
+def import_model(source: Path, run_dir: Path, report: Report, force: bool = False) -> str:
     """Make a run of a Hugging Face folder: its weights are the checkpoint of step 0.
 
     Args:
         source: a folder with ``config.json``, safetensors and ``tokenizer.json``.
         run_dir: a folder that does not exist yet; it appears whole.
         report: told how far it is.
+        force: also with a tokenizer that is far smaller than the model's vocabulary.
 
     Returns:
         What was done, for people.
@@ -259,7 +260,7 @@ def import_model(source: Path, run_dir: Path, report: Report) -> str:
         problems += found
     model = None if kind is None or config is None else (FAMILIES[kind], config)
     weights = _read_weights(source, model, problems)
-    _check_tokenizer(source / "tokenizer.json", config, problems)
+    _check_tokenizer(source / "tokenizer.json", config, force, problems)
     kept = [name for name in KEPT if there(source / name)]
     for name in kept[1:]:
         _check_kept(source / name, problems)
@@ -342,7 +343,7 @@ def _check_kept(path: Path, problems: list[Problem]) -> None:
         problems.append(Problem(f"{path.name} auto_map", MISSING, rule, "take the field out"))
 
 
-def _check_tokenizer(path: Path, config: Any, problems: list[Problem]) -> None:
+def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Problem]) -> None:
     try:
         _read_small(path)
         tokenizer, _ = load_tokenizer(path)
@@ -357,6 +358,10 @@ def _check_tokenizer(path: Path, config: Any, problems: list[Problem]) -> None:
         if config and entries > config.vocab_size:
             rule = f"has {entries} entries, more than vocab_size = {config.vocab_size}"
             problems.append(Problem(path.name, MISSING, rule, "it is another model's"))
+        elif config and not force and padded_beyond(entries, config.vocab_size):
+            rule = f"has {entries} entries, and the model {config.vocab_size}: more than padding"
+            remedy = "put the model's own there, or say --force if this is the one"
+            problems.append(Problem(path.name, MISSING, rule, remedy))
 
 
 def _read_weights(

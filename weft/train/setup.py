@@ -333,8 +333,15 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
     folder = Path(job.run.dir)
     wrong = list(check_writable("run.dir", job.run.dir))
     yield from wrong
-    before = folder / "job.toml"
-    if wrong or unreachable or not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
+    before, home = folder / "job.toml", home_of(job.checkpoint.dir, folder)
+    if wrong or unreachable:
+        return
+    if not (found := checkpoints(home)):
+        here = checkpoints(home_of("auto", folder))
+        if here and before.is_file():  # imported, or moved: it would start from random weights
+            rule = f"has none of the run's checkpoints, which are in {here[0].parent}"
+            remedy = "copy them there first, or leave checkpoint.dir out"
+            yield Problem("checkpoint.dir", job.checkpoint.dir, rule, remedy)
         return
     if not before.is_file() and job.resilience.lighthouse != "none":
         return  # they are another replica group's
