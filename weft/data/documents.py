@@ -22,12 +22,12 @@ from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from weft.data.files import File
 from weft.data.records import Document, Fault, Invalid, Unit, documents
-from weft.data.source import SHOWN, some
+from weft.data.source import SHOWN, in_pieces, some
 from weft.data.store import write_file
 from weft.data.workers import Advance, each
 from weft.job import InvalidJob, Problem
 
-FORMAT = 1
+FORMAT = 2
 TELL_BYTES = 4 << 20
 
 
@@ -64,6 +64,7 @@ class Scan:
     replaced: int = 0
     faults: list[Fault] = field(default_factory=list)  # the first ones
     num_faults: int = 0
+    left_out: list[int] = field(default_factory=list)  # the first lines that are
     lowest: int = 1 << 64  # of the hashes
 
     def total(self, side: int) -> tuple[int, int]:
@@ -89,10 +90,12 @@ def _scan(task: _ScanTask, advance: Advance) -> Scan:
             if len(scan.faults) < SHOWN:
                 scan.faults.append(found)
             continue
-        if found.data is None:
-            scan.skipped += 1
-        elif not (data := found.data) or data.isspace():
-            scan.empty += 1
+        data = found.data
+        if not data or data.isspace():
+            scan.skipped += data is None
+            scan.empty += data is not None
+            if len(scan.left_out) < SHOWN:
+                scan.left_out.append(found.number)
         else:
             scan.replaced += found.replaced
             digest = xxh3_64_intdigest(data)
@@ -147,8 +150,18 @@ class Records:
     def skipped(self) -> int:
         return sum(scan.skipped for scan in self.scans)
 
+    @property
+    def left_out(self) -> list[str]:
+        """Where the first ones are that are empty or not UTF-8."""
+        begins = _begins(self.units, self.scans)
+        return [
+            f"{unit.file.name}, {unit.counts} {begin + number}"
+            for unit, scan, begin in zip(self.units, self.scans, begins, strict=True)
+            for number in scan.left_out
+        ]
+
     def training_texts(self, most_bytes: int) -> Iterator[str]:
-        """At most so much train text (and one document more of each unit), the same share of
+        """At most so much train text (and one piece more of each unit), the same share of
         each unit from its beginning: what lies further on would have to be read for it."""
         total = sum(scan.total(0)[1] for scan in self.scans)
         for unit, scan in zip(self.units, self.scans, strict=True):
@@ -156,9 +169,12 @@ class Records:
             for data in texts(unit, self.reader, 0):
                 if left <= 0:
                     break
-                if not self.reader.held_out(data):
-                    left -= len(data)
-                    yield data.decode()
+                if self.reader.held_out(data):
+                    continue
+                for begin, end in in_pieces(data):
+                    if left > 0:
+                        left -= end - begin
+                        yield data[begin:end].decode()
 
 
 def texts(unit: Unit, reader: Reader, after: int) -> Iterator[bytes]:
@@ -232,20 +248,26 @@ def _from_dict(tree: dict[str, object]) -> Scan:
     return scan
 
 
+def _begins(units: Sequence[Unit], scans: Sequence[Scan]) -> Iterator[int]:
+    """Lines or rows of a unit's file that come before it."""
+    before: dict[str, int] = {}
+    for unit, scan in zip(units, scans, strict=True):
+        begin = before.get(unit.file.path, 0)
+        before[unit.file.path] = begin + scan.lines
+        yield begin
+
+
 def _check_faults(units: Sequence[Unit], scans: Sequence[Scan], path: str) -> None:
     """Refuse what is no document, with the lines and rows as the files count them."""
     lines, count = [], 0
-    before: dict[str, int] = {}
     ended: set[str] = set()  # files that could not be read further: what follows has no numbers
-    for unit, scan in zip(units, scans, strict=True):
+    for unit, scan, begin in zip(units, scans, _begins(units, scans), strict=True):
         if unit.file.path in ended:
             continue
         ended |= {unit.file.path for fault in scan.faults[-1:] if fault.last}
-        first = before.get(unit.file.path, 0)
-        before[unit.file.path] = first + scan.lines
         count += scan.num_faults
         for fault in scan.faults:
-            lines.append(f"{unit.file.name}, {unit.counts} {first + fault.number}: {fault.what}")
+            lines.append(f"{unit.file.name}, {unit.counts} {begin + fault.number}: {fault.what}")
     if not count:
         return
     what = "a line or row is" if count == 1 else f"{count:,} lines or rows are"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,8 @@ def _left_out(source: Source) -> Iterator[str]:
         (manifest.replaced_files, "that are not UTF-8 had bytes replaced"),
     ):
         if count:
-            yield f"{source.name}: {count:,} {what}"
+            name = Path(manifest.source).name
+            yield f"{name}: {count:,} {what}"
 
 
 def inspect(text: Text, samples: int) -> Iterator[str]:

@@ -46,13 +46,14 @@ from weft.data.source import (
     Part,
     Scan,
     check_path,
-    cut_at,
     find_documents,
+    in_pieces,
     is_store,
     keep_text,
     look,
     read_piece,
     scan,
+    some,
     split,
 )
 from weft.data.store import (
@@ -322,9 +323,10 @@ def _read_records(
         records = read_records(units, reader, section.path, cache, advance, processes)
     if not any(scan.total(0)[0] for scan in records.scans):
         raise _too_little(section, records.text_bytes, train=False)
-    for count, why in ((records.empty, "empty"), (records.skipped, "not UTF-8")):
-        if count:
-            report(Progress(f"left out {count:,} documents that are {why}"))
+    if count := records.empty + records.skipped:
+        which = "empty or not UTF-8" if records.skipped else "empty"
+        where = some(records.left_out, "; ", count)
+        report(Progress(f"left out {count:,} that are {which}: {where}"))
     return records
 
 
@@ -684,7 +686,7 @@ def _encode_extent(
         side = int(task.reader.held_out(data))
         counted.documents[side] += 1
         counted.text_bytes[side] += len(data)
-        for begin, end in _pieces(data):
+        for begin, end in in_pieces(data):
             texts.append(data[begin:end].decode())
             ends.append(end == len(data))
             sides.append(side)
@@ -695,16 +697,6 @@ def _encode_extent(
     if counted != extent:
         raise changed(task.unit.file)
     return [np.concatenate(of) if of else np.empty(0, encoder.dtype) for of in out]
-
-
-def _pieces(data: bytes) -> Iterator[tuple[int, int]]:
-    """A document in ranges that are quick to encode; none ends inside a character."""
-    begin = 0
-    while len(data) - begin > PIECE_BYTES:
-        end = cut_at(data, begin, PIECE_BYTES)
-        yield begin, end
-        begin = end
-    yield begin, len(data)
 
 
 # --------------------------------------------------------------------------- tokens of others

@@ -421,6 +421,16 @@ def cut_at(data: bytes, begin: int, size: int) -> int:
     return cut
 
 
+def in_pieces(data: bytes) -> Iterator[tuple[int, int]]:
+    """A document in ranges that are quick to encode; none ends inside a character."""
+    begin = 0
+    while len(data) - begin > PIECE_BYTES:
+        end = cut_at(data, begin, PIECE_BYTES)
+        yield begin, end
+        begin = end
+    yield begin, len(data)
+
+
 def _tail(file: BinaryIO, begin: int, size: int, holdout: float) -> int:
     """Offset at which the last ``holdout`` of the text begins: at most twice that, by lines."""
     held = int((size - begin) * holdout)
