@@ -233,7 +233,10 @@ class ReadOnlyS3(http.server.BaseHTTPRequestHandler):
 
 
 def s3_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
     _filesystem.cache_clear()
+    s3fs.S3FileSystem.clear_instance_cache()  # which has seen the variables of another test
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
