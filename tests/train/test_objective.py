@@ -241,6 +241,21 @@ def test_dpo_in_any_layout(layout: str, texts: dict[str, str], one_dpo: dict[str
             assert ours == pytest.approx(theirs, rel=2e-5)
 
 
+def test_dpo_of_adapters(texts: dict[str, str], one_dpo: dict[str, Any]) -> None:
+    """The frozen model is the initial one, and only adapters learn."""
+    tuned: Overrides = [*DPO, ("lora.rank", "4")]
+    [one] = run_ranks(gradients, 1, tuned, texts["preferences"], timeout=180)
+    torch.testing.assert_close(one["references"], one_dpo["references"])
+    assert one["loss"] == pytest.approx(one_dpo["loss"], rel=1e-5)
+    assert all("lora" in name for name in one["grads"])
+    ranks, overrides = parse("dp_shard2 tp2")
+    for rank in merged(run_ranks(gradients, ranks, tuned + overrides, texts["preferences"])):
+        for each in (one, rank):  # at first B is zero, so A has no gradient
+            for name in [name for name in each["grads"] if "lora_A" in name]:
+                assert not each["grads"].pop(name).any()
+        expect_same(rank, one)
+
+
 def test_a_row_that_fills_a_batch_counts_for_nothing() -> None:
     section = TrainSection(objective="dpo", dpo_beta=0.5)
     objective = dpo(section)
