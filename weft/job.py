@@ -557,6 +557,19 @@ class DebugSection(Section):
     )
 
 
+class LaunchSection(Section):
+    """What ``weft launch`` asks a cluster for; a run itself reads none of it."""
+
+    time: Text = key("1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS")
+    image: Text = key("auto", "container image that has weft in it; auto: the cluster's default")
+    setup: tuple[Text, ...] = key(
+        (), "shell lines that every node runs first, such as 'source ~/venv/bin/activate'"
+    )
+    options: dict[Text, Text] = key(
+        {}, "what else the scheduler is asked for, by its own names: partition=gpu,account=mine"
+    )
+
+
 class Job(Section):
     """What the user chose.  One field per section; see each section for its keys."""
 
@@ -576,6 +589,7 @@ class Job(Section):
     observe: ObserveSection = ObserveSection()
     profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
+    launch: LaunchSection = LaunchSection()
 
 
 SECTIONS: dict[str, type[Section]] = {
