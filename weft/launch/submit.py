@@ -30,7 +30,7 @@ class Request:
 
     Args:
         name: of the run, as every scheduler takes it: a to z, digits and '-', at most 40.
-        words: of the command, from ``weft`` on: ``("weft", "train", recipe, "--section.key", ...)``.
+        words: of the command: ``("weft", "train", recipe, "--section.key", "value", ...)``.
         nodes: the fewest and the most.
         devices: GPUs of a node; 0: none are asked for.
         run_dir: on a file system that all nodes share.
