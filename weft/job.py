@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -703,7 +703,10 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
         literal = [_literal(part) for part in parts]
     elif origin is dict and not isinstance(literal, dict):
         pairs = [part.rpartition("=") for part in parts]
-        literal = {name or value: _literal(value) for name, _, value in pairs}
+        text_only = get_args(model.model_fields[last].annotation)[1] == Text
+        literal = {
+            name or value: value if text_only else _literal(value) for name, _, value in pairs
+        }
     try:
         if isinstance(literal, list | dict):
             model.model_validate_json(json.dumps({last: literal}), strict=True)
