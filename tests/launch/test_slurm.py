@@ -139,6 +139,7 @@ def test_two_nodes(launcher: Launcher, tmp_path: Path, store_path: Path) -> None
     number = re.search(r"slurm job (\d+)", out)
     assert number is not None
     assert "#SBATCH --nodes=2\n" in out
+    assert "Comment=it's here" in launcher.cluster.run("scontrol", "show", "job", number[1])
     # A second one would train in the same folder.
     again = launcher.launch("--nodes", "2", status=2)
     assert f"job {number[1]} (slurm) is already there" in again
