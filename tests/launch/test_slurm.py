@@ -210,7 +210,7 @@ def test_comes_back_and_goes_on(launcher: Launcher, tmp_path: Path, store_path: 
     assert number[0] in said
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended")
-    assert launcher.out().count("going on from") == 1
+    assert launcher.out().count("going on from") == 2  # each node
     assert "stopped and saved" in launcher.out()
     check_against_undisturbed(tmp_path, store_path, 60)
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.harness import ROOT
 from weft.cli import main
 from weft.launch import slurm
 from weft.launch.submit import request
 from weft.plan.resolve import Machine
+
+DOCS = ROOT / "docs" / "slurm.md"
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +193,15 @@ def test_what_the_script_does(ends: int, setup: str, tmp_path: Path) -> None:
     assert (tmp_path / "said").read_text().strip() == ("it's 42" if setup else "")
     again = tmp_path / "requeued"
     assert (again.read_text() if again.exists() else "") == ("requeue 7\n" if ends == 75 else "")
+
+
+def test_the_script_of_the_documentation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quoted = re.findall(r"```\n\$ weft (.*)\n(#!(?:.*\n)*?)```", DOCS.read_text("utf-8"))
+    ((command, text),) = quoted
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out.strip() == text.strip().replace("/home/me/work", str(tmp_path))
 
 
 def test_a_script_that_bash_does_not_read() -> None:
