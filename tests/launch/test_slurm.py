@@ -239,10 +239,12 @@ def test_a_mistake_does_not_come_back(launcher: Launcher) -> None:
 @pytest.mark.slow
 def test_a_killed_node(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
     """Last, for the node is gone then: the other one goes on in the same job."""
-    launcher.launch("--nodes", "1:2", "--train.steps", "80")
-    launcher.until_step(12)
-    before = launcher.status()
-    assert "running on n[0-1]" in before
+    # The meeting place is on the first node.  Here both are the host of that name: it comes first.
+    setup = ["--launch.setup", '["sleep $((SLURM_NODEID * 15))"]']
+    launcher.launch("--nodes", "1:2", "--train.steps", "80", *setup)
+    until(lambda: "2 nodes train" in launcher.out(), "both nodes", 120)
+    launcher.until_step(launcher.step() + 5)
+    assert "running on n[0-1]" in launcher.status()
     launcher.cluster.kill("n1")
     step = launcher.step()
     launcher.until_step(step + 15)
