@@ -186,11 +186,12 @@ class RunSection(Section):
     )
     nodes: Positive | Text = key(
         "auto",
-        "nodes that start this command, or MIN:MAX that may come and go; auto: $PET_NNODES, or 1",
+        "nodes that start this command, or MIN:MAX that may come and go; auto: as torchrun's "
+        "or the scheduler's environment says, or 1",
     )
     rendezvous: Text = key(
         "auto",
-        "HOST:PORT where several nodes meet, on one of them; auto: $PET_RDZV_ENDPOINT",
+        "HOST:PORT where several nodes meet, on one of them; auto: as the environment says",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to compute; auto: cuda if present")
     cluster: Text = key(
