@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -698,12 +698,14 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
         return
     literal = _literal(text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    origin = get_origin(model.model_fields[last].annotation)
+    annotation = model.model_fields[last].annotation
+    origin = get_origin(annotation)
     if origin is tuple and not isinstance(literal, list):
         literal = [_literal(part) for part in parts]
     elif origin is dict and not isinstance(literal, dict):
         pairs = [part.rpartition("=") for part in parts]
-        literal = {name or value: _literal(value) for name, _, value in pairs}
+        of_text = get_args(annotation)[1] is Text  # whose values are text, whatever they look like
+        literal = {k or v: v if of_text else _literal(v) for k, _, v in pairs}
     try:
         if isinstance(literal, list | dict):
             model.model_validate_json(json.dumps({last: literal}), strict=True)
