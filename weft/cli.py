@@ -74,6 +74,7 @@ def reject(error: InvalidJob) -> int:
 # Options of the commands that take overrides, too, and how many words follow each.
 OPTIONS = {
     "train": {"--dry-run": 0, "--force": 0},
+    "launch": {"--on": 1, "--dry-run": 0, "--follow": 0},
     "plan": {
         "--cluster": 1,
         "--rank-map": 0,
@@ -190,6 +191,20 @@ def parser() -> Parser:
         "--force", action="store_true", help="start though the planner says that it will not fit"
     )
     sub.epilog = keys_help()
+
+    sub = add("launch", launch, "Have a cluster's nodes train a recipe; ask after it, or stop it.")
+    sub.add_argument(
+        "what",
+        metavar="RECIPE|status|logs|stop",
+        help=f"a shipped recipe ({recipes}) or a TOML file; or what to do about RUN",
+    )
+    sub.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder of a run")
+    sub.add_argument("--on", help="kind of cluster: slurm, kubernetes, sagemaker or skypilot")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="print the script or manifest, hand in nothing"
+    )
+    sub.add_argument("--follow", action="store_true", help="of logs: until the job has ended")
+    sub.epilog = LAUNCH_HELP
 
     sub = add("plan", plan, "Show what a recipe does on a cluster: no GPU needed, nothing started.")
     sub.add_argument(
@@ -393,6 +408,22 @@ The keys of [data] are overridden as --data.key value; 'weft train --help' lists
 docs/data.md tells what data may be."""
 
 
+LAUNCH_HELP = """\
+What is handed in starts 'weft train' with the same words on every node; it is shown, and kept in
+the run's folder.  A job that is stopped before its time limit saves, comes back and goes on.
+
+  weft launch llama3-8b --on slurm --nodes 4 --run.cluster 4x8xH100 --launch.time 12:00:00
+  weft launch mine.toml --on slurm --nodes 2:8 --run.cluster 8x8xH100 \\
+    --launch.options partition=gpu,account=mine --dry-run
+  weft launch status runs/mine
+  weft launch logs runs/mine --follow
+  weft launch stop runs/mine
+
+--nodes N asks for N nodes, MIN:MAX for as many as there are; run.cluster tells what a node has
+(--run.device cpu: no GPUs).  Any key is overridden as --section.key value, those of [launch] say
+what else is asked for; 'weft train --help' lists them."""
+
+
 PLAN_HELP = """\
 One rank of each stage runs a step of the recipe's model, by the code that trains, on tensors that
 have shapes but no memory.  From that come memory, FLOPs and everything that ranks say to each
@@ -529,6 +560,47 @@ def train(options: argparse.Namespace) -> int:
     if joined():
         join(job, base, plan, options.recipe, options.force)
     return start(job, base, plan, options.recipe, quiet_console(sys.stdout), options.force)
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Hand a recipe in to a cluster, or look after a run that was."""
+    from weft.launch.submit import Launched, cluster, request, submit
+
+    problems, doing = list(options.problems), options.what in ("status", "logs", "stop")
+    if doing:
+        problems += (Problem(key, value, "is not for this") for key, value in options.overrides)
+        if options.run is None:
+            rule = "is missing: the folder of the run"
+            problems.append(Problem("RUN", MISSING, rule))
+    elif options.run is not None:
+        remedy = f"did you mean 'weft launch status {options.run}'?"
+        problems.append(Problem("RUN", str(options.run), "is only for status, logs, stop", remedy))
+    if options.follow and options.what != "logs":
+        problems.append(Problem("--follow", True, "is for weft launch logs"))
+    if doing:
+        if problems:
+            raise InvalidJob(problems)
+        run = Launched.of(options.run)
+        if options.what == "logs":
+            for line in run.logs(options.follow):
+                print(line, flush=True)
+        else:
+            print(
+                f"{run.on} job {run.id}: {run.status()}" if options.what == "status" else run.stop()
+            )
+        return 0
+    from weft.train.setup import detect_machine
+
+    asked = request(options.on, options.what, options.overrides, problems, detect_machine)
+    text = cluster(options.on).render(asked)
+    print(text)
+    if wrong := cluster(options.on).check(text):
+        raise InvalidJob(Problem(f"--on {options.on}", MISSING, rule) for rule in wrong)
+    if not options.dry_run:
+        id = submit(options.on, asked, text)
+        next = f"weft launch status {shlex.quote(str(asked.run_dir))}"
+        print(f"handed in as {options.on} job {id}: {next}")
+    return 0
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -698,14 +698,15 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
         return
     literal = _literal(text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    annotation = model.model_fields[last].annotation
-    origin = get_origin(annotation)
+    origin = get_origin(model.model_fields[last].annotation)
     if origin is tuple and not isinstance(literal, list):
         literal = [_literal(part) for part in parts]
     elif origin is dict and not isinstance(literal, dict):
         pairs = [part.rpartition("=") for part in parts]
-        of_text = get_args(annotation)[1] is Text  # whose values are text, whatever they look like
-        literal = {k or v: v if of_text else _literal(v) for k, _, v in pairs}
+        text_only = get_args(model.model_fields[last].annotation)[1] == Text
+        literal = {
+            name or value: value if text_only else _literal(value) for name, _, value in pairs
+        }
     try:
         if isinstance(literal, list | dict):
             model.model_validate_json(json.dumps({last: literal}), strict=True)
