@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,11 @@ def test_every_mistake() -> None:
     text = said(kubernetes.problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"})))
     for part in ("claim: is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
         assert part in text
+
+
+def test_a_name_that_begins_with_a_digit() -> None:
+    asked = replace(REQUESTS["cpu"], name="405b")
+    assert "begins with a letter" in said(kubernetes.problems(asked))
 
 
 def test_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

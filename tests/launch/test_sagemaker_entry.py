@@ -367,6 +367,25 @@ def test_a_job_that_starts_again_goes_on(store_path: Path, tmp_path: Path) -> No
 
 @whole_job
 @pytest.mark.slow
+@pytest.mark.usefixtures("free_port")
+def test_two_containers(store_path: Path, tmp_path: Path) -> None:
+    """What weft launch asks for: weft is the first process of each, and they find each other."""
+    bases = [tmp_path / "one", tmp_path / "two"]
+    processes = []
+    parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.workers": 1}
+    parameters |= {"checkpoint.dir": str(tmp_path / "fsx")}
+    for base, host in zip(bases, HOSTS, strict=True):
+        configure(base, host, HOSTS, parameters)
+        processes.append(as_container(base))
+    for status, said in ended(processes):
+        assert status == 0, said
+    assert len(list((tmp_path / "fsx/step-00000020").glob("shard-*.bin"))) == 2
+    assert (bases[0] / "model/model.safetensors").exists()
+    assert not list((bases[1] / "model").glob("*"))
+
+
+@whole_job
+@pytest.mark.slow
 def test_stopped_as_a_container_and_started_again(store_path: Path, tmp_path: Path) -> None:
     """SageMaker's SIGTERM reaches the first process of a container: it saves."""
     parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.workers": 2}

@@ -56,6 +56,9 @@ def problems(request: Request) -> list[Problem]:
     """What cannot be asked for here."""
     options = request.job.launch.options
     found = common_problems(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
+    if not request.name[0].isalpha():
+        rule = f"names the run {request.name}, and what Kubernetes runs begins with a letter"
+        found.append(Problem("run.dir", str(request.run_dir), rule, "use another --run.dir"))
     if (kind := options.get("kind", KINDS[0])) not in KINDS:
         found.append(Problem("launch.options.kind", kind, "must be trainjob or jobset"))
     if not (efa := options.get("efa", "1")).isdecimal():

@@ -210,7 +210,7 @@ def status(id: str) -> str:
     if state == "Failed":
         return f"failed: {found.get('FailureReason', detail)}"
     if state in ENDED:
-        return state.lower()
+        return str(state).lower()
     resources = found["ResourceConfig"]
     where = f"{resources['InstanceCount']} {resources['InstanceType']}"
     said = (found.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage", detail)
