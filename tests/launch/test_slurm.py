@@ -139,6 +139,7 @@ def test_two_nodes(launcher: Launcher, tmp_path: Path, store_path: Path) -> None
     number = re.search(r"slurm job (\d+)", out)
     assert number is not None
     assert "#SBATCH --nodes=2\n" in out
+    assert "Comment=it's here" in launcher.cluster.run("scontrol", "show", "job", number[1])
     # A second one would train in the same folder.
     again = launcher.launch("--nodes", "2", status=2)
     assert f"job {number[1]} (slurm) is already there" in again
@@ -209,7 +210,7 @@ def test_comes_back_and_goes_on(launcher: Launcher, tmp_path: Path, store_path: 
     assert number[0] in said
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended")
-    assert launcher.out().count("going on from") == 1
+    assert launcher.out().count("going on from") == 2  # each node
     assert "stopped and saved" in launcher.out()
     check_against_undisturbed(tmp_path, store_path, 60)
 
