@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.launch.requests import fake_tool, own_recipe, request, said
+from weft.job import WeftError
 from weft.launch import kubernetes
 from weft.train.where import find
 
@@ -189,6 +190,7 @@ def test_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"""\
 case "$*" in
   *"get pods"*) cat {tmp_path}/pods;;
+  *ignore-not-found*) ;;
   *"get trainjob"*) cat {tmp_path}/job;;
   *logs*) echo '[pod/x] a'; echo '[pod/x] b';;
 esac"""
@@ -203,8 +205,29 @@ esac"""
     assert "600 s to save" in kubernetes.stop(id)
     made = calls.read_text().splitlines()
     label = "-l jobset.sigs.k8s.io/jobset-name=small-run"
-    assert made[0] == f"apply -n train -f {tmp_path}/run.yaml"
+    assert made[:2] == [
+        "get trainjob small-run -n train --ignore-not-found -o name",
+        f"apply -n train -f {tmp_path}/run.yaml",
+    ]
     assert f"logs -n train {label} --prefix --tail=-1 --follow --max-log-requests=1000" in made
     assert "delete trainjob small-run -n train --wait=false" in made
     assert "delete trainingruntime small-run -n train --wait=false" in made
     assert "delete configmap small-run-recipe -n train --wait=false --ignore-not-found" in made
+
+
+def test_what_is_there_already_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_tool(tmp_path, monkeypatch, "kubectl", "echo trainjob/small-run")
+    with pytest.raises(WeftError, match="there is a trainjob small-run already"):
+        kubernetes.submit(tmp_path / "run.yaml", REQUESTS["gpu"])
+    assert calls.read_text().count("\n") == 1
+
+
+def test_nothing_half_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = 'case "$*" in apply*) echo admission denied it >&2; exit 1;; esac'
+    calls = fake_tool(tmp_path, monkeypatch, "kubectl", body)
+    with pytest.raises(WeftError, match="admission denied it"):
+        kubernetes.submit(tmp_path / "run.yaml", REQUESTS["gpu"])
+    last = calls.read_text().splitlines()[-1]
+    assert last == f"delete --ignore-not-found --wait=false -f {tmp_path}/run.yaml"

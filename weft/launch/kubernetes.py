@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.job import Problem
+from weft.job import Problem, WeftError
 from weft.launch import FAILED, MISTAKE, REQUEUE
 from weft.launch.manifest import (
     RUN_DIR,
@@ -259,9 +260,26 @@ def submit(path: Path, request: Request) -> str:
     """Hand the file in; NAMESPACE/KIND/NAME, the namespace empty if it is kubectl's own."""
     options = request.job.launch.options
     space, kind = options.get("namespace", ""), options.get("kind", KINDS[0])
-    # The cluster's own check of all documents first: nothing half is left.
-    for dry in (["--dry-run=server"] if kind == "jobset" else [], []):
-        tool("kubectl", "apply", *_space(space), *dry, "-f", str(path), remedy=REMEDY)
+    there = (
+        "kubectl",
+        "get",
+        kind,
+        request.name,
+        *_space(space),
+        "--ignore-not-found",
+        "-o",
+        "name",
+    )
+    if tool(*there, remedy=REMEDY).strip():
+        rule = f"there is a {kind} {request.name} already"
+        raise WeftError(f"{rule}: weft launch stop, kubectl delete, or another --run.dir")
+    try:
+        tool("kubectl", "apply", *_space(space), "-f", str(path), remedy=REMEDY)
+    except WeftError:  # of several documents some may have been taken
+        with suppress(WeftError):
+            remove = ("delete", *_space(space), "--ignore-not-found", "--wait=false")
+            tool("kubectl", *remove, "-f", str(path), remedy=REMEDY)
+        raise
     return f"{space}/{kind}/{request.name}"
 
 

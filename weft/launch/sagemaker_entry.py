@@ -47,6 +47,7 @@ from weft.job import MISSING, InvalidJob, Problem, WeftError, read_job
 from weft.launch import FAILED, MISTAKE, REQUEUE
 from weft.launch.worker import die_with_parent
 from weft.resilience.signals import STOP_SIGNALS
+from weft.train.where import find
 
 CHANNELS = ("training", "train")
 # What the toolkit exports whatever the job says, and what does harm: NCCL_IB_DISABLE keeps NCCL
@@ -264,7 +265,8 @@ def first_cause(run_dir: Path, status: int, tail: Sequence[str], began: float) -
     if status < 0:
         killed = signal.Signals(-status).name
         said = ", perhaps for want of memory" if killed == "SIGKILL" else ""
-        return f"{os.environ.get('RANK', 'weft train')}: killed by {killed}{said}"
+        who = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "weft train"
+        return f"{who}: killed by {killed}{said}"
     reports = []
     for path in run_dir.glob("logs/rank-*.error.json"):
         with suppress(OSError, ValueError):
@@ -313,17 +315,16 @@ def main() -> None:
         arguments = sys.argv[1:]
         pairs = pairs_of(arguments) if arguments else hyperparameters(container.base)
         words = train_words(pairs, container)
+        environment |= {
+            "SM_HOSTS": json.dumps(container.hosts),
+            "SM_CURRENT_HOST": container.host,
+        }
+        rank = find(environment).rank  # None: weft train starts this host's ranks
     except InvalidJob as error:
         print(f"weft: {error}", file=sys.stderr)
         write_failure(container.failure, str(error))
         sys.exit(MISTAKE)
-    environment |= {
-        "SM_HOSTS": json.dumps(container.hosts),
-        "SM_CURRENT_HOST": container.host,
-    }
-    first = container.host == container.hosts[0]
-    if "RANK" in environment:
-        first = environment["RANK"] == "0"
+    first = container.host == container.hosts[0] if rank is None else rank["RANK"] == "0"
     if harmful and first:
         print(f"weft: without the toolkit's {', '.join(harmful)}", file=sys.stderr)
     run_dir = run_dir_of(words)
