@@ -195,8 +195,9 @@ def test_the_first_cause_and_the_first_word(tmp_path: Path) -> None:
     for rank, when, kind in ((0, 11.0, "RuntimeError"), (1, 10.0, "MemoryError"), (2, 1.0, "Old")):
         report = {"rank": rank, "time": when, "kind": kind, "message": "m", "traceback": "t"}
         (tmp_path / f"logs/rank-{rank}.error.json").write_text(json.dumps(report))
-    assert first_cause(tmp_path, 1, ["NCCL WARN\n"], 5.0).startswith("NCCL WARN")
-    assert first_cause(tmp_path, 1, [], 5.0).startswith("rank 1: MemoryError: m\n\nt")
+    assert first_cause(tmp_path, 1, ["a warning\n"], 5.0).startswith("rank 1: MemoryError: m\n\nt")
+    assert first_cause(tmp_path, 1, ["last word\n"], 20.0) == "last word"
+    assert first_cause(tmp_path, 1, [], 20.0) == "weft train ended with status 1"
     tail = ["x\n", "weft: rank 1 failed: SIGKILL: killed\n", "  log: l\n"]
     assert first_cause(tmp_path, 1, tail, 5.0).startswith("weft: rank 1 failed: SIGKILL")
     assert "killed by SIGKILL, perhaps" in first_cause(tmp_path, -9, [], 5.0)

@@ -267,22 +267,19 @@ def first_cause(run_dir: Path, status: int, tail: Sequence[str], began: float) -
         said = ", perhaps for want of memory" if killed == "SIGKILL" else ""
         who = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "weft train"
         return f"{who}: killed by {killed}{said}"
-    reports = []
+    own = [number for number, line in enumerate(tail) if line.startswith("weft: ")]
+    if own:
+        return "".join(tail[own[-1] :]).strip()
+    reports = []  # of ranks that torchrun has started; on stderr they say nothing
     for path in run_dir.glob("logs/rank-*.error.json"):
         with suppress(OSError, ValueError):
             reports.append(json.loads(path.read_text("utf-8")))
     reports = [report for report in reports if report["time"] >= began]
-    said = "".join(tail[find_last(tail, "weft: ") :]).strip()
-    if reports and not said:  # of ranks that torchrun has started
+    if reports:
         first = min(reports, key=lambda report: float(report["time"]))
         head = f"rank {first['rank']}: {first['kind']}: {first['message']}"
         return f"{head}\n\n{first['traceback']}"
-    return said or f"weft train ended with status {status}"
-
-
-def find_last(lines: Sequence[str], start: str) -> int:
-    """The place of the last line that begins so; 0 if none does."""
-    return max((i for i, line in enumerate(lines) if line.startswith(start)), default=0)
+    return "".join(tail).strip() or f"weft train ended with status {status}"
 
 
 def write_failure(path: Path, text: str) -> None:
@@ -310,7 +307,10 @@ def main() -> None:
     """Run the job on this host, or as one rank of it, and end the process."""
     began = time.time()
     environment, harmful = cleaned(os.environ)
-    container = container_of(environment)
+    try:
+        container = container_of(environment)
+    except WeftError as error:
+        sys.exit(f"weft: {error}")
     try:
         arguments = sys.argv[1:]
         pairs = pairs_of(arguments) if arguments else hyperparameters(container.base)
