@@ -84,6 +84,11 @@ class Slurm:
     def idle(self) -> bool:
         return self.run("sinfo", "-h", "-o", "%T").split() == ["idle"]
 
+    def free(self) -> bool:
+        """Nothing runs on any node, be it that one is down."""
+        states = self.run("sinfo", "-h", "-N", "-o", "%T").split()
+        return all(state.startswith(("idle", "down")) for state in states)
+
     def kill(self, node: str) -> None:
         """As if it had lost its power: the daemon, and all that it has started."""
         daemon = self.daemons.pop(node)

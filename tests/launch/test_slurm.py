@@ -119,7 +119,7 @@ def launcher(cluster: Slurm, tmp_path: Path, store_path: Path) -> Iterator[Launc
     made = Launcher(cluster, tmp_path, store_path)
     yield made
     cluster.run("scancel", "--user=root")
-    until(cluster.idle, "that the nodes are free")
+    until(cluster.free, "that the nodes are free")
 
 
 def check_against_undisturbed(folder: Path, store: Path, steps: int) -> None:
@@ -217,13 +217,16 @@ def test_comes_back_and_goes_on(launcher: Launcher, tmp_path: Path, store_path: 
 
 @pytest.mark.slow
 def test_the_time_limit(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
-    """Slurm's own signal: of a limit of 2 minutes some time in the last one and a half."""
-    launcher.launch("--nodes", "1", "--train.steps", "300", "--launch.time", "00:02:00")
+    """Slurm's own signal: of a limit of 2 minutes some time in the last one and a half.
+
+    On a busy machine it comes more than once.
+    """
+    launcher.launch("--nodes", "1", "--train.steps", "160", "--launch.time", "00:02:00")
     launcher.until_said("started again 1 times")
     launcher.hurry()
-    assert "ended: completed" in launcher.until_said("ended")
+    assert "ended: completed" in launcher.until_said("ended", 400)
     assert "going on from" in launcher.out()
-    check_against_undisturbed(tmp_path, store_path, 300)
+    check_against_undisturbed(tmp_path, store_path, 160)
 
 
 @pytest.mark.slow
@@ -236,7 +239,7 @@ def test_a_mistake_does_not_come_back(launcher: Launcher) -> None:
 @pytest.mark.slow
 def test_a_killed_node(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
     """Last, for the node is gone then: the other one goes on in the same job."""
-    launcher.launch("--nodes", "1:2", "--train.steps", "160")
+    launcher.launch("--nodes", "1:2", "--train.steps", "80")
     launcher.until_step(12)
     before = launcher.status()
     assert "running on n[0-1]" in before
@@ -246,5 +249,5 @@ def test_a_killed_node(launcher: Launcher, tmp_path: Path, store_path: Path) -> 
     assert "1 node train" in launcher.out()
     assert "started again" not in launcher.status()
     launcher.hurry()
-    launcher.until_said("ended")
-    check_against_undisturbed(tmp_path, store_path, 160)
+    assert "ended: completed" in launcher.until_said("ended")
+    check_against_undisturbed(tmp_path, store_path, 80)

@@ -110,7 +110,6 @@ def test_the_script(tmp_path: Path) -> None:
 #SBATCH --output={tmp_path}/runs/demo/slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --nodes=4
-#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=2
 #SBATCH --time=12:00:00
 #SBATCH --signal=TERM@300
@@ -120,7 +119,7 @@ def test_the_script(tmp_path: Path) -> None:
 #SBATCH --account=7
 #SBATCH --contiguous
 
-srun --kill-on-bad-exit=0 --wait=0 \\
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 \\
     weft train demo \\
     --train.steps 7 \\
     --run.dir {tmp_path}/runs/demo
@@ -139,7 +138,7 @@ def test_a_number_of_nodes_that_may_change() -> None:
     text = script("--run.nodes", "2:4", "--run.cluster", "4x2xH100")
     assert "#SBATCH --nodes=2-4\n" in text
     assert "#SBATCH --no-kill\n" in text
-    assert "srun --kill-on-bad-exit=0 --wait=0 --no-kill " in text
+    assert "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --no-kill " in text
     assert "    --run.nodes 2:4\n" in text
 
 

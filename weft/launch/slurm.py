@@ -88,7 +88,6 @@ def render(request: Request) -> str:
         "output": output,
         "open-mode": "append",
         "nodes": f"{least}-{most}" if elastic else str(most),
-        "ntasks-per-node": "1",
         **({"gpus-per-node": str(request.devices)} if request.devices else {}),
         "time": launch.time,
         "signal": f"TERM@{before}",
@@ -101,7 +100,9 @@ def render(request: Request) -> str:
         },
     }
     lines = [f"#SBATCH --{name}{_value(value)}" for name, value in options.items()]
-    srun = ["srun", "--kill-on-bad-exit=0", "--wait=0", *(["--no-kill"] if elastic else [])]
+    # Not said to sbatch: of MIN-MAX nodes it would ask for as many as the fewest tasks need.
+    srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
+    srun += ["--no-kill"] if elastic else []
     if "cpus-per-task" in options:  # which srun does not take over from sbatch
         srun.append(f"--cpus-per-task={options['cpus-per-task']}")
     words = request.words
