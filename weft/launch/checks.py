@@ -75,10 +75,12 @@ def numbers(text: str) -> tuple[int, ...]:
 def check_versions(facts: Facts) -> Iterator[Finding]:
     gpus = gpus_in(facts.gpus)
     seen = f"torch {facts.torch or 'is missing'}, Python {facts.python}, kernel {facts.kernel}"
+    if not facts.torch or (facts.device == "cuda" and gpus and not facts.cuda):
+        seen += ", built without CUDA" if facts.torch else ""
+        yield Finding("versions", "bad", seen, "install a torch for these devices")
+        return
     if not facts.cuda or not gpus:
-        seen += ", built without CUDA" if gpus and facts.torch else ""
-        severity, remedy = ("bad", "install a torch for these GPUs") if gpus else ("ok", "")
-        yield Finding("versions", severity, seen, remedy)
+        yield Finding("versions", "ok", seen)
         return
     driver, known = gpus[0]["driver"], re.search(r"CUDA Version: (\d+\.\d+)", facts.smi)
     seen += f", CUDA {facts.cuda}, driver {driver}"
@@ -156,8 +158,9 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
         remedy = "run it alone: python -c 'import torch; ...'; dmesg shows what the driver says"
         yield Finding("devices", "bad", f"{what}: {here.error}", remedy)
     if not gpus:
-        seen = f"no GPU; {facts.usable} cores"
-        yield Finding("devices", "ok" if facts.device == "cpu" else "bad", seen)
+        severity = "ok" if facts.device == "cpu" else "bad"
+        remedy = "" if facts.device == "cpu" else "a container needs --gpus; or use run.device cpu"
+        yield Finding("devices", severity, f"no GPU; {facts.usable} cores", remedy)
         return
     kinds = sorted({gpu["name"] for gpu in gpus})
     seen = f"{len(gpus)} x {', '.join(kinds)}, {int(gpus[0]['memory']) / 1024:.0f} GiB each"
@@ -249,7 +252,9 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
     streams = min(here.bandwidth) / device.bandwidth
     seen += f": {part:.0%} and {streams:.0%} of what is known of {device.name}"
     remedy = "see clocks and health; other processes on the device slow it, too"
-    yield Finding("speed", graded(min(part, streams)), seen, "" if part > SLOW else remedy)
+    yield Finding(
+        "speed", graded(min(part, streams)), seen, "" if min(part, streams) >= SLOW else remedy
+    )
     for rates, what in ((here.flops, "products"), (here.bandwidth, "memory")):
         for number, rate in enumerate(rates):
             if rate < BEHIND * statistics.median(rates):
@@ -274,31 +279,22 @@ def span(values: Sequence[float], unit: float) -> str:
 def check_topology(facts: Facts) -> Iterator[Finding]:
     joined = topology_in(facts.topology)
     pairs = {pair: how for pair, how in joined.items() if all("GPU" in name for name in pair)}
-    ways = sorted({how for how in pairs.values() if how != "X"})
+    ways = sorted(set(pairs.values()) - {"X"})
     device = known_device(facts)
+    switched = device is not None and device.link.peer_access
     if not ways:
         return
     seen = f"GPUs joined by {', '.join(ways)}"
-    linked = [pair for pair, how in pairs.items() if how.startswith("NV")]
-    if (
-        device
-        and device.link.peer_access
-        and len(linked) < len([h for h in pairs.values() if h != "X"])
-    ):
+    if switched and not all(how.startswith("NV") for how in ways):
         remedy = "start nvidia-fabricmanager; look at nvidia-smi nvlink -s"
-        yield Finding("topology", "bad", f"{seen}, though {device.name} has NVLink", remedy)
-    elif (
-        len({how for how in ways if how.startswith("NV")}) > 1
-        and device
-        and device.link.peer_access
-    ):
-        yield Finding(
-            "topology", "warning", f"{seen}: not all alike", "look at nvidia-smi nvlink -s"
-        )
+        yield Finding("topology", "bad", f"{seen}, though these have NVLink", remedy)
+    elif switched and len(ways) > 1:
+        remedy = "look at nvidia-smi nvlink -s"
+        yield Finding("topology", "warning", f"{seen}: not all alike", remedy)
     else:
         yield Finding("topology", "ok", seen)
     gpu = ""
-    for line in facts.nvlinks.splitlines():
+    for line in facts.nvlinks.splitlines() if switched else ():
         gpu = found[1] if (found := re.match(r"(GPU \d+)", line)) else gpu
         if "inactive" in line.lower():
             seen = f"{gpu}: {line.strip()}"
