@@ -170,9 +170,15 @@ CASES: tuple[tuple[checks.Check, dict[str, Any], str, str], ...] = (
     (checks.check_nccl, measured(nccl=(2, 28, 3)), "warning", "resiliency"),
     (checks.check_nccl, measured(nccl=(2, 18, 1)), "warning", "corrupt"),
     (checks.check_devices, {"gpus": TIMED_OUT}, "bad", "does not answer"),
-    (checks.check_devices, {"gpus": ""}, "bad", "8 GPUs have device files"),
-    (checks.check_devices, {"gpus": "", "device_files": 0}, "bad", "no GPU"),
-    (checks.check_devices, {"device_files": 9}, "bad", "9 have device files"),
+    (checks.check_devices, {"gpus": "", "measured": None}, "bad", "8 GPUs have device files"),
+    (checks.check_devices, {"gpus": ""}, "note", "8 GPUs, and no nvidia-smi"),
+    (
+        checks.check_devices,
+        {"gpus": "", "device_files": 0, **measured(flops=(), error="no CUDA")},
+        "bad",
+        "no GPU",
+    ),
+    (checks.check_devices, {"device_files": 9}, "note", "of 9 with device files"),
     (checks.check_devices, {"gpus": gpus(name="NVIDIA A10G")}, "warning", "A10G, NVIDIA H100"),
     (checks.check_devices, {"gpus": gpus(used="40112")}, "warning", "GPU 3: 40,112 MiB"),
     (checks.check_devices, {"gpus": gpus(mig="Enabled")}, "note", "GPU 3 is divided"),
@@ -302,6 +308,12 @@ def test_a_healthy_node_has_nothing_but_ok(facts: Facts) -> None:
 def test_of_what_is_not_known_nothing_is_said() -> None:
     """As of a container without /proc, tools and devices."""
     assert {one.severity for one in examine(Facts(torch="2.13.0"))} == {"ok"}
+
+
+def test_what_nvidia_smi_does_not_know_is_not_judged() -> None:
+    unknown = {name: "[N/A]" for name in ASKED if name not in ("index", "name", "driver")}
+    found = examine(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
+    assert {one.severity for one in found} == {"ok"}
 
 
 def test_a_slow_cpu_is_no_reason_to_refuse_a_node() -> None:

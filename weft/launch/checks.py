@@ -140,8 +140,12 @@ def known_device(facts: Facts) -> Device | None:
     if facts.device == "cpu":
         return device_named(CPU)
     gpus = gpus_in(facts.gpus)
-    memory = int(gpus[0]["memory"]) * 2**20 if gpus and gpus[0]["memory"].isdigit() else None
-    return device_called(gpus[0]["name"], memory) if gpus else None
+    return device_called(gpus[0]["name"], mib(gpus[0]["memory"]) * 2**20) if gpus else None
+
+
+def mib(text: str) -> int:
+    """A number of nvidia-smi's; 0 where it has none ('[N/A]')."""
+    return int(text) if text.isdigit() else 0
 
 
 def check_devices(facts: Facts) -> Iterator[Finding]:
@@ -149,13 +153,21 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
     if TIMED_OUT in (facts.gpus, facts.smi):
         yield Finding("devices", "bad", "nvidia-smi does not answer", "reboot the node")
         return
+    works = here is not None and len(here.flops) > 0 and here.device == "cuda"
+    if works and not gpus:
+        remedy = "in a container let NVIDIA_DRIVER_CAPABILITIES have utility, too"
+        seen = (
+            f"{len(here.flops) if here else 0} GPUs, and no nvidia-smi: faults and clocks unknown"
+        )
+        yield Finding("devices", "note", seen, remedy)
+        return
     if facts.device_files and not gpus:
         seen = f"{facts.device_files} GPUs have device files, but nvidia-smi shows none"
         yield Finding("devices", "bad", seen, "the driver is not loaded, or of another version")
         return
     if here is not None and here.error:
         what = "the GPUs were not measured" if facts.device == "cuda" else "not measured"
-        remedy = "run it alone: python -c 'import torch; ...'; dmesg shows what the driver says"
+        remedy = "dmesg and nvidia-smi say more; if they are silent, reboot the node"
         yield Finding("devices", "bad", f"{what}: {here.error}", remedy)
     if not gpus:
         severity = "ok" if facts.device == "cpu" else "bad"
@@ -163,20 +175,20 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
         yield Finding("devices", severity, f"no GPU; {facts.usable} cores", remedy)
         return
     kinds = sorted({gpu["name"] for gpu in gpus})
-    seen = f"{len(gpus)} x {', '.join(kinds)}, {int(gpus[0]['memory']) / 1024:.0f} GiB each"
+    seen = f"{len(gpus)} x {', '.join(kinds)}, {mib(gpus[0]['memory']) / 1024:.0f} GiB each"
     if len(kinds) > 1:
         yield Finding(
             "devices", "warning", seen, "the fastest wait for the slowest: use equal ones"
         )
     elif facts.device_files > len(gpus):
-        seen += f", but {facts.device_files} have device files"
-        yield Finding("devices", "bad", seen, "a GPU is lost: reset or reboot; dmesg says why")
+        seen += f", of {facts.device_files} with device files"
+        yield Finding("devices", "note", seen, "the others are another job's, or lost: see dmesg")
     else:
         yield Finding("devices", "ok", seen)
     for gpu in gpus:
         name = f"GPU {gpu['index']}"
-        if gpu["used"].isdigit() and int(gpu["used"]) > 0.05 * int(gpu["memory"]):
-            seen = f"{name}: {int(gpu['used']):,} MiB are in use already"
+        if mib(gpu["used"]) > 0.05 * mib(gpu["memory"]) > 0:
+            seen = f"{name}: {mib(gpu['used']):,} MiB are in use already"
             yield Finding("devices", "warning", seen, "nvidia-smi shows by whom; end it")
         if gpu["mig"] == "Enabled":
             remedy = "nvidia-smi -mig 0, if the whole device is meant"
@@ -482,7 +494,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
     seen = f"{gib(facts.memory)}, {gib(facts.available)} available"
     if facts.limit:
         seen += f", of which the control group allows {gib(facts.limit)}"
-    gpus = sum(int(g["memory"]) * 2**20 for g in gpus_in(facts.gpus) if g["memory"].isdigit())
+    gpus = sum(mib(gpu["memory"]) * 2**20 for gpu in gpus_in(facts.gpus))
     room = min(facts.limit or facts.memory, facts.available)
     if room < gpus / 2:
         # A copy of parameters and optimizer state waits there while a checkpoint is written.

@@ -410,7 +410,7 @@ def try_store(key: str, url: str, size: int) -> Store:
     except WeftError as error:
         return Store(key, url, error=str(error))
     except Exception as error:  # whatever the client of the store raises
-        return Store(key, url, error=f"{type(error).__name__}: {error}")
+        return Store(key, url, error=f"{type(error).__name__}: {error.__cause__ or error}")
     why = "" if bytes(found) == content else SPOILT
     return Store(key, url, size / wrote, size / took, small, once, why)
 
