@@ -77,6 +77,8 @@ def test_mistakes_are_told_all_at_once(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().err
     assert "2 problems" in said
     assert "'run.nodes'" in said
+    assert main(["doctor", "--nodes", "many"]) == MISTAKE
+    assert "neither a number of nodes nor MIN:MAX" in capsys.readouterr().err
 
 
 def test_nodes_compare_clocks_and_versions(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from weft.job import Job
+from weft.job import InvalidJob, Job, Problem
+from weft.job import replace as changed
 from weft.launch import SICK
 from weft.launch.checks import SEVERITIES, WAIT, Finding, examine
 from weft.launch.measure import measure
@@ -44,10 +45,13 @@ def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
     Args:
         full: take more time: every pair of GPUs, larger files.
         together: with the other nodes of the job, if it has some; they must ask at the same time.
+
+    Raises:
+        InvalidJob: if run.nodes cannot be read.
     """
-    counts = str(os.environ.get("PET_NNODES", "1") if job.run.nodes == "auto" else job.run.nodes)
-    least, nodes = (int(part) for part in (counts.partition(":")[0], counts.rpartition(":")[2]))
-    facts = replace(look(), nodes=nodes, least_nodes=least)
+    counts = nodes_of(job)
+    nodes = counts[-1]
+    facts = replace(look(), nodes=nodes, least_nodes=counts[0])
     gpus = len(gpus_in(facts.gpus)) or facts.device_files
     on_gpu = job.run.device == "cuda" or (gpus > 0 and job.run.device == "auto")
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -72,6 +76,19 @@ def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
     if facts.meeting in ("free", "answers"):
         facts = replace(facts, others=tuple(meet(endpoint, nodes, versions(), WAIT)))
     return facts
+
+
+def nodes_of(job: Job) -> range:
+    """The fewest and the most nodes of a job."""
+    asked = os.environ.get("PET_NNODES", "1") if job.run.nodes == "auto" else job.run.nodes
+    if str(asked) == "1":
+        return range(1, 2)
+    from weft.plan.resolve import node_range  # imports torch, which may be what is broken
+
+    if counts := node_range(changed(job, run={"nodes": asked})):
+        return counts
+    rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
+    raise InvalidJob([Problem("run.nodes", job.run.nodes, rule, remedy)])
 
 
 def folders(job: Job) -> list[tuple[str, Path]]:
