@@ -303,6 +303,7 @@ def test_a_healthy_node_has_nothing_but_ok(facts: Facts) -> None:
     found = examine(facts)
     assert {one.severity for one in found} == {"ok"}, [x for x in found if x.severity != "ok"]
     assert {check for check in CHECKS if not list(check(facts))} == set()
+    assert not any("control group" in one.seen for one in found)
 
 
 def test_of_what_is_not_known_nothing_is_said() -> None:

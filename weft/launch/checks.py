@@ -29,7 +29,7 @@ SLOW, BROKEN = 0.8, 0.5
 BEHIND = 0.9  # of the median of the node's devices: one that all the others will wait for
 SKEW = 1.0  # seconds between clocks: heartbeats are missed after six (`weft.launch.nodes`)
 CHECKPOINT = 96e9  # bytes of an 8B model with AdamW's moments, to make rates mean something
-WAIT = 60.0  # seconds for devices at work, and for other nodes
+WAIT = 180.0  # seconds for devices at work, and for other nodes: many on a busy machine
 
 
 @dataclass(frozen=True)
