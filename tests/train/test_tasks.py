@@ -122,7 +122,9 @@ def test_ours_the_harness_s_and_transformers_are_one(
     )
     options = {"until": [WORDS[3], "zz"], "max_gen_toks": 12, "do_sample": False}
     requests = [asked("generate_until", text, options) for text in ("def f(", "x = ")]
-    assert lm.generate_until(requests) == hf.generate_until(requests)
+    # A last character that is not whole is shown by them, and left out by us.
+    theirs_until = [text.rstrip("\ufffd") for text in hf.generate_until(requests)]
+    assert lm.generate_until(requests) == theirs_until
 
 
 def asked(kind: Any, *arguments: Any) -> Any:

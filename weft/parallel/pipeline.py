@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from weft.parallel.private import (
     greet_others_only,
     keeping_gathered,
+    receive_for_backward,
     reduce_each_microbatch,
     schedule_from_file,
 )
@@ -83,6 +84,7 @@ def build_schedule(
     ]
     for each in stages:
         greet_others_only(each)
+        receive_for_backward(each)
         if plan.gradient_sync == "microbatch":
             reduce_each_microbatch(each)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}

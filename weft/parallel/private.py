@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -279,6 +280,25 @@ def resharding_over(smaller: DeviceMesh) -> Iterator[None]:
         module.DeviceMesh = original
 
 
+@contextmanager
+def sharding_bytes() -> Iterator[None]:
+    """Inside, `fully_shard` takes frozen parameters of whole numbers, too.
+
+    FSDP of torch 2.11 makes every parameter one that learns before it looks whether it does.
+    """
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    original = module.nn
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    module.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
+    try:
+        yield
+    finally:
+        module.nn = original
+
+
 def gather_with(inner: nn.Module, outer: nn.Module) -> None:
     """Let FSDP gather the unit ``inner`` when the unit ``outer``, which runs it, is called, and
     free it when that is done.
@@ -409,6 +429,26 @@ def greet_others_only(stage: Any) -> None:
         stage._get_init_p2p_neighbors_ops = lambda: [
             greeting for greeting in greetings() if greeting.group_peer != own
         ]
+
+
+def receive_for_backward(stage: Any) -> None:
+    """Let what a pipeline stage receives have gradients, even if an evaluation comes first.
+
+    A stage of torch 2.11 makes the tensors that it receives into at its first pass, and decides
+    then, for good, whether they have.
+    """
+    if not hasattr(stage, "_get_init_p2p_neighbors_ops"):
+        return
+    prepare = stage._prepare_forward_infra
+
+    def prepare_for_backward(*args: Any, **kwargs: Any) -> Any:
+        before, stage.has_backward = stage.has_backward, True
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            stage.has_backward = before
+
+    stage._prepare_forward_infra = prepare_for_backward
 
 
 def reduce_each_microbatch(stage: Any) -> None:

@@ -60,6 +60,7 @@ from weft.parallel.private import (
     all_gather,
     gather_with,
     resharding_over,
+    sharding_bytes,
     split_axis,
     use_symmetric_memory,
 )
@@ -133,7 +134,7 @@ def shard(
     spread = {param for module in apart for param in module.parameters()}
     left = {param for block in blocks for param in block.parameters() if param.numel() >= least}
     left |= spread
-    with _resharding(shard_mesh, reshard_after_forward, blocks) as reshard_blocks:
+    with sharding_bytes(), _resharding(shard_mesh, reshard_after_forward, blocks) as reshard_blocks:
         # The root first, with all that is not left to the blocks.  It is needed at both ends of
         # the forward pass (embedding and head), so it stays gathered: the place for parameters
         # too small to be worth a gather.  The blocks that use them have no hooks for them, and so

@@ -91,8 +91,10 @@ def _cut_weight(
         rows, grad, kind = slice(head * height, (head + 1) * height), Partial(), "whole"
     elif kind == "summed" or (kind == "whole" and sequence_parallel):
         grad, kind = Partial(), "whole"
-    # The last two dims are outputs and inputs; an expert's weight has one before them.
-    outputs, inputs = Shard(max(0, whole.dim() - 2)), Shard(whole.dim() - 1)
+    # Outputs and inputs (or blocks of them: `weft.parallel.quantize`) come first; an expert's
+    # weight has a dim before them.
+    first = int(whole.dim() == 3 and whole.is_floating_point())
+    outputs, inputs = Shard(first), Shard(first + 1)
     placement: Placement = {"whole": Replicate(), "row": inputs}.get(str(kind), outputs)
     local = whole.data
     if isinstance(placement, Shard):
