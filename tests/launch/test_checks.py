@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,9 +22,11 @@ from weft.launch.probes import (
     Folder,
     Node,
     Store,
+    adapters,
     control_group,
     gpus_in,
     mount_of,
+    plugin,
     topology_in,
 )
 
@@ -234,8 +237,9 @@ CASES: tuple[tuple[checks.Check, dict[str, Any], str, str], ...] = (
         "not active: mlx5_7",
     ),
     (checks.check_rdma, {"modules": ()}, "note", "nvidia_peermem"),
-    (checks.check_rdma, {"adapters": EFA, "ofi_plugin": "1.13.2"}, "bad", "libfabric has no efa"),
-    (checks.check_rdma, {"adapters": EFA, "efa_provider": FI_INFO}, "bad", "plug-in for EFA"),
+    (checks.check_rdma, {"adapters": EFA, "libfabric": "libfabric: 1.22"}, "bad", "has no efa"),
+    (checks.check_rdma, {"adapters": EFA}, "warning", "no fi_info"),
+    (checks.check_rdma, {"adapters": EFA, "efa_provider": FI_INFO}, "warning", "plug-in for EFA"),
     (
         checks.check_rdma,
         {"adapters": tuple(replace(one, rdma_read=False) for one in EFA)},
@@ -411,6 +415,30 @@ def test_a_mount_is_the_innermost_one() -> None:
     )
     assert mount_of(Path("/home/x"), mounts) == ("ext4", "rw,discard")
     assert mount_of(Path("/my data/x"), mounts) == ("nfs4", "rw,vers=4.2,nolock")
+
+
+def test_the_plugin_for_efa_is_found_with_its_version(tmp_path: Path) -> None:
+    assert plugin(["", str(tmp_path / "nowhere"), str(tmp_path)]) == ""
+    library = tmp_path / "lib" / f"{platform.machine()}-linux-gnu" / "libnccl-net.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\0\0NET/OFI Initializing aws-ofi-nccl 1.13.2-aws\0")
+    assert plugin([str(tmp_path)]) == "1.13.2"
+    library.write_bytes(b"\0")
+    assert plugin([str(tmp_path)]) == "?"
+
+
+def test_adapters_are_read(tmp_path: Path) -> None:
+    port = tmp_path / "rdmap0s6" / "ports" / "1"
+    (port / "hw_counters").mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("100 Gb/sec (4X EDR)\n")
+    (tmp_path / "rdmap0s6" / "device").mkdir()
+    (tmp_path / "rdmap0s6" / "device" / "driver").symlink_to("/sys/bus/pci/drivers/efa")
+    (port / "hw_counters" / "rdma_read_bytes").write_text("0\n")
+    assert list(adapters(tmp_path)) == [
+        Adapter("rdmap0s6", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True)
+    ]
+    assert list(adapters(tmp_path / "nowhere")) == []
 
 
 def test_limits_of_control_groups_of_both_versions(tmp_path: Path) -> None:

@@ -374,12 +374,14 @@ def check_rdma(facts: Facts) -> Iterator[Finding]:
             seen = "nvidia_peermem is not loaded: GPUs may send through the host's memory"
             yield Finding("rdma", "note", seen, remedy)
         return
-    if "provider: efa" not in facts.efa_provider:
-        remedy = "install it (efa_installer.sh); in a container pass /dev/infiniband/uverbs*"
+    remedy = "install it (efa_installer.sh); in a container pass /dev/infiniband/uverbs*"
+    if facts.libfabric and "provider: efa" not in facts.efa_provider:
         yield Finding("efa", "bad", "there are EFA adapters, but libfabric has no efa", remedy)
-    if facts.gpus and not facts.ofi_plugin:
+    elif not facts.libfabric:
+        yield Finding("efa", "warning", "EFA adapters, and no fi_info to ask of libfabric", remedy)
+    if facts.gpus and not facts.ofi_plugin:  # which may lie where nobody has looked
         remedy = "install aws-ofi-nccl, and have it in LD_LIBRARY_PATH: else NCCL takes TCP"
-        yield Finding("efa", "bad", "NCCL's plug-in for EFA was not found", remedy)
+        yield Finding("efa", "warning", "NCCL's plug-in for EFA was not found", remedy)
     elif facts.gpus:
         fabric = re.search(r"libfabric: (\S+)", facts.libfabric)
         seen = f"aws-ofi-nccl {facts.ofi_plugin}, libfabric {fabric[1] if fabric else '?'}"

@@ -58,7 +58,8 @@ REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
 # Variables that are looked at; of others not even the name is taken, for some are secrets.
 PREFIXES = ("NCCL_", "FI_", "RDMAV_", "OFI_NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
 NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX")
-PLUGINS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local/lib")
+PLUGINS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local", "/usr")
+LIBRARIES = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ def adapters(root: Path) -> Iterator[Adapter]:
 def plugin(folders: Sequence[str]) -> str:
     """The version of the plug-in that lets NCCL speak with EFA."""
     for folder in filter(None, folders):
-        for path in (p for part in ("", "lib", "lib64") for p in Path(folder, part).glob("*.so*")):
+        for path in (p for part in LIBRARIES for p in Path(folder, part).glob("*.so*")):
             if path.name.startswith(("libnccl-net", "libnccl-ofi")):
                 found = re.search(rb"aws-ofi-nccl (\d+\.\d+\.\d+)", path.read_bytes())
                 return found[1].decode() if found else "?"
