@@ -333,10 +333,10 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
     folder = Path(job.run.dir)
     wrong = list(check_writable("run.dir", job.run.dir))
     yield from wrong
-    before, home = folder / "job.toml", home_of(job.checkpoint.dir, folder)
+    before = folder / "job.toml"
     if wrong or unreachable:
         return
-    if not (found := checkpoints(home)):
+    if not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
         here = checkpoints(home_of("auto", folder))
         if here and before.is_file():  # imported, or moved: it would start from random weights
             rule = f"has none of the run's checkpoints, which are in {here[0].parent}"
