@@ -112,6 +112,7 @@ OPTIONS = {
         "--json": 0,
     },
     "data": {"--samples": 1},
+    "doctor": {"--json": 0, "--full": 0},
 }
 
 
@@ -395,6 +396,16 @@ def parser() -> Parser:
     diff.epilog = "exit status: 0 they agree within the tolerance; 1 they part; 2 not comparable"
     diff.set_defaults(command=debug_diff)
 
+    sub = add(
+        "doctor", doctor, "Look at this machine: is it fit to train, and as fast as it should?"
+    )
+    sub.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="whose folders, store and nodes are looked at"
+    )
+    sub.add_argument("--full", action="store_true", help="every pair of GPUs, and larger files")
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead")
+    sub.epilog = DOCTOR_HELP
+
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
     return top
 
@@ -494,6 +505,20 @@ Any key is overridden for all variants as --section.key value; 'weft train --hel
 
 exit status: 0 compared; 1 fewer than two variants could be; 2 a mistake in what was asked;
 75 interrupted, the same command goes on; 130 interrupted twice"""
+
+
+DOCTOR_HELP = """\
+Devices, drivers, links, adapters, variables, limits, folders: some seconds, and nothing is changed.
+
+  weft doctor
+  weft doctor --checkpoint.dir s3://bucket/run-7 --checkpoint.local /dev/shm/$USER
+  srun weft doctor --nodes 2 --rendezvous node-1:29400         also clocks, and versions, of all
+
+'weft train RECIPE --resilience.preflight true' does it on every node before its ranks start.  Any
+key may be given as --section.key value; run.dir, checkpoint.dir, checkpoint.local, data.cache,
+run.nodes, run.rendezvous and run.device count.  docs/doctor.md tells what is looked at.
+
+exit status: 0 nothing bad; 1 something bad; 2 a mistake in what was asked"""
 
 
 def count(text: str) -> int:
@@ -987,6 +1012,24 @@ def debug_diff(options: argparse.Namespace) -> int:
     found = compare_runs(options.run_a, options.run_b, options.tolerance)
     print(found.to_json() if options.json else found)
     return FAILED if found.part else 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what is good and bad about this machine."""
+    import time
+
+    from weft.launch.checks import examine
+    from weft.launch.doctor import gather, screen, to_json
+
+    began = time.monotonic()
+    job, _, problems = read_job(options.recipe or recipe_names()[0], options.overrides)
+    if problems := [*options.problems, *problems]:
+        raise InvalidJob(problems)
+    facts = gather(job, options.full)
+    findings = examine(facts)
+    told = (facts, findings, time.monotonic() - began)
+    print(json.dumps(to_json(*told), indent=2) if options.json else screen(*told))
+    return FAILED if any(finding.severity == "bad" for finding in findings) else 0
 
 
 def schema(options: argparse.Namespace) -> int:

@@ -511,6 +511,11 @@ class ResilienceSection(Section):
         "seconds without progress in a step after which the run is ended as hung, with exit status "
         "3; elsewhere ten times that; auto: 60, or ten times the median step; 0: never",
     )
+    preflight: bool = key(
+        False,
+        "check each node before its ranks start, as weft doctor does; one with something bad does "
+        "not take part, and ends with status 69",
+    )
     restarts: NonNegative = key(
         3, "times an hour that ranks start again from the newest checkpoint after a failure"
     )
