@@ -36,8 +36,8 @@ MODEL: Overrides = [
 ]
 # Rows of whole blocks of 64 numbers, over two ranks, too.
 WIDE: Overrides = [*MODEL, ("model.dim", "128"), ("model.ffn_dim", "256")]
-# What is reached is 1.05e-5 on torch 2.11, and less on 2.13.
-TOLERANCE = 2e-5
+# On torch 2.11 sums are rounded otherwise: 1.05e-5 was seen there.
+TOLERANCE = 2e-5 if torch.__version__.startswith("2.11") else 1e-5
 
 
 def adapter_gradients(overrides: Overrides, store: str) -> dict[str, Any]:

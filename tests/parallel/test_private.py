@@ -122,6 +122,22 @@ def test_a_unit_is_gathered_with_the_one_around_it() -> None:
         }
 
 
+def test_bytes_can_be_sharded() -> None:
+    """torch 2.11 makes parameters of them by this name, in this module."""
+    assert _fsdp_param.nn is torch.nn
+    with private.sharding_bytes():
+        made = _fsdp_param.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
+        assert isinstance(made, torch.nn.Parameter)
+        assert not made.requires_grad
+        assert _fsdp_param.nn.Parameter(torch.zeros(2)).requires_grad
+    assert _fsdp_param.nn is torch.nn
+
+
+def test_what_a_stage_receives_has_gradients() -> None:
+    """torch 2.11 decides it in this method, which later ones have, too."""
+    assert parameters(PipelineStage._prepare_forward_infra)[:2] == ["self", "num_microbatches"]
+
+
 def test_schedules() -> None:
     runtime: Any = schedules._PipelineScheduleRuntime
     assert parameters(runtime._load_csv)[:2] == ["self", "filename"]
