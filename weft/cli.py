@@ -512,7 +512,7 @@ Devices, drivers, links, adapters, variables, limits, folders: some seconds, and
 
   weft doctor
   weft doctor --checkpoint.dir s3://bucket/run-7 --checkpoint.local /dev/shm/$USER
-  srun weft doctor --nodes 2 --rendezvous node-1:29400         also clocks, and versions, of all
+  srun --nodes 2 --ntasks-per-node=1 weft doctor               also clocks, and versions, of all
 
 'weft train RECIPE --resilience.preflight true' does it on every node before its ranks start.  Any
 key may be given as --section.key value; run.dir, checkpoint.dir, checkpoint.local, data.cache,
@@ -577,6 +577,7 @@ def train(options: argparse.Namespace) -> int:
     from weft.launch.start import join, start
     from weft.observe.sinks import quiet_console
     from weft.train.setup import joined, prepare_job
+    from weft.train.where import speaks
 
     job, base, plan = prepare_job(options.recipe, options.overrides, options.problems)
     if options.dry_run:
@@ -584,7 +585,8 @@ def train(options: argparse.Namespace) -> int:
         return 0
     if joined():
         join(job, base, plan, options.recipe, options.force)
-    return start(job, base, plan, options.recipe, quiet_console(sys.stdout), options.force)
+    console = quiet_console(sys.stdout, quiet=not speaks(os.environ))
+    return start(job, base, plan, options.recipe, console, options.force)
 
 
 def launch(options: argparse.Namespace) -> int:

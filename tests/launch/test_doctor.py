@@ -21,7 +21,7 @@ from weft.cli import main
 from weft.job import read_job
 from weft.launch import MISTAKE, SICK
 from weft.launch.checks import CHECKS
-from weft.launch.doctor import SICK_NODES, folders, slurm_requeue
+from weft.launch.doctor import SICK_NODES, folders
 from weft.launch.measure import Measured, measure
 from weft.launch.probes import locks, try_endpoint, try_folder
 
@@ -245,20 +245,3 @@ def test_a_node_that_fell_sick_does_not_start_again(arguments: list[str], tmp_pa
     assert "was checked in" in out
     assert "rank 1 failed: SIGKILL" in err
     assert "GPU 0: 1 uncorrected memory errors" in out
-
-
-def test_slurm_is_told_which_nodes_to_leave_out(tmp_path: Path) -> None:
-    """The lines as a shell runs them, with a `scontrol` that says what it was asked."""
-    sick = tmp_path / "my run" / SICK_NODES
-    sick.mkdir(parents=True)
-    lines = slurm_requeue(sick.parent)
-    shell = "\n".join(['scontrol() { echo scontrol "$@"; }', "SLURM_JOB_ID=7", *lines])
-
-    def said() -> list[str]:
-        done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()
-
-    assert said() == ["scontrol requeue 7"]
-    for name in ("n1", "n3"):
-        (sick / name).touch()
-    assert said() == ["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n1,n3"]

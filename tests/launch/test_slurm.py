@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -144,7 +145,7 @@ def test_two_nodes(launcher: Launcher, tmp_path: Path, store_path: Path) -> None
     again = launcher.launch("--nodes", "2", status=2)
     assert f"job {number[1]} (slurm) is already there" in again
     followed = launcher.weft("logs", "run", "--follow")
-    assert "2 nodes train" in followed
+    assert followed.count("2 nodes train") == 1  # of two nodes the first speaks
     assert "2 CPU ranks (dp_shard 2)" in followed
     assert f"job {number[1]}: ended: completed" in launcher.until_said("ended")
     assert launcher.weft("logs", "run") == followed
@@ -189,6 +190,38 @@ def test_stop_saves_and_does_not_come_back(launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
+def test_stop_before_a_rank_runs(launcher: Launcher) -> None:
+    """The script runs, and no step of its yet that the signal could be for."""
+    slow = ["--launch.setup", '["sleep 15"]']
+    launcher.launch("--nodes", "1", *slow)
+    launcher.until_said("running on")
+    assert "is told to save and end" in launcher.weft("stop", "run")
+    launcher.until_said("ended")
+    time.sleep(5)
+    assert "ended" in launcher.status()
+    assert not list(launcher.run.glob("checkpoints/*"))
+
+
+@pytest.mark.slow
+def test_a_sick_node_is_left_out(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+    """The first start is on n0, which is not fit; the job comes back and trains on n1."""
+    sick = '[ "$SLURMD_NODENAME" != n0 ] || export NCCL_SOCKET_IFNAME=nowhere'
+    launcher.hurry()
+    preflight = ["--resilience.preflight", "true", "--launch.setup", json.dumps([sick])]
+    launcher.launch("--nodes", "1", *preflight)
+    assert "ended: completed" in launcher.until_said("ended")
+    assert "does not take part (exit status 69)" in launcher.out()
+    assert launcher.out().count("was checked in") == 1
+    assert [path.name for path in (launcher.run / "sick").iterdir()] == ["n0"]
+    number = re.search(r"job (\d+)", launcher.status())
+    assert number is not None
+    told = launcher.cluster.run("scontrol", "show", "job", number[1], "--oneliner")
+    assert "ExcNodeList=n0 " in told
+    assert " NodeList=n1 " in told
+    check_against_undisturbed(tmp_path, store_path, 20)
+
+
+@pytest.mark.slow
 def test_a_waiting_job_is_taken_back(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--launch.options", "begin=now+1hour")
     assert "waiting: pending, BeginTime" in launcher.status()
@@ -210,7 +243,7 @@ def test_comes_back_and_goes_on(launcher: Launcher, tmp_path: Path, store_path: 
     assert number[0] in said
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended")
-    assert launcher.out().count("going on from") == 2  # each node
+    assert launcher.out().count("going on from") == 1  # of two nodes the first speaks
     assert "stopped and saved" in launcher.out()
     check_against_undisturbed(tmp_path, store_path, 60)
 

@@ -52,7 +52,7 @@ def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         "train.step = 5: unknown key",
         'optim.lr = "x"',
         "parallel.tp = 3",
-        'launch.time = "1 day": is not',
+        'launch.time = "1 day": must be D-HH:MM:SS',
         'launch.image = "a/b"',
         'launch.options.nodes = "3": is for weft to say; use --nodes',
         "launch.options.Partition",
@@ -207,3 +207,38 @@ def test_a_script_that_bash_does_not_read() -> None:
     assert slurm.check("echo hello\n") == []
     (told,) = slurm.check("if true; then\n")[:1]
     assert "bash -n" in told
+
+
+@pytest.mark.parametrize(
+    ("status", "sick", "options", "asked"),
+    [
+        (0, ["n1"], "", []),
+        (2, ["n1"], "", []),
+        (75, [], "", ["requeue 7"]),
+        (69, ["n1", "n3"], "", ["requeue 7", "update JobId=7 ExcNodeList=n1,n3"]),
+        (75, ["n1"], "exclude=n[5-6]", ["requeue 7", "update JobId=7 ExcNodeList=n1,n[5-6]"]),
+    ],
+)
+def test_sick_nodes_are_left_out(
+    status: int, sick: list[str], options: str, asked: list[str], tmp_path: Path
+) -> None:
+    """What a shell makes of the script, with commands of Slurm's that only say what they are."""
+    words = ["--run.device", "cpu", "--resilience.preflight", "true", "--run.dir", "my run"]
+    text = script(*words, *(["--launch.options", options] if options else []))
+    for name in sick:
+        (tmp_path / "my run" / "sick").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "my run" / "sick" / name).touch()
+    fakes = ['scontrol() { echo "$@"; }', f"srun() {{ return {status}; }}", "SLURM_JOB_ID=7"]
+    done = subprocess.run(
+        ["/bin/bash"],
+        input="\n".join([*fakes, text]),
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (status, asked, "")
+
+
+def test_without_a_preflight_no_node_is_left_out() -> None:
+    assert "sick" not in script("--run.device", "cpu")

@@ -12,7 +12,7 @@ import pytest
 
 from weft.job import InvalidJob, read_job
 from weft.train.setup import joined, placed
-from weft.train.where import Where, expand_counts, expand_hosts, find
+from weft.train.where import Where, expand_counts, expand_hosts, find, speaks
 
 TORCHRUN = {
     "LOCAL_RANK": "1",
@@ -403,3 +403,22 @@ def test_what_follows_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     run = placed(job).run
     assert (run.nodes, run.rendezvous) == ("4", "run-node-0-0.run:29400")
     assert not joined()
+
+
+@pytest.mark.parametrize(
+    ("environment", "whether"),
+    [
+        ({}, True),
+        (SALLOC, True),
+        (BATCH, True),
+        (NODE, False),
+        (NODE | {"SLURM_NODEID": "0"}, True),
+        (TRAIN_JOB, True),
+        (SAGEMAKER, True),
+        (SKYPILOT, True),
+    ],
+)
+def test_one_node_speaks_where_all_have_one_output(
+    environment: dict[str, str], whether: bool
+) -> None:
+    assert speaks(environment) is whether

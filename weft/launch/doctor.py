@@ -7,7 +7,6 @@ process itself uses no device: what hangs or dies there is a process of its own.
 from __future__ import annotations
 
 import os
-import shlex
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from weft.launch.probes import (
     versions,
 )
 from weft.launch.worker import write_json
+from weft.train.where import find
 
 MOST_RANKS = 4  # on a CPU, as `weft train` starts them
 QUICK, FULL = 32 << 20, 1 << 30  # bytes that a folder or a store is tried with
@@ -47,9 +47,22 @@ def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
         together: with the other nodes of the job, if it has some; they must ask at the same time.
 
     Raises:
-        InvalidJob: if run.nodes cannot be read.
+        InvalidJob: if run.nodes cannot be read, or the environment contradicts itself.
     """
-    counts = nodes_of(job)
+    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
+    counts, endpoint = range(1, 2), ""
+    if here.nodes != "1":
+        # These import torch, which may be what is broken.
+        from weft.plan.resolve import node_range
+        from weft.train.setup import reachable
+
+        counts = node_range(changed(job, run={"nodes": here.nodes}))
+        if not counts:
+            rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
+            raise InvalidJob([Problem("run.nodes", here.nodes, rule, remedy)])
+        if here.rendezvous:
+            host, _, port = here.rendezvous.rpartition(":")
+            endpoint = f"{reachable(host)}:{port}" if host else f"{reachable(port)}:{PORT}"
     nodes = counts[-1]
     facts = replace(look(), nodes=nodes, least_nodes=counts[0])
     gpus = len(gpus_in(facts.gpus)) or facts.device_files
@@ -66,29 +79,12 @@ def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
         folders=tuple(try_folder(key, path, size) for key, path in folders(job)),
         stores=(try_store("checkpoint.dir", home, size),) if "://" in home else (),
     )
-    endpoint = job.run.rendezvous
-    if endpoint == "auto":
-        endpoint = os.environ.get("PET_RDZV_ENDPOINT", "")
     if nodes == 1 or not endpoint:
         return facts
-    endpoint = endpoint if ":" in endpoint else f"{endpoint}:{PORT}"
     facts = replace(facts, endpoint=endpoint, meeting=try_endpoint(endpoint) if together else "")
     if facts.meeting in ("free", "answers"):
         facts = replace(facts, others=tuple(meet(endpoint, nodes, versions(), WAIT)))
     return facts
-
-
-def nodes_of(job: Job) -> range:
-    """The fewest and the most nodes of a job."""
-    asked = os.environ.get("PET_NNODES", "1") if job.run.nodes == "auto" else job.run.nodes
-    if str(asked) == "1":
-        return range(1, 2)
-    from weft.plan.resolve import node_range  # imports torch, which may be what is broken
-
-    if counts := node_range(changed(job, run={"nodes": asked})):
-        return counts
-    rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
-    raise InvalidJob([Problem("run.nodes", job.run.nodes, rule, remedy)])
 
 
 def folders(job: Job) -> list[tuple[str, Path]]:
@@ -166,13 +162,3 @@ def preflight(job: Job, folder: Path, say: Callable[[str], object]) -> bool:
         say(f"  {one.check}: {one.seen}; {one.remedy}")
     say(f"  everything that was seen: {log}")
     return False
-
-
-def slurm_requeue(folder: Path) -> list[str]:
-    """Lines of a batch script that queue the job again, without the nodes that were found sick."""
-    return [
-        f"sick=$(ls {shlex.quote(str(folder / SICK_NODES))} 2>/dev/null | paste -sd, -)",
-        "trap '' TERM  # the script outlives the requeueing, by Slurm's KillWait",
-        'scontrol requeue "$SLURM_JOB_ID"',
-        '[ -z "$sick" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$sick"',
-    ]

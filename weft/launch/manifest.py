@@ -1,4 +1,4 @@
-"""What the clusters that take a manifest have in common: words, recipes, options, YAML, tools."""
+"""What clusters have in common: times, words, recipes, options, YAML, command-line tools."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
+def time_problems(text: str) -> list[Problem]:
+    """What is wrong with ``launch.time``."""
+    try:
+        rule = "" if seconds(text) else "must be longer"
+    except ValueError as error:
+        rule = str(error)
+    return [Problem("launch.time", text, rule)] if rule else []
+
+
 def common_problems(
     request: Request, known: Mapping[str, str], needed: Sequence[str], clean: str
 ) -> list[Problem]:
@@ -50,12 +59,7 @@ def common_problems(
         if name not in launch.options:
             remedy = f"--launch.options {name}=...: {known[name]}"
             found.append(Problem(f"launch.options.{name}", MISSING, "is missing", remedy))
-    try:
-        if not seconds(launch.time):
-            found.append(Problem("launch.time", launch.time, "must be longer"))
-    except ValueError as error:
-        found.append(Problem("launch.time", launch.time, str(error)))
-    return found
+    return found + time_problems(launch.time)
 
 
 def pairs_of(request: Request) -> dict[str, str]:
@@ -126,17 +130,22 @@ def unchecked(what: str, remedy: str) -> list[str]:
 # --------------------------------------------------------------------------- a cluster's own tool
 
 
+class Refused(WeftError):
+    """By a cluster's command-line tool, in its own words."""
+
+
 def tool(*words: str, remedy: str) -> str:
     """What a cluster's command-line tool prints.
 
     Raises:
-        WeftError: if it is not installed, or fails: with its own words.
+        Refused: if it fails.
+        WeftError: if it is not installed.
     """
     done = subprocess.run(
         _found(words, remedy), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )
     if done.returncode:
-        raise WeftError(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")
+        raise Refused(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")
     return done.stdout
 
 

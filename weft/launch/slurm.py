@@ -21,13 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.job import Problem, WeftError
-from weft.launch import REQUEUE
+from weft.launch import REQUEUE, SICK
+from weft.launch.doctor import SICK_NODES
+from weft.launch.manifest import Refused, seconds, time_problems, tool
 from weft.launch.submit import Request
 
 ENDING = ".sh"
 # What ranks get to finish a step and save; at most a quarter of the whole.
 SAVE_SECONDS = 300
-TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)")
 # sbatch's options that weft writes, and what decides them instead.
 OWN = {
     "nodes": "--nodes",
@@ -44,12 +45,28 @@ SHARING = ("exclusive", "oversubscribe", "cpus-per-task", "cpus-per-gpu", "mincp
 REMEDY = "use a host of the cluster where Slurm's commands are"
 
 
+_AGAIN = """\
+# Stopped and saved: the same command goes on.
+if [ $status -eq {REQUEUE} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+# A requeued job is killed, but its script gets KillWait: it may say what could not be said before.
+_ELSEWHERE = """\
+# Stopped and saved, or a node is not fit to train: the same command goes on, on fit nodes.
+if [ $status -eq {REQUEUE} ] || [ $status -eq {SICK} ]; then
+    sick=$(ls {folder} 2>/dev/null | paste -sd, -)
+    trap '' TERM
+    scontrol requeue "$SLURM_JOB_ID"
+    [ -z "$sick" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$sick"{excluded}
+fi
+"""
+
+
 def problems(request: Request) -> list[Problem]:
     """What cannot be asked for here."""
     launch, found = request.job.launch, []
-    limit = _seconds(launch.time)
-    if not limit:
-        found.append(Problem("launch.time", launch.time, "is not D-HH:MM:SS or HH:MM:SS"))
+    found += time_problems(launch.time)
     if launch.image != "auto":
         rule = "is nothing that Slurm itself knows"
         remedy = "let launch.setup and a plug-in of your cluster's enter it"
@@ -67,21 +84,12 @@ def problems(request: Request) -> list[Problem]:
     return found
 
 
-def _seconds(text: str) -> int:
-    """0 if it is none."""
-    match = TIME.fullmatch(text)
-    if match is None:
-        return 0
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
 def render(request: Request) -> str:
     """The batch script."""
     launch, (least, most) = request.job.launch, request.nodes
     # Slurm replaces %j and its like in names of files.
     output = f"{str(request.run_dir).replace('%', '%%')}/slurm-%j.out"
-    elastic, before = least != most, min(SAVE_SECONDS, _seconds(launch.time) // 4)
+    elastic, before = least != most, min(SAVE_SECONDS, seconds(launch.time) // 4)
     options: dict[str, str] = {
         "job-name": request.name,
         "chdir": str(Path.cwd()),
@@ -113,6 +121,11 @@ def render(request: Request) -> str:
         start = f"{shlex.join(srun)} bash -c {shlex.quote(inner)}"
     else:
         start = f"{shlex.join(srun)} \\\n    {command}"
+    again = _AGAIN.format(REQUEUE=REQUEUE)
+    if request.job.resilience.preflight:
+        folder = shlex.quote(str(request.run_dir / SICK_NODES))
+        excluded = f",{shlex.quote(options['exclude'])}" if options.get("exclude") else ""
+        again = _ELSEWHERE.format(REQUEUE=REQUEUE, SICK=SICK, folder=folder, excluded=excluded)
     return f"""\
 #!/bin/bash
 {chr(10).join(lines)}
@@ -120,11 +133,7 @@ def render(request: Request) -> str:
 {start}
 status=$?
 
-# Stopped and saved: the same command goes on.
-if [ $status -eq {REQUEUE} ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit $status
+{again}exit $status
 """
 
 
@@ -149,7 +158,7 @@ def check(text: str) -> list[str]:
 
 def submit(path: Path, request: Request) -> str:
     """Hand the script in; the job's number."""
-    return _tool("sbatch", "--parsable", str(path)).strip().partition(";")[0]
+    return _slurm("sbatch", "--parsable", str(path)).strip().partition(";")[0]
 
 
 def status(id: str) -> str:
@@ -198,40 +207,31 @@ def stop(id: str) -> str:
     """Have it save and end; it does not come back."""
     said = status(id)
     if said.startswith("waiting"):
-        _tool("scancel", id)
+        _slurm("scancel", id)
         return f"job {id} is taken out of the queue"
     if not said.startswith("running"):
         return f"job {id} has {said.replace(':', ' already:', 1)}"
-    _tool("scontrol", "update", f"JobId={id}", "Requeue=0")
-    _tool("scancel", "--signal=TERM", id)
+    _slurm("scontrol", "update", f"JobId={id}", "Requeue=0")
+    _slurm("scancel", "--signal=TERM", id)
     return f"job {id} is told to save and end"
 
 
 def _job(id: str) -> dict[str, str]:
     """What Slurm knows of a job: all, as long as it is in memory; then what accounting has kept."""
     try:
-        text = _tool("scontrol", "show", "job", id, "--oneliner")
-    except _Refused as error:
+        text = _slurm("scontrol", "show", "job", id, "--oneliner")
+    except Refused as error:
         if "Invalid job id" not in str(error):
             raise
     else:
         return dict(re.findall(r"(?:^|\s)(\w+)=(.*?)(?=\s[\w:/]+=|$)", text.splitlines()[0]))
     try:
-        text = _tool("sacct", "-j", id, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList")
-    except _Refused:  # there is no accounting
+        text = _slurm("sacct", "-j", id, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList")
+    except Refused:  # there is no accounting
         return {}
     names = ("JobState", "ExitCode", "NodeList")
     return dict(zip(names, text.splitlines()[-1].split("|"), strict=True)) if text.strip() else {}
 
 
-class _Refused(WeftError):
-    """By one of Slurm's commands."""
-
-
-def _tool(*words: str) -> str:
-    if shutil.which(words[0]) is None:
-        raise WeftError(f"{words[0]} is not installed, or not in $PATH: {REMEDY}")
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise _Refused(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+def _slurm(*words: str) -> str:
+    return tool(*words, remedy=REMEDY)

@@ -83,12 +83,16 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
 
+    def fit() -> bool:
+        aloud = quiet_console(sys.stdout)  # each node for itself
+        return preflight(job, folder, partial(aloud.print, soft_wrap=True))
+
     def tell(failure: Failure) -> None:
         show_restart(failure, home, folder)
-        if job.resilience.preflight and not preflight(job, folder, say):
+        if job.resilience.preflight and not fit():
             raise Sick  # what failed may be the node
 
-    if job.resilience.preflight and not preflight(job, folder, say):
+    if job.resilience.preflight and not fit():
         return SICK
     expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
     text = prepared(job, plan, console)

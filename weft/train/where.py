@@ -110,6 +110,14 @@ def find(environment: Environment, nodes: str = "auto", rendezvous: str = "auto"
     return found
 
 
+def speaks(environment: Environment) -> bool:
+    """Whether this node is the one that says what all nodes of its run would say.
+
+    Only Slurm's have one output together, and its job does not outlive its first node.
+    """
+    return "SLURM_STEP_ID" not in environment or environment.get("SLURM_NODEID", "0") == "0"
+
+
 # --------------------------------------------------------------------------- one system each
 
 
