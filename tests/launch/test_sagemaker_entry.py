@@ -1,11 +1,9 @@
 """A SageMaker job on loopback: by Amazon's own training toolkit, and as a container's own process.
 
 The toolkit is not among weft's dependencies.  Install it into a folder of its own, beside nothing
-else, and name the folder:
+else, and name the folder (`scripts/drill.sh sagemaker` does both):
 
-    pip install --no-deps --target DIR sagemaker-pytorch-training sagemaker-training boto3 \\
-        s3transfer six retrying gevent greenlet zope.event zope.interface inotify_simple==1.2.1 \\
-        werkzeug markupsafe paramiko bcrypt pynacl invoke scipy
+    pip install --no-deps --target DIR -r tests/launch/sagemaker-toolkit.txt
     WEFT_SAGEMAKER_TOOLKIT=DIR pytest tests/launch/test_sagemaker_entry.py
 """
 
