@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.job import Problem, read_job
-from weft.launch.submit import Request
+from weft.launch.submit import Request, words_of
 
 
 def request(
@@ -23,8 +23,9 @@ def request(
         given.append(("launch.options", ",".join(f"{k}={v}" for k, v in options.items())))
     job, _, problems = read_job(recipe, given)
     assert not problems
-    words = ["weft", "train", recipe, *(word for k, v in given for word in (f"--{k}", v))]
-    return Request("small-run", tuple(words), job, nodes, devices, Path("/fsx/small-run"))
+    folder = Path("/fsx/small-run")
+    words = words_of(recipe, given, folder, str(job.run.nodes), "auto")
+    return Request("small-run", words, job, nodes, devices, folder)
 
 
 def said(problems: list[Problem]) -> str:

@@ -180,7 +180,10 @@ def test_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_node_that_is_fit_trains(arguments: list[str], tmp_path: Path) -> None:
     command = [*arguments, "--train.steps", "2", "--resilience.preflight", "true"]
-    status, out, err = finish(run(command, tmp_path))
+    earlier = tmp_path / "run" / SICK_NODES / "n7"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()  # it has been mended
+    status, out, err = finish(run(command, tmp_path, SLURMD_NODENAME="n7"))
     assert status == 0, out + err
     assert "was checked in" in out
     (log,) = (tmp_path / "run" / "logs").glob("doctor-*.json")

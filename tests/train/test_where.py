@@ -187,6 +187,11 @@ CASES = [
     ),
     Case("SageMaker", SAGEMAKER, nodes("sagemaker", 2, "algo-1:7777")),
     Case(
+        "SageMaker, in another order",
+        SAGEMAKER | {"SM_HOSTS": '["algo-2","algo-1"]'},
+        nodes("sagemaker", 2, "algo-1:7777"),
+    ),
+    Case(
         "one host of SageMaker",
         SAGEMAKER | {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
         nodes("sagemaker", 1),

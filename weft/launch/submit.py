@@ -147,7 +147,7 @@ def request(
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
     asked = Request(
         name,
-        _words(recipe, overrides, folder, nodes, str(base.run.nodes)),
+        words_of(recipe, overrides, folder, nodes, str(base.run.nodes)),
         job,
         (counts[0], counts[-1]),
         devices,
@@ -160,7 +160,7 @@ def request(
     return asked
 
 
-def _words(
+def words_of(
     recipe: str, overrides: Sequence[tuple[str, str]], folder: Path, nodes: str, usual: str
 ) -> tuple[str, ...]:
     """The command of every node.
