@@ -22,7 +22,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tomli_w
@@ -31,48 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft.plan.cost import STREAMED
+from weft.launch.measure import bandwidth, median_seconds, products
 from weft.plan.devices import CPU, GIB, Device, device_called, device_named, user_files
-
-SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 8192, 28672))
-SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
-
-
-def median_seconds(run: Callable[[], object], device: torch.device, least: float = 0.3) -> float:
-    """Of one call, over as many as take ``least`` seconds, and at least five."""
-
-    def one() -> float:
-        began = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
-
-    one(), one()
-    took: list[float] = []
-    while sum(took) < least or len(took) < 5:
-        took.append(one())
-    return statistics.median(took)
-
-
-def products(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Precisions with the FLOP/s of their best product."""
-    on_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    best: dict[str, float] = {}
-    for m, k, n in SHAPES if on_gpu else SMALL_SHAPES:
-        a = torch.randn(m, k, device=device).to(dtype)
-        b = torch.randn(n, k, device=device).to(dtype).t()
-        runs: dict[str, Callable[[], object]] = {"bf16": lambda a=a, b=b: a @ b}
-        if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
-            one = torch.ones((), device=device)
-            a8, b8 = a.to(torch.float8_e4m3fn), b.t().to(torch.float8_e4m3fn).t()
-            runs["float8"] = lambda a=a8, b=b8, s=one: torch._scaled_mm(
-                a, b, scale_a=s, scale_b=s, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-        for name, run in runs.items():
-            best[name] = max(best.get(name, 0.0), 2 * m * k * n / median_seconds(run, device))
-    yield from best.items()
 
 
 def attention(device: torch.device) -> tuple[float, float]:
@@ -94,13 +54,6 @@ def attention(device: torch.device) -> tuple[float, float]:
         lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device
     )
     return flops / median_seconds(forward, device), 2.5 * flops / backward
-
-
-def bandwidth(device: torch.device) -> float:
-    size = 2**30 if device.type == "cuda" else 2**27
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / median_seconds(lambda: target.copy_(source), device) / STREAMED
 
 
 def launch(device: torch.device) -> float:

@@ -163,7 +163,8 @@ class Proxy:
     """
 
     def __init__(self, port: int) -> None:
-        self.fetched_bytes = self.requests = 0
+        # Of shards, and of everything; and requests.
+        self.fetched_bytes = self.all_bytes = self.requests = 0
         self.spoil: Callable[[str, str, int], int | None] = lambda method, path, number: None
         lock = threading.Lock()
         proxy = self
@@ -192,8 +193,9 @@ class Proxy:
                 reply = server.getresponse()
                 content = reply.read()
                 with lock:
-                    if self.command == "GET" and "shard-" in self.path:
-                        proxy.fetched_bytes += len(content)
+                    if self.command == "GET":
+                        proxy.all_bytes += len(content)
+                        proxy.fetched_bytes += len(content) * ("shard-" in self.path)
                 self.send_response(reply.status)
                 for name, value in reply.getheaders():
                     if name.lower() not in ("transfer-encoding", "connection", "content-length"):

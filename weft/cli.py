@@ -74,6 +74,7 @@ def reject(error: InvalidJob) -> int:
 # Options of the commands that take overrides, too, and how many words follow each.
 OPTIONS = {
     "train": {"--dry-run": 0, "--force": 0},
+    "launch": {"--on": 1, "--dry-run": 0, "--follow": 0},
     "plan": {
         "--cluster": 1,
         "--rank-map": 0,
@@ -111,6 +112,7 @@ OPTIONS = {
         "--json": 0,
     },
     "data": {"--samples": 1},
+    "doctor": {"--json": 0, "--full": 0},
 }
 
 
@@ -190,6 +192,20 @@ def parser() -> Parser:
         "--force", action="store_true", help="start though the planner says that it will not fit"
     )
     sub.epilog = keys_help()
+
+    sub = add("launch", launch, "Have a cluster's nodes train a recipe; ask after it, or stop it.")
+    sub.add_argument(
+        "what",
+        metavar="RECIPE|status|logs|stop",
+        help=f"a shipped recipe ({recipes}) or a TOML file; or what to do about RUN",
+    )
+    sub.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder of a run")
+    sub.add_argument("--on", help="kind of cluster: slurm, kubernetes, sagemaker or skypilot")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="print the script or manifest, hand in nothing"
+    )
+    sub.add_argument("--follow", action="store_true", help="of logs: until the job has ended")
+    sub.epilog = LAUNCH_HELP
 
     sub = add("plan", plan, "Show what a recipe does on a cluster: no GPU needed, nothing started.")
     sub.add_argument(
@@ -380,6 +396,16 @@ def parser() -> Parser:
     diff.epilog = "exit status: 0 they agree within the tolerance; 1 they part; 2 not comparable"
     diff.set_defaults(command=debug_diff)
 
+    sub = add(
+        "doctor", doctor, "Look at this machine: is it fit to train, and as fast as it should?"
+    )
+    sub.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="whose folders, store and nodes are looked at"
+    )
+    sub.add_argument("--full", action="store_true", help="every pair of GPUs, and larger files")
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead")
+    sub.epilog = DOCTOR_HELP
+
     add("schema", schema, "Print the JSON Schema of a recipe, for editors.")
     return top
 
@@ -391,6 +417,22 @@ DATA_HELP = """\
 
 The keys of [data] are overridden as --data.key value; 'weft train --help' lists them, and
 docs/data.md tells what data may be."""
+
+
+LAUNCH_HELP = """\
+What is handed in starts 'weft train' with the same words on every node; it is shown, and kept in
+the run's folder.  A job that is stopped before its time limit saves, comes back and goes on.
+
+  weft launch llama3-8b --on slurm --nodes 4 --run.cluster 4x8xH100 --launch.time 12:00:00
+  weft launch mine.toml --on slurm --nodes 2:8 --run.cluster 8x8xH100 \\
+    --launch.options partition=gpu,account=mine --dry-run
+  weft launch status runs/mine
+  weft launch logs runs/mine --follow
+  weft launch stop runs/mine
+
+--nodes N asks for N nodes, MIN:MAX for as many as there are; run.cluster tells what a node has
+(--run.device cpu: no GPUs).  Any key is overridden as --section.key value, those of [launch] say
+what else is asked for; 'weft train --help' lists them."""
 
 
 PLAN_HELP = """\
@@ -465,6 +507,20 @@ exit status: 0 compared; 1 fewer than two variants could be; 2 a mistake in what
 75 interrupted, the same command goes on; 130 interrupted twice"""
 
 
+DOCTOR_HELP = """\
+Devices, drivers, links, adapters, variables, limits, folders: some seconds, and nothing is changed.
+
+  weft doctor
+  weft doctor --checkpoint.dir s3://bucket/run-7 --checkpoint.local /dev/shm/$USER
+  srun --nodes 2 --ntasks-per-node=1 weft doctor               also clocks, and versions, of all
+
+'weft train RECIPE --resilience.preflight true' does it on every node before its ranks start.  Any
+key may be given as --section.key value; run.dir, checkpoint.dir, checkpoint.local, data.cache,
+run.nodes, run.rendezvous and run.device count.  docs/doctor.md tells what is looked at.
+
+exit status: 0 nothing bad; 1 something bad; 2 a mistake in what was asked"""
+
+
 def count(text: str) -> int:
     """A whole number from 0."""
     if not text.isdecimal() or int(text[:20]) >= 2**63:
@@ -521,6 +577,7 @@ def train(options: argparse.Namespace) -> int:
     from weft.launch.start import join, start
     from weft.observe.sinks import quiet_console
     from weft.train.setup import joined, prepare_job
+    from weft.train.where import speaks
 
     job, base, plan = prepare_job(options.recipe, options.overrides, options.problems)
     if options.dry_run:
@@ -528,7 +585,49 @@ def train(options: argparse.Namespace) -> int:
         return 0
     if joined():
         join(job, base, plan, options.recipe, options.force)
-    return start(job, base, plan, options.recipe, quiet_console(sys.stdout), options.force)
+    console = quiet_console(sys.stdout, quiet=not speaks(os.environ))
+    return start(job, base, plan, options.recipe, console, options.force)
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Hand a recipe in to a cluster, or look after a run that was."""
+    from weft.launch.submit import Launched, cluster, request, submit
+
+    problems, doing = list(options.problems), options.what in ("status", "logs", "stop")
+    if doing:
+        problems += (Problem(key, value, "is not for this") for key, value in options.overrides)
+        if options.run is None:
+            rule = "is missing: the folder of the run"
+            problems.append(Problem("RUN", MISSING, rule))
+    elif options.run is not None:
+        remedy = f"did you mean 'weft launch status {options.run}'?"
+        problems.append(Problem("RUN", str(options.run), "is only for status, logs, stop", remedy))
+    if options.follow and options.what != "logs":
+        problems.append(Problem("--follow", True, "is for weft launch logs"))
+    if doing:
+        if problems:
+            raise InvalidJob(problems)
+        run = Launched.of(options.run)
+        if options.what == "logs":
+            for line in run.logs(options.follow):
+                print(line, flush=True)
+        else:
+            print(
+                f"{run.on} job {run.id}: {run.status()}" if options.what == "status" else run.stop()
+            )
+        return 0
+    from weft.train.setup import detect_machine
+
+    asked = request(options.on, options.what, options.overrides, problems, detect_machine)
+    text = cluster(options.on).render(asked)
+    print(text)
+    if wrong := cluster(options.on).check(text):
+        raise InvalidJob(Problem(f"--on {options.on}", MISSING, rule) for rule in wrong)
+    if not options.dry_run:
+        id = submit(options.on, asked, text)
+        next = f"weft launch status {shlex.quote(str(asked.run_dir))}"
+        print(f"handed in as {options.on} job {id}: {next}")
+    return 0
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -915,6 +1014,24 @@ def debug_diff(options: argparse.Namespace) -> int:
     found = compare_runs(options.run_a, options.run_b, options.tolerance)
     print(found.to_json() if options.json else found)
     return FAILED if found.part else 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what is good and bad about this machine."""
+    import time
+
+    from weft.launch.checks import examine
+    from weft.launch.doctor import gather, screen, to_json
+
+    began = time.monotonic()
+    job, _, problems = read_job(options.recipe or recipe_names()[0], options.overrides)
+    if problems := [*options.problems, *problems]:
+        raise InvalidJob(problems)
+    facts = gather(job, options.full)
+    findings = examine(facts)
+    told = (facts, findings, time.monotonic() - began)
+    print(json.dumps(to_json(*told), indent=2) if options.json else screen(*told))
+    return FAILED if any(finding.severity == "bad" for finding in findings) else 0
 
 
 def schema(options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -186,11 +186,12 @@ class RunSection(Section):
     )
     nodes: Positive | Text = key(
         "auto",
-        "nodes that start this command, or MIN:MAX that may come and go; auto: $PET_NNODES, or 1",
+        "nodes that start this command, or MIN:MAX that may come and go; auto: as torchrun's "
+        "or the scheduler's environment says, or 1",
     )
     rendezvous: Text = key(
         "auto",
-        "HOST:PORT where several nodes meet, on one of them; auto: $PET_RDZV_ENDPOINT",
+        "HOST:PORT where several nodes meet, on one of them; auto: as the environment says",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to compute; auto: cuda if present")
     cluster: Text = key(
@@ -510,6 +511,11 @@ class ResilienceSection(Section):
         "seconds without progress in a step after which the run is ended as hung, with exit status "
         "3; elsewhere ten times that; auto: 60, or ten times the median step; 0: never",
     )
+    preflight: bool = key(
+        False,
+        "check each node before its ranks start, as weft doctor does; one with something bad does "
+        "not take part, and ends with status 69",
+    )
     restarts: NonNegative = key(
         3, "times an hour that ranks start again from the newest checkpoint after a failure"
     )
@@ -557,6 +563,19 @@ class DebugSection(Section):
     )
 
 
+class LaunchSection(Section):
+    """What ``weft launch`` asks a cluster for; a run itself reads none of it."""
+
+    time: Text = key("1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS")
+    image: Text = key("auto", "container image that has weft in it; auto: the cluster's default")
+    setup: tuple[Text, ...] = key(
+        (), "shell lines that every node runs first, such as 'source ~/venv/bin/activate'"
+    )
+    options: dict[Text, Text] = key(
+        {}, "what else the scheduler is asked for, by its own names: partition=gpu,account=mine"
+    )
+
+
 class Job(Section):
     """What the user chose.  One field per section; see each section for its keys."""
 
@@ -576,6 +595,7 @@ class Job(Section):
     observe: ObserveSection = ObserveSection()
     profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
+    launch: LaunchSection = LaunchSection()
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -688,7 +708,10 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
         literal = [_literal(part) for part in parts]
     elif origin is dict and not isinstance(literal, dict):
         pairs = [part.rpartition("=") for part in parts]
-        literal = {name or value: _literal(value) for name, _, value in pairs}
+        text_only = get_args(model.model_fields[last].annotation)[1] == Text
+        literal = {
+            name or value: value if text_only else _literal(value) for name, _, value in pairs
+        }
     try:
         if isinstance(literal, list | dict):
             model.model_validate_json(json.dumps({last: literal}), strict=True)

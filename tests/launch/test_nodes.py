@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousInfo,
+    c10d_rendezvous_backend,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from tests.harness import run_ranks
@@ -24,7 +28,7 @@ from tests.launch.test_local import wait_for
 from tests.small import records, train_rank
 from weft.job import InvalidJob, read_job
 from weft.launch import REQUEUE
-from weft.launch.nodes import Meeting, meet
+from weft.launch.nodes import Meeting, is_here, meet
 from weft.plan.resolve import Machine, resolve_nodes
 
 pytestmark = pytest.mark.timeout(600, method="signal")  # so that fixtures tidy up
@@ -185,6 +189,23 @@ def test_an_earlier_life_of_the_run(nodes: Callable[..., Node]) -> None:
     first.meeting.end(None)
     assert first.meeting.verdict() is None
     assert nodes(1, 2, lr=2).join() == 1
+
+
+def test_an_address_of_this_host() -> None:
+    assert is_here("localhost:29400")
+    assert is_here("127.0.0.1")
+    assert is_here(f"{socket.gethostname()}:1")
+    assert not is_here("192.0.2.1:29400")  # of RFC 5737, nobody's
+    assert not is_here("nowhere.invalid:29400")
+
+
+@pytest.mark.slow
+def test_a_name_that_torch_does_not_take_for_this_hosts(
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a second network interface is."""
+    monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda host: False)
+    assert nodes(1, 2).join() == 1
 
 
 def test_what_is_private() -> None:

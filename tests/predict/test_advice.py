@@ -80,6 +80,15 @@ REMEDIES = [
         "--optim.states 8bit",
         marks=slow,
     ),
+    # Adapters and experts, of which the twin knows nothing.
+    ("llama3-8b-lora", "1x1xH100", "train.global_batch=8", "--train.microbatch 1"),
+    pytest.param(
+        "qwen3-30b-a3b",
+        "8x8xH100",
+        "train.microbatch=4 remat.kind=none",
+        "--remat.kind full",
+        marks=slow,
+    ),
     # Nothing helps.
     ("llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch=8", None),
     pytest.param(

@@ -82,7 +82,7 @@ def launch(
         KeyboardInterrupt: after the ranks were killed, on Ctrl-C or a second signal.
     """
     folder, several = Path(plan.run_dir), plan.node_counts[-1] > 1
-    endpoint = job.run.rendezvous if several else "localhost:0"
+    endpoint = plan.rendezvous if several else "localhost:0"
     prepare_for_torch(plan, endpoint, folder)
     killed: set[int] = set()
 
@@ -101,7 +101,7 @@ def launch(
     # Private, and the only way to it.
     multiprocessing._get_default_signal = kill
     same = {key: value for key, value in flatten(job).items() if not key.startswith("run.")}
-    same |= {"run.workers": plan.local_world_size, "run.nodes": job.run.nodes}
+    same |= {"run.workers": plan.local_world_size, "run.nodes": list(plan.node_counts)}
     meeting = meet(endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say)
     # -P: a file of the user's that is called like a module must not come before that module.
     command = [sys.executable, "-P", "-m", "weft.launch.worker", str(folder), str(store)]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -199,10 +200,11 @@ def meet(
     local = "localhost" if is_loopback(endpoint) else None
     backend, store = None, None
     deadline = time.monotonic() + JOIN.total_seconds()
+    serve: bool | None = None  # torch is to find out
     while backend is None:
         try:
             parameters = RendezvousParameters(
-                "c10d", endpoint, run, counts[0], counts[-1], read_timeout=10
+                "c10d", endpoint, run, counts[0], counts[-1], read_timeout=10, is_host=serve
             )
             if counts[-1] == 1:
                 store = listening_store("127.0.0.1", 0, True)
@@ -210,6 +212,8 @@ def meet(
             else:
                 backend, store = create_backend(parameters)
         except RendezvousConnectionError as error:
+            # torch compares with this host's own name, which says nothing of a second interface.
+            serve = True if serve is None and is_here(endpoint) else None
             if time.monotonic() > deadline:
                 rule = f"nobody has answered there for {JOIN}"
                 raise WeftError(f"run.rendezvous = {endpoint}: {rule}") from error
@@ -243,6 +247,20 @@ def meet(
             if value != theirs.get(key)
         )
     return meeting
+
+
+def is_here(endpoint: str) -> bool:
+    """Whether the host of HOST or HOST:PORT is this one: nobody can listen at another's address."""
+    host, colon, port = endpoint.rpartition(":")
+    name = host if colon and port.isdecimal() else endpoint
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            name, 0, type=socket.SOCK_STREAM
+        ):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
 
 
 def is_loopback(endpoint: str) -> bool:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,8 @@ from weft.data.store import TEMPLATE_FILE, TOKENS_FILE
 from weft.data.text import Text, open_text
 from weft.data.tokenizer import padded_beyond
 from weft.job import InvalidJob, Job, Problem, difference, read_job, to_toml
-from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE
+from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE, SICK
+from weft.launch.doctor import preflight
 from weft.launch.local import Failure, Stopped, launch
 from weft.launch.preparing import cache_folder, showing
 from weft.launch.watchdog import watch
@@ -64,6 +66,10 @@ from weft.train.setup import (
 WORTH_A_FORECAST, MOST_TRACED = 60.0, 4
 
 
+class Sick(Exception):
+    """This node cannot go on training; what is wrong has been said."""
+
+
 def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force: bool) -> int:
     """Prepare the text, start this host's ranks, and report; returns the exit status.
 
@@ -73,6 +79,21 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     folder = Path(plan.run_dir)
     for number in STOP_SIGNALS:  # until there are ranks that can save
         signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    def fit() -> bool:
+        aloud = quiet_console(sys.stdout)  # each node for itself
+        return preflight(job, folder, partial(aloud.print, soft_wrap=True))
+
+    def tell(failure: Failure) -> None:
+        show_restart(failure, home, folder)
+        if job.resilience.preflight and not fit():
+            raise Sick  # what failed may be the node
+
+    if job.resilience.preflight and not fit():
+        return SICK
     expected, doubt = expect(job, plan, detect_machine(job.run.device), force)
     text = prepared(job, plan, console)
     owned = owning(folder, training_in(folder), shared=plan.node_counts[-1] > 1)
@@ -88,13 +109,9 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
             if done:
                 console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
             try:
-                failure = launch(
-                    job,
-                    plan,
-                    text.path,
-                    lambda text: console.print(text, soft_wrap=True),
-                    lambda failure: show_restart(failure, home, folder),
-                )
+                failure = launch(job, plan, text.path, say, tell)
+            except Sick:
+                return SICK
             except Stopped as reason:
                 console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
                 return REQUEUE
@@ -165,6 +182,16 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     listen()
     terminal = redirect(folder, rank)
     console = quiet_console(terminal, quiet=rank != 0)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if (
+        job.resilience.preflight
+        and first
+        and not preflight(job, folder, partial(print, file=terminal))
+    ):
+        why = f"this node is not fit to train: see {folder / 'logs'}"
+        tell_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), why, why)
+        terminal.flush()
+        leave(SICK)
     try:
         with ExitStack() as stack:
             if rank == 0:  # before there is a process group, for tracing makes another one

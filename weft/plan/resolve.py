@@ -73,6 +73,7 @@ SAME_RUN = (
     "observe.",
     "profile.",
     "debug.",
+    "launch.",
     "train.steps",
     "train.microbatch",
     "train.eval",
@@ -107,6 +108,7 @@ class Plan:
     world_size: int
     local_world_size: int  # ranks of one host
     node_counts: tuple[int, ...]  # numbers of nodes that the run can use; this plan is of the last
+    rendezvous: str  # HOST:PORT where several nodes meet
     pp: int
     dp_replicate: int
     dp_shard: int
@@ -255,6 +257,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         world_size=world,
         local_world_size=local_world,
         node_counts=(max(1, world // local_world),),
+        rendezvous=job.run.rendezvous,
         pp=degrees.pp,
         dp_replicate=degrees.dp_replicate,
         dp_shard=degrees.dp_shard,

@@ -3,7 +3,8 @@
 Changes of the recipe, of one key or of some that belong together, are reckoned by the analytic
 twin; what it says of the change is applied to what was traced.  So their effects are estimates,
 mostly within a tenth.  Where a plan does not fit, that is too little to start a run on: there the
-first one is traced, and those that turn out not to fit either are left out.
+first one is traced, and those that turn out not to fit either are left out.  Of models that the
+twin does not know (adapters, experts) some usual changes are traced.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ def advise(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecas
     """The best changes that fit: the fastest, or where the plan does not fit what costs least.
 
     The first one of a plan that does not fit was traced, and fits.  Empty where nothing helps, or
-    the twin does not know the model.
+    the plan fits and the twin does not know the model.
     """
     before = _reckoned(job, plan, device)
     if before is None:
-        return []
+        return [] if seen.fits is not False else _usual(job, plan, machine, device, seen)
 
     def tried(changes: Iterator[Change]) -> list[Advice]:
         found = []
@@ -151,6 +152,39 @@ def changed_by(job: Job, change: Change) -> Job:
     return replace_sections(job, **sections)
 
 
+def _usual(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecast) -> list[Advice]:
+    """Smaller microbatches and recomputation, the fastest first; both together if none fits."""
+
+    def tried(changes: list[Change]) -> list[Advice]:
+        found = []
+        for change in changes:
+            try:
+                changed = changed_by(job, change)
+                after = forecast(changed, resolve(changed, machine), machine, device)
+            except InvalidJob:
+                continue  # not possible here
+            if after.fits:
+                found.append(_as_traced(Advice(change, 0.0, 0.0), seen, after))
+        return sorted(found, key=lambda advice: -advice.faster)
+
+    fewer = sorted({plan.microbatch // 2, 1} - {0, plan.microbatch}, reverse=True)
+    smaller: list[Change] = [
+        {"train.microbatch": rows} for rows in fewer if plan.local_batch % rows == 0
+    ]
+    again: list[Change] = []
+    if (job.remat.kind, job.remat.every) != ("full", 1):
+        again = [{"remat.kind": "full"} | ({"remat.every": 1} if job.remat.every > 1 else {})]
+    both = [less | more for less in smaller[-1:] for more in again]
+    return tried(smaller + again) or tried(both)
+
+
+def _as_traced(advice: Advice, seen: Forecast, after: Forecast) -> Advice:
+    traced = replace(advice, bytes=after.needed, traced=True)
+    if seen.step_seconds is None or after.step_seconds is None:
+        return traced
+    return replace(traced, faster=seen.step_seconds / after.step_seconds - 1)
+
+
 def _that_fit(
     job: Job, machine: Machine, device: Device, seen: Forecast, found: list[Advice]
 ) -> list[Advice]:
@@ -161,10 +195,7 @@ def _that_fit(
         changed = changed_by(job, advice.change)
         after = forecast(changed, resolve(changed, machine), machine, device)
         if after.fits:
-            first = replace(advice, bytes=after.needed, traced=True)
-            if seen.step_seconds is not None and after.step_seconds is not None:
-                first = replace(first, faster=seen.step_seconds / after.step_seconds - 1)
-            return [first, *fitting[place + 1 :]][:MOST]
+            return [_as_traced(advice, seen, after), *fitting[place + 1 :]][:MOST]
     return []
 
 

@@ -116,7 +116,9 @@ def beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
 def advised(seen: Forecast, advice: Sequence[Advice]) -> list[str]:
     if not advice:
         if seen.fits is False:
-            return ["no one or two changes make it fit: --search looks among all layouts"]
+            return [
+                "no one or two of the usual changes make it fit: --search looks among all layouts"
+            ]
         return []
     head = "what would make it fit" if seen.fits is False else "what would make it faster"
     rows = [[str(each), f"{each.faster:+.0%}", _size(each.bytes)] for each in advice]

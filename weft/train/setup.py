@@ -13,6 +13,8 @@ import json
 import os
 import platform
 import random
+import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -77,6 +79,7 @@ from weft.resilience.faults import SITES
 from weft.resilience.heartbeat import name_groups
 from weft.train.objective import OBJECTIVES
 from weft.train.step import Engine
+from weft.train.where import RANK_VARIABLES, find
 
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
 FIXED = (
@@ -102,6 +105,44 @@ FIXED_AT_0 = ("model.", "data.tokenizer")
 def joined() -> bool:
     """Whether a launcher (torchrun and its like) has already made this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def placed(job: Job) -> Job:
+    """The job with the nodes and the meeting place that the environment says, to be planned.
+
+    What was chosen goes into job.toml, not this: the next start may be elsewhere.  A process that
+    was started as a rank gets torchrun's variables here, whatever they were called, and one that
+    starts ranks has none.
+
+    Raises:
+        InvalidJob: if the environment contradicts itself; see `weft.train.where`.
+    """
+    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
+    if here.rank is not None:
+        os.environ.update(here.rank)
+        os.environ["MASTER_ADDR"] = reachable(here.rank["MASTER_ADDR"])
+        return job
+    for name in RANK_VARIABLES[:4]:
+        os.environ.pop(name, None)
+    if here.source == "host":
+        return job
+    host, colon, port = here.rendezvous.rpartition(":")
+    rendezvous = reachable(host) + colon + port if host else here.rendezvous or "auto"
+    return replace(job, run={"nodes": here.nodes, "rendezvous": rendezvous})
+
+
+def reachable(host: str) -> str:
+    """The host, or Slurm's address of a node whose name says nothing to this one."""
+    if "SLURM_JOB_ID" in os.environ:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            command = ["scontrol", "show", "node", host, "--oneliner"]
+            with suppress(OSError):
+                shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+                if found := re.search(r"NodeAddr=(\S+)", shown):
+                    return found[1]
+    return host
 
 
 def detect_machine(device: str) -> Machine:
@@ -161,7 +202,7 @@ def prepare_job(
     plan = None
     later: list[Problem] = []
     try:
-        plan = resolve_nodes(job, detect_machine(job.run.device), recipe, base)
+        plan = resolve_nodes(placed(job), detect_machine(job.run.device), recipe, base)
     except InvalidJob as error:
         later += error.problems
     later += {str(found): found for found in _check_files(job, plan)}.values()
@@ -180,11 +221,7 @@ def prepare_job(
 
 
 def _complete(job: Job) -> Job:
-    """Paths made absolute, so that job.toml means the same from any folder; nodes from outside."""
-
-    def outside(value: Any, name: str) -> Any:
-        # As torchrun takes them, and as Kubeflow sets them.
-        return os.environ.get(name, value) if value == "auto" else value
+    """Paths made absolute, so that job.toml means the same from any folder."""
 
     def full(value: str, word: str) -> str:
         if value == word or "://" in value:
@@ -197,11 +234,7 @@ def _complete(job: Job) -> Job:
     schedule = job.parallel.schedule
     return replace(
         job,
-        run={
-            "dir": full(job.run.dir, "auto"),
-            "nodes": outside(job.run.nodes, "PET_NNODES"),
-            "rendezvous": outside(job.run.rendezvous, "PET_RDZV_ENDPOINT"),
-        },
+        run={"dir": full(job.run.dir, "auto")},
         data={
             "path": full(job.data.path, STDLIB),
             "mixture": {full(path, STDLIB): weight for path, weight in job.data.mixture.items()},
@@ -430,7 +463,8 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
     meeting = _meeting()
     record_flights(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
     if plan.device == "cuda":
-        device = torch.device("cuda", local_rank)
+        # A scheduler may show each rank nothing but its own GPU.
+        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
         # gloo beside NCCL: what ranks tell each other about checkpoints needs no GPU.
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **meeting)

@@ -1,0 +1,195 @@
+"""What an object store costs beside a local disk: preparing data, saving and loading checkpoints.
+
+    python -m benchmarks.storage [--megabytes 100] [--rounds 5]        from the repository's root
+
+The store is Ceph's RADOS Gateway on loopback, started by tests/s3.py (which says what it needs): a
+real S3 server whose network is free, and whose cores, disk and signatures are not.  So what is told
+is the cost of speaking S3 on this machine, of which Ceph's own daemons take a part; on a cluster
+the store has machines of its own, and a network between.  A round does each of these once, in
+alternating order:
+
+    data         prepare the same lines of JSON from a file, and from s3://, with an empty cache
+    checkpoint   save and load the same state, everything verified as always, in a folder and in s3://
+    one object   the same bytes as one object, by the store's client alone: the least that it costs
+
+Ratios are of pairs in one round.  One more round goes through a proxy that counts bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.checkpoint import build_model, forget, step
+from benchmarks.data import write_lines
+from tests import s3
+from weft.checkpoint.manifest import checkpoint_path
+from weft.checkpoint.storage import create, open_folder, remove
+from weft.checkpoint.store import Saver, load
+from weft.data.tokenizer import train_tokenizer
+from weft.train.setup import Built
+
+BUCKET = "s3://bench"
+
+
+def prepare(source: str, tokenizer: Path, cache: Path) -> None:
+    """As a user does, in a process of its own."""
+    words = [source, "--data.tokenizer", str(tokenizer), "--data.cache", str(cache)]
+    command = [sys.executable, "-m", "weft.cli", "data", "prepare", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(cache)
+
+
+class Checkpoints:
+    """One state, saved again and again in one place."""
+
+    def __init__(self, place: str | Path, built: Built) -> None:
+        self.home, self.built, self.step = open_folder(place), built, 0
+        self.saver = Saver(self.home, 1, background=False)
+
+    def save(self) -> None:
+        self.step += 1
+        self.saver.save(self.built.parts, self.built.optimizer, {"step": self.step})
+        self.saver.wait()
+
+    def load(self) -> None:
+        load(checkpoint_path(self.home, self.step), self.built.parts, self.built.optimizer)
+
+
+@contextmanager
+def counting(port: int) -> Iterator[s3.Proxy]:
+    """What new clients say goes through a proxy that counts."""
+    proxy, before = s3.Proxy(port), os.environ["AWS_ENDPOINT_URL"]
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{proxy.port}"
+    type(open_folder(BUCKET).fs).clear_instance_cache()  # type: ignore[attr-defined]
+    yield proxy
+    os.environ["AWS_ENDPOINT_URL"] = before
+    type(open_folder(BUCKET).fs).clear_instance_cache()  # type: ignore[attr-defined]
+    proxy.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=100, help="of a checkpoint")
+    parser.add_argument("--text", type=int, default=8, help="megabytes of data")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if missing := s3.missing():
+        raise SystemExit(f"needs {', '.join(missing)}: see tests/s3.py")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
+    built, size = build_model(options.megabytes)
+    step(built)  # AdamW's moments
+    Path("runs").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="weft-storage-", dir="runs")).absolute()
+    load_before = os.getloadavg()
+    try:
+        with s3.server() as port:
+            os.environ |= {
+                "AWS_ACCESS_KEY_ID": s3.KEY,
+                "AWS_SECRET_ACCESS_KEY": s3.SECRET,
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+                "AWS_DEFAULT_REGION": "us-east-1",
+            }
+            open_folder(BUCKET).fs.mkdir("bench")  # type: ignore[attr-defined]
+            measure(options, built, size, folder, port)
+    finally:
+        shutil.rmtree(folder)
+        dist.destroy_process_group()
+    loads = [f"{load:.1f}" for load in (load_before[0], os.getloadavg()[0])]
+    print(f"load of the machine before and after: {', '.join(loads)} on {os.cpu_count()} cores")
+
+
+def measure(options: argparse.Namespace, built: Built, size: int, folder: Path, port: int) -> None:
+    lines, tokenizer = folder / "lines.jsonl", folder / "tokenizer.json"
+    write_lines(lines, options.text << 20)
+    texts = [json.loads(line)["text"] for line in lines.read_text().splitlines()[:500]]
+    train_tokenizer(texts, 4096).save(str(tokenizer))
+    remote = open_folder(f"{BUCKET}/lines.jsonl")
+    remote.write_bytes(lines.read_bytes())
+    local, store = Checkpoints(folder / "home", built), Checkpoints(f"{BUCKET}/home", built)
+    one = open_folder(f"{BUCKET}/one")
+    content = os.urandom(size)
+
+    def put() -> None:
+        with create(one, size) as file:
+            file.write(content)
+
+    cache = folder / "cache"
+    pairs: dict[str, list[tuple[str, Callable[[], object]]]] = {
+        "prepare": [
+            ("disk", lambda: prepare(str(lines), tokenizer, cache)),
+            ("s3", lambda: prepare(str(remote), tokenizer, cache)),
+        ],
+        "save": [("disk", local.save), ("s3", store.save), ("one object", put)],
+        "load": [("disk", local.load), ("s3", store.load), ("one object", one.read_bytes)],
+    }
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for round_ in range(options.rounds + 1):  # the first one warms up
+        for what, ways in pairs.items():
+            for name, run in ways[:: 1 if round_ % 2 else -1]:
+                os.sync()
+                forget(folder)
+                began = time.perf_counter()
+                run()
+                if round_:
+                    seconds.setdefault((what, name), []).append(time.perf_counter() - began)
+    fetched = {}
+    with counting(port) as proxy:
+        counted = Checkpoints(f"{BUCKET}/counted", built)
+        for what, run in (
+            ("prepare", pairs["prepare"][1][1]),
+            ("save", counted.save),
+            ("load", counted.load),
+        ):
+            before = (proxy.requests, proxy.all_bytes)
+            run()
+            fetched[what] = (proxy.requests - before[0], proxy.all_bytes - before[1])
+    remove(open_folder(BUCKET))
+    tell(seconds, fetched, size, lines.stat().st_size, options.rounds)
+
+
+def tell(
+    seconds: dict[tuple[str, str], list[float]],
+    fetched: dict[str, tuple[int, int]],
+    size: int,
+    text: int,
+    rounds: int,
+) -> None:
+    names = ("torch", "s3fs", "botocore")
+    versions = "  ".join(f"{name} {version(name)}" for name in names)
+    ceph = subprocess.run(["ceph", "--version"], capture_output=True, text=True, check=False)
+    print(f"{date.today()}  {versions}  Python {platform.python_version()}")
+    print(" ".join(ceph.stdout.split()[:3]))
+    print(f"{text / 1e6:.1f} MB of lines, {size / 1e6:.0f} MB a checkpoint, {rounds} rounds")
+    for (what, name), took in seconds.items():
+        rate = (text if what == "prepare" else size) / 1e6 / statistics.median(took)
+        ratios = sorted(a / b for a, b in zip(took, seconds[what, "disk"], strict=True))
+        span = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) of the disk's"
+        print(
+            f"{what:<8} {name:<11} {statistics.median(took):7.2f} s  {rate:7.1f} MB/s   {span} time"
+        )
+    for what, (requests, got) in fetched.items():
+        whole = text if what == "prepare" else size
+        print(f"{what:<8} {requests} requests, {got / 1e6:.1f} MB fetched: {got / whole:.2f} of it")
+    print(json.dumps({f"{what} {name}": took for (what, name), took in seconds.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Rehearse failures on real clusters and servers that are started here, and say what held.
+#   scripts/drill.sh [NAME...]           all drills, or those whose name begins like that
+# Ends with status 1 if one failed.  What is not installed is skipped, with the reason; Amazon's
+# training toolkit is fetched into build/, for it needs old versions of what weft has.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+
+# name | what is done | pytest's name of the test
+DRILLS="
+rank-killed        | a rank is killed: all start again, same losses     | tests/launch/test_restart.py::test_killed_from_outside
+rank-hangs         | a rank skips a collective: it is named             | tests/launch/test_hang.py::test_a_skipped_collective_is_named
+time-limit         | saved in time, with status 75                      | tests/launch/test_signals.py::test_the_time_limit
+nodes-elastic      | nodes are lost and come: the run shrinks and grows | tests/launch/test_nodes.py::test_shrinks_and_grows
+nodes-meeting      | the meeting place is lost: saved, status 75        | tests/launch/test_nodes.py::test_the_meeting_place_is_lost
+s3-killed          | killed while it saves into S3, and goes on         | tests/checkpoint/test_remote.py::test_a_run_is_killed_and_goes_on
+s3-damaged         | damage in the store is noticed                     | tests/checkpoint/test_remote.py::test_damage_in_the_store_is_noticed
+doctor-sick        | the other node trains without a sick one           | tests/launch/test_doctor.py::test_the_others_train_without_a_sick_node
+doctor-fell-sick   | a node that fell sick does not start again         | tests/launch/test_doctor.py::test_a_node_that_fell_sick_does_not_start_again
+slurm-two-nodes    | a job on two nodes, followed to its end            | tests/launch/test_slurm.py::test_two_nodes
+slurm-ranks        | a task for each rank, started by srun              | tests/launch/test_slurm.py::test_ranks_that_srun_starts
+slurm-stop         | a stop saves, and the job does not come back       | tests/launch/test_slurm.py::test_stop_saves_and_does_not_come_back
+slurm-requeue      | saved with status 75, queued again, same losses    | tests/launch/test_slurm.py::test_comes_back_and_goes_on
+slurm-limit        | Slurm's own signal before the time limit           | tests/launch/test_slurm.py::test_the_time_limit
+slurm-mistake      | a mistake is not queued again                      | tests/launch/test_slurm.py::test_a_mistake_does_not_come_back
+slurm-sick-node    | a sick node is left out when the job comes back    | tests/launch/test_slurm.py::test_a_sick_node_is_left_out
+slurm-lost-node    | a node of an elastic job is killed, it goes on     | tests/launch/test_slurm.py::test_a_killed_node
+sagemaker-toolkit  | two hosts by Amazon's toolkit, model exported      | tests/launch/test_sagemaker_entry.py::test_two_hosts_by_the_toolkit
+sagemaker-crash    | a crash: its first cause in the failure file       | tests/launch/test_sagemaker_entry.py::test_a_crash_by_the_toolkit
+sagemaker-again    | started again, it goes on                          | tests/launch/test_sagemaker_entry.py::test_a_job_that_starts_again_goes_on
+sagemaker-own      | two hosts by weft's own entrypoint                 | tests/launch/test_sagemaker_entry.py::test_two_containers
+sagemaker-stop     | stopped as a container, saved, started again       | tests/launch/test_sagemaker_entry.py::test_stopped_as_a_container_and_started_again
+kubernetes-valid   | manifests by Kubeflow's and Kubernetes' models     | tests/launch/test_kubernetes.py::test_the_models_have_nothing_against_it
+skypilot-valid     | tasks by SkyPilot's schemas                        | tests/launch/test_skypilot.py::test_the_schemas_have_nothing_against_it
+"
+
+wanted() { # whether a drill of that name is asked for
+    local name=$1
+    shift
+    [ $# -eq 0 ] && return 0
+    for begin in "$@"; do [[ $name == "$begin"* ]] && return 0; done
+    return 1
+}
+
+log=$(mktemp -d)
+failed=0 some=0
+toolkit=$PWD/build/sagemaker-toolkit
+if [ -z "${WEFT_SAGEMAKER_TOOLKIT:-}" ] && wanted sagemaker "${@%%-*}"; then
+    if [ ! -d "$toolkit" ]; then
+        "$PYTHON" -m pip install --quiet --no-deps --target "$toolkit.part" \
+            -r tests/launch/sagemaker-toolkit.txt >"$log/toolkit" 2>&1 && mv "$toolkit.part" "$toolkit"
+    fi
+    [ ! -d "$toolkit" ] || export WEFT_SAGEMAKER_TOOLKIT=$toolkit
+fi
+printf '%-18s %-8s %6s  %s\n' drill result seconds what
+while IFS='|' read -r name what tests; do
+    name=${name// /} what=$(sed 's/^ *//; s/ *$//' <<<"$what") tests=${tests// /}
+    [ -n "$name" ] && wanted "$name" "$@" || continue
+    some=1 began=$SECONDS
+    "$PYTHON" -m pytest -q -rs -p no:cacheprovider "$tests" >"$log/$name" 2>&1 </dev/null
+    status=$? result=held
+    if [ $status -ne 0 ]; then
+        result=FAILED failed=1 what="$what: see $log/$name"
+    elif grep -q '^SKIPPED' "$log/$name"; then
+        result=skipped what="$what: $(sed -n '/^SKIPPED/{s/^SKIPPED [^ ]* [^ ]* //p;q}' "$log/$name")"
+    fi
+    printf '%-18s %-8s %6d  %s\n' "$name" "$result" $((SECONDS - began)) "$what"
+done <<<"$DRILLS"
+[ $some -eq 1 ] || { echo "no drill is called that" >&2; exit 2; }
+exit $failed

@@ -1,0 +1,466 @@
+"""Every check with what healthy and sick machines have shown; no GPU is needed."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.launch import checks
+from weft.launch.checks import CHECKS, VARIABLES, Finding, examine, interfaces_for
+from weft.launch.measure import Measured
+from weft.launch.probes import (
+    ASKED,
+    TIMED_OUT,
+    Adapter,
+    Facts,
+    Folder,
+    Node,
+    Store,
+    adapters,
+    control_group,
+    gpus_in,
+    mount_of,
+    plugin,
+    topology_in,
+)
+
+GIB = 2**30
+
+# nvidia-smi --query-gpu=... --format=csv,noheader,nounits of an idle DGX H100.
+GPU = (
+    "{n}, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 34, 71.23, 1980, 1980, "
+    "0x0000000000000001, 0, 16, 16, Disabled\n"
+)
+GPUS = "".join(GPU.format(n=n) for n in range(8))
+LOADED = GPUS.replace("0x0000000000000001", "0x0000000000000000")
+
+# nvidia-smi topo -m, as there, with half of the adapters.
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tNIC2\tNIC3\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tNV18\tNV18\tPIX\tNODE\tSYS\tSYS\t0-55,112-167\t0\t\tN/A
+GPU1\tNV18\t X \tNV18\tNV18\tNODE\tPIX\tSYS\tSYS\t0-55,112-167\t0\t\tN/A
+GPU2\tNV18\tNV18\t X \tNV18\tSYS\tSYS\tPIX\tNODE\t56-111,168-223\t1\t\tN/A
+GPU3\tNV18\tNV18\tNV18\t X \tSYS\tSYS\tNODE\tPIX\t56-111,168-223\t1\t\tN/A
+NIC0\tPIX\tNODE\tSYS\tSYS\t X \tNODE\tSYS\tSYS
+NIC1\tNODE\tPIX\tSYS\tSYS\tNODE\t X \tSYS\tSYS
+NIC2\tSYS\tSYS\tPIX\tNODE\tSYS\tSYS\t X \tNODE
+NIC3\tSYS\tSYS\tNODE\tPIX\tSYS\tSYS\tNODE\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+"""
+
+NVLINKS = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-6968dfc2-d444-d92c-c36b-6abe53445cb9)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1175a3b7-8a7c-4b42-8b11-e09c8d7ad5c0)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+"""
+
+SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
+FI_INFO = "provider: efa\n    fabric: efa\n    domain: rdmap0s6-rdm\n    version: 122.0\n"
+
+MEASURED = Measured(
+    device="cuda",
+    nccl=(2, 29, 2),
+    flops=(740e12,) * 8,
+    bandwidth=(3.1e12,) * 8,
+    same=(True,) * 8,
+    busbw=355e9,
+    pairs=((0, 1, 380e9), (1, 2, 379e9)),
+    clocks=LOADED,
+)
+INFINIBAND = tuple(
+    Adapter(f"mlx5_{n}", "mlx5_core", "4: ACTIVE", "400 Gb/sec (4X NDR)") for n in range(8)
+)
+EFA = tuple(
+    Adapter(f"rdmap{n}s0", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True)
+    for n in range(32)
+)
+RUN = Folder("run.dir", "/shared/run", "lustre", "rw,flock", 10**14, 10**9, 2e9, 3e9)
+
+# A node of two, of DGX H100 with InfiniBand.
+HEALTHY = Facts(
+    host="a",
+    device="cuda",
+    nodes=2,
+    least_nodes=2,
+    torch="2.13.0+cu130",
+    cuda="13.0",
+    cores=224,
+    usable=224,
+    memory=2048 * GIB,
+    available=2000 * GIB,
+    shm=1024 * GIB,
+    shm_free=1024 * GIB,
+    nofile=65536,
+    clock_in_step=True,
+    address="10.0.0.1",
+    interfaces=("lo", "eth0", "ib0", "docker0"),
+    variables={"NCCL_SOCKET_IFNAME": "^docker,lo,veth", "NCCL_DEBUG": "WARN"},
+    gpus=GPUS,
+    smi=SMI,
+    topology=TOPOLOGY,
+    nvlinks=NVLINKS,
+    remapped="00000000:1B:00.0, 0, 0\n00000000:43:00.0, 0, 0\n",
+    device_files=8,
+    modules=("nvidia_peermem",),
+    adapters=INFINIBAND,
+    folders=(RUN,),
+    endpoint="a:29400",
+    meeting="free",
+    others=(Node("a", {"torch": "2.13.0"}), Node("b", {"torch": "2.13.0"}, 0.002, 0.001)),
+    measured=MEASURED,
+)
+AWS = replace(
+    HEALTHY,
+    adapters=EFA,
+    efa_provider=FI_INFO,
+    libfabric="fi_info: 1.22.0amzn1.0\nlibfabric: 1.22.0amzn1.0",
+    ofi_plugin="1.13.2",
+)
+
+
+def gpus(**changes: str) -> str:
+    """With another value of the third one."""
+    lines = GPUS.splitlines()
+    cells = dict(zip(ASKED, lines[3].split(", "), strict=True)) | changes
+    return "\n".join([*lines[:3], ", ".join(cells.values()), *lines[4:]])
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    return {"measured": replace(MEASURED, **changes)}
+
+
+def folder(**changes: Any) -> dict[str, Any]:
+    return {"folders": (replace(RUN, **changes),)}
+
+
+def store(**changes: Any) -> dict[str, Any]:
+    there = Store("checkpoint.dir", "s3://bucket/run", 3e8, 5e8, 0.02)
+    return {"stores": (replace(there, **changes),)}
+
+
+def others(*nodes: Node) -> dict[str, Any]:
+    return {"others": nodes}
+
+
+A = Node("a", {"torch": "2.13.0"})
+UNLINKED = TOPOLOGY.replace("NV18", "SYS")
+HALF_LINKED = TOPOLOGY.replace("NV18", "NV12", 3)
+
+# A check, what of HEALTHY changes, and what it has to say then.
+CASES: tuple[tuple[checks.Check, dict[str, Any], str, str], ...] = (
+    (checks.check_versions, {"gpus": GPUS.replace("580.65.06", "560.35.03")}, "bad", "too old"),
+    (checks.check_versions, {"cuda": ""}, "bad", "without CUDA"),
+    (checks.check_versions, {"smi": SMI.replace("13.0", "12.8")}, "note", "knows CUDA 12.8"),
+    (checks.check_versions, {"torch": "", "cuda": ""}, "bad", "torch is missing"),
+    (checks.check_nccl, measured(nccl=(2, 28, 3)), "warning", "resiliency"),
+    (checks.check_nccl, measured(nccl=(2, 18, 1)), "warning", "corrupt"),
+    (checks.check_devices, {"gpus": TIMED_OUT}, "bad", "does not answer"),
+    (checks.check_devices, {"gpus": "", "measured": None}, "bad", "8 GPUs have device files"),
+    (checks.check_devices, {"gpus": ""}, "note", "8 GPUs, and no nvidia-smi"),
+    (
+        checks.check_devices,
+        {"gpus": "", "device_files": 0, **measured(flops=(), error="no CUDA")},
+        "bad",
+        "no GPU",
+    ),
+    (checks.check_devices, {"device_files": 9}, "note", "of 9 with device files"),
+    (checks.check_devices, {"gpus": gpus(name="NVIDIA A10G")}, "warning", "A10G, NVIDIA H100"),
+    (checks.check_devices, {"gpus": gpus(used="40112")}, "warning", "GPU 3: 40,112 MiB"),
+    (checks.check_devices, {"gpus": gpus(mig="Enabled")}, "note", "GPU 3 is divided"),
+    (checks.check_devices, measured(error="process 3: CUDA error"), "bad", "process 3: CUDA error"),
+    (checks.check_health, {"gpus": gpus(ecc="2")}, "bad", "GPU 3: 2 uncorrected"),
+    (checks.check_health, {"remapped": "00000000:1B:00.0, 0, 1"}, "bad", "cannot be remapped"),
+    (checks.check_health, {"remapped": "00000000:1B:00.0, 1, 0"}, "warning", "waits"),
+    (
+        checks.check_health,
+        {"kernel_log": "[1.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."},
+        "bad",
+        "Xid 79, fell off the bus",
+    ),
+    (
+        checks.check_health,
+        {"kernel_log": "[1.2] NVRM: Xid (PCI:0000:3b:00): 31, pid=2096908, name=python"},
+        "warning",
+        "Xid 31",
+    ),
+    (checks.check_clocks, measured(clocks=gpus(reasons="0x48", celsius="91")), "bad", "3 (91 C)"),
+    (checks.check_clocks, measured(clocks=gpus(reasons="0x80")), "bad", "power brake"),
+    (checks.check_clocks, measured(clocks=gpus(reasons="0x20")), "warning", "thermal"),
+    (checks.check_clocks, measured(clocks=gpus(reasons="0x4")), "note", "power cap"),
+    (checks.check_clocks, measured(clocks=gpus(width="8")), "warning", "8 of 16 PCIe lanes"),
+    (checks.check_clocks, {"gpus": gpus(reasons="0x8"), "measured": None}, "bad", "slowdown"),
+    (checks.check_speed, measured(same=(True,) * 7 + (False,)), "bad", "device 7: the same"),
+    (checks.check_speed, measured(flops=(300e12,) * 8), "bad", "38% and 93%"),
+    (checks.check_speed, measured(bandwidth=(2e12,) * 8), "warning", "93% and 60%"),
+    (
+        checks.check_speed,
+        measured(flops=(740e12,) * 7 + (655e12,)),
+        "warning",
+        "device 7: products",
+    ),
+    (checks.check_topology, {"topology": UNLINKED}, "bad", "these have NVLink"),
+    (checks.check_topology, {"topology": HALF_LINKED}, "warning", "not all alike"),
+    (checks.check_topology, {"topology": TOPOLOGY.replace("PIX", "SYS")}, "note", "same PCIe"),
+    (
+        checks.check_topology,
+        {"nvlinks": NVLINKS.replace("1: 26.562 GB/s", "1: <inactive>")},
+        "warning",
+        "GPU 1: Link 1",
+    ),
+    (checks.check_links, measured(right=False), "bad", "sum over ranks is wrong"),
+    (checks.check_links, measured(busbw=250e9), "warning", "69% of what"),
+    (checks.check_links, measured(busbw=21e9), "bad", "6% of what"),
+    (checks.check_links, measured(pairs=((2, 3, 40e9), (3, 4, 380e9))), "warning", "GPU 2 to 3"),
+    (checks.check_rdma, {"adapters": ()}, "warning", "speak TCP"),
+    (
+        checks.check_rdma,
+        {"adapters": (*INFINIBAND[:7], replace(INFINIBAND[7], state="1: DOWN"))},
+        "warning",
+        "not active: mlx5_7",
+    ),
+    (checks.check_rdma, {"modules": ()}, "note", "nvidia_peermem"),
+    (checks.check_rdma, {"adapters": EFA, "libfabric": "libfabric: 1.22"}, "bad", "has no efa"),
+    (checks.check_rdma, {"adapters": EFA}, "warning", "no fi_info"),
+    (checks.check_rdma, {"adapters": EFA, "efa_provider": FI_INFO}, "warning", "plug-in for EFA"),
+    (
+        checks.check_rdma,
+        {"adapters": tuple(replace(one, rdma_read=False) for one in EFA)},
+        "warning",
+        "no RDMA read",
+    ),
+    (checks.check_memory, {"limit": 64 * GIB}, "warning", "64 GiB; the GPUs have 637 GiB"),
+    (checks.check_memory, {"available": 100 * GIB, "gpus": ""}, "warning", "100 GiB available"),
+    (checks.check_shm, {"shm": 2**26, "shm_free": 2**26}, "bad", "0.0625 GiB free"),
+    (checks.check_shm, {"shm": 2**31, "shm_free": 2**31}, "warning", "2 GiB free"),
+    (checks.check_limits, {"memlock": 8 << 20}, "bad", "8,192 KiB"),
+    (checks.check_limits, {"nofile": 1024}, "warning", "1,024 open files"),
+    (checks.check_cores, {"usable": 16}, "warning", "16 of 224"),
+    (checks.check_cores, {"quota": 4.0}, "bad", "4 of 224 may be used (by the control group)"),
+    (checks.check_clock, {"clock_in_step": False}, "warning", "follows no other"),
+    (checks.check_clock, {"clock_in_step": False, "nodes": 1}, "note", "follows no other"),
+    (checks.check_folders, folder(error="cannot be written: Read-only"), "bad", "Read-only"),
+    (checks.check_folders, folder(locks=False), "bad", "has no locks"),
+    (checks.check_folders, folder(options="rw,localflock"), "warning", "on this node only"),
+    (checks.check_folders, folder(links=False), "bad", "no hard links"),
+    (checks.check_folders, folder(free=GIB), "warning", "room for 1 GiB"),
+    (checks.check_folders, folder(files=12), "warning", "and 12 files"),
+    (checks.check_folders, folder(kind="ext4"), "bad", "each node has its own"),
+    (checks.check_folders, folder(kind="ext4", key="data.cache"), "warning", "has its own"),
+    (checks.check_folders, folder(key="checkpoint.local"), "warning", "on the network"),
+    (checks.check_folders, folder(write=50e6), "warning", "takes 32 min"),
+    (checks.check_folders, {**folder(kind="tmpfs"), "nodes": 1}, "note", "is memory"),
+    (checks.check_stores, store(error="ClientError: 403"), "bad", "ClientError: 403"),
+    (checks.check_stores, store(once=False), "bad", "overwrites"),
+    (checks.check_meeting, {"meeting": "Name or service not known"}, "bad", "not known"),
+    (checks.check_meeting, {"address": "127.0.1.1"}, "bad", "a is 127.0.1.1 to itself"),
+    (checks.check_others, others(A), "bad", "1 of 2 came"),
+    (checks.check_others, {**others(A), "least_nodes": 1}, "note", "1 of 2 came"),
+    (checks.check_others, others(A, Node("b", {"torch": "2.12.0"})), "bad", "b has torch 2.12.0"),
+    (checks.check_others, others(A, Node("b", A.versions, 3.5, 0.1)), "bad", "3500.0 ms apart"),
+    (checks.check_variables, {"variables": {"NCCL_SOCKET_IFNAME": "en"}}, "bad", "none of lo"),
+    (checks.check_variables, {"variables": {"GLOO_SOCKET_IFNAME": "ens5"}}, "bad", "none of lo"),
+    (checks.check_variables, {"variables": {"GLOO_SOCKET_IFNAME": "lo"}}, "bad", "other nodes"),
+    (checks.check_variables, {"variables": {"OMP_NUM_THREADS": "300"}}, "warning", "224 cores"),
+    (checks.check_variables, {"variables": {"NCCL_IB_DISABLE": "1"}}, "bad", "TCP"),
+)
+
+
+def name(case: object) -> str | None:
+    return case.__name__ if callable(case) else case if isinstance(case, str) else ""
+
+
+@pytest.mark.parametrize(("check", "changes", "severity", "words"), CASES, ids=name)
+def test_what_is_wrong_is_found(
+    check: Callable[[Facts], Iterator[Finding]], changes: dict[str, Any], severity: str, words: str
+) -> None:
+    found = list(check(replace(HEALTHY, **changes)))
+    fitting = [one for one in found if one.severity == severity and words in one.seen]
+    assert fitting, found
+    assert all(one.remedy for one in fitting)
+
+
+def test_a_check_without_a_case_is_none() -> None:
+    assert {check for check, *_ in CASES} == set(CHECKS)
+
+
+@pytest.mark.parametrize("facts", [HEALTHY, AWS], ids=["InfiniBand", "EFA"])
+def test_a_healthy_node_has_nothing_but_ok(facts: Facts) -> None:
+    facts = replace(facts, **store())
+    found = examine(facts)
+    assert {one.severity for one in found} == {"ok"}, [x for x in found if x.severity != "ok"]
+    assert {check for check in CHECKS if not list(check(facts))} == set()
+    assert not any("control group" in one.seen for one in found)
+
+
+def test_of_what_is_not_known_nothing_is_said() -> None:
+    """As of a container without /proc, tools and devices."""
+    assert {one.severity for one in examine(Facts(torch="2.13.0"))} == {"ok"}
+
+
+def test_what_nvidia_smi_does_not_know_is_not_judged() -> None:
+    unknown = {name: "[N/A]" for name in ASKED if name not in ("index", "name", "driver")}
+    found = examine(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
+    assert {one.severity for one in found} == {"ok"}
+
+
+def test_a_slow_cpu_is_no_reason_to_refuse_a_node() -> None:
+    slow = Measured(flops=(1e9,), bandwidth=(1e9,), same=(True,), busbw=1e6)
+    facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=slow)
+    assert {one.severity for one in examine(facts)} == {"ok", "note"}
+
+
+# --------------------------------------------------------------------------- variables
+
+# What SageMaker's toolkit sets for p4d, of which its own sister team advises against three.
+SAGEMAKER = {
+    "FI_PROVIDER": "efa",
+    "FI_EFA_USE_DEVICE_RDMA": "1",
+    "RDMAV_FORK_SAFE": "1",
+    "NCCL_PROTO": "simple",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "eth0",
+}
+
+
+def test_what_sagemaker_sets_is_told_and_no_reason_to_refuse_a_node() -> None:
+    found = list(checks.check_variables(replace(AWS, variables=SAGEMAKER)))
+    told = {one.seen.partition("=")[0]: one.severity for one in found}
+    assert told == {
+        "FI_PROVIDER": "note",
+        "FI_EFA_USE_DEVICE_RDMA": "note",
+        "RDMAV_FORK_SAFE": "warning",
+        "NCCL_PROTO": "warning",
+        "NCCL_IB_DISABLE": "warning",
+    }
+
+
+def test_an_old_plugin_wants_what_a_new_one_does_not() -> None:
+    variables = {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"}
+    old = replace(AWS, variables=variables, ofi_plugin="1.5.0")
+    assert [one.severity for one in checks.check_variables(old)] == ["ok"]
+
+
+@pytest.mark.parametrize("row", VARIABLES, ids=lambda row: f"{row.name} on {row.on}")
+def test_every_row_of_the_table_can_be_met_and_be_missed(row: checks.Variable) -> None:
+    names = {
+        "RDMAV_.*": "RDMAV_HUGEPAGES_SAFE",
+        "NCCL_(BUFFSIZE|MIN_CHANNELS|MAX_CHANNELS|NTHREADS|ALGO)": "NCCL_BUFFSIZE",
+        "(TORCH_)?NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "(TORCH_)?NCCL_BLOCKING_WAIT": "NCCL_BLOCKING_WAIT",
+    }
+    name = names.get(row.name, row.name)
+    candidates = ("1", "0", "simple", "LL128", "efa", "sockets", "INFO")
+    wrong = next(value for value in candidates if re.fullmatch(row.values, value))
+    facts = AWS if "efa" in row.on else HEALTHY
+    found = list(checks.check_variables(replace(facts, variables={name: wrong})))
+    assert [(one.severity, row.why in one.seen) for one in found] == [(row.severity, True)]
+    unset = list(checks.check_variables(replace(facts, variables={})))
+    assert [one.severity for one in unset] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth1", ["eth1"]),
+        ("=eth", []),
+        ("eth1,ib", ["eth1", "ib0"]),
+        ("^lo,eth", ["ib0"]),
+        ("^=lo", ["eth0", "eth1", "ib0"]),
+    ],
+)
+def test_interfaces_are_chosen_as_nccl_chooses_them(value: str, expected: list[str]) -> None:
+    assert interfaces_for(value, ("lo", "eth0", "eth1", "ib0")) == expected
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def test_gpus_are_read_and_lines_of_another_kind_left_out() -> None:
+    assert len(gpus_in(GPUS)) == 8
+    assert gpus_in(GPUS)[5] | {"index": "5", "memory": "81559"} == gpus_in(GPUS)[5]
+    assert gpus_in("No devices were found\n") == []
+
+
+def test_the_topology_is_read_with_its_underlined_head() -> None:
+    joined = topology_in(TOPOLOGY)
+    assert joined["GPU0", "GPU3"] == "NV18"
+    assert joined["GPU2", "NIC2"] == "PIX"
+    assert joined["NIC3", "GPU0"] == "SYS"
+    assert len(joined) == 64
+
+
+def test_a_mount_is_the_innermost_one() -> None:
+    mounts = (
+        "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n"
+        "40 22 0:35 / /my\\040data rw,relatime shared:1 - nfs4 server:/x rw,vers=4.2,nolock\n"
+    )
+    assert mount_of(Path("/home/x"), mounts) == ("ext4", "rw,discard")
+    assert mount_of(Path("/my data/x"), mounts) == ("nfs4", "rw,vers=4.2,nolock")
+
+
+def test_the_plugin_for_efa_is_found_with_its_version(tmp_path: Path) -> None:
+    assert plugin(["", str(tmp_path / "nowhere"), str(tmp_path)]) == ""
+    library = tmp_path / "lib" / f"{platform.machine()}-linux-gnu" / "libnccl-net.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\0\0NET/OFI Initializing aws-ofi-nccl 1.13.2-aws\0")
+    assert plugin([str(tmp_path)]) == "1.13.2"
+    library.write_bytes(b"\0")
+    assert plugin([str(tmp_path)]) == "?"
+
+
+def test_adapters_are_read(tmp_path: Path) -> None:
+    port = tmp_path / "rdmap0s6" / "ports" / "1"
+    (port / "hw_counters").mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("100 Gb/sec (4X EDR)\n")
+    (tmp_path / "rdmap0s6" / "device").mkdir()
+    (tmp_path / "rdmap0s6" / "device" / "driver").symlink_to("/sys/bus/pci/drivers/efa")
+    (port / "hw_counters" / "rdma_read_bytes").write_text("0\n")
+    assert list(adapters(tmp_path)) == [
+        Adapter("rdmap0s6", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True)
+    ]
+    assert list(adapters(tmp_path / "nowhere")) == []
+
+
+def test_limits_of_control_groups_of_both_versions(tmp_path: Path) -> None:
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    job = root / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    own.write_text("0::/slurm/job_7/step_0\n")
+    assert control_group(own, root) == (0, 0.0)
+    (job / "memory.max").write_text("68719476736\n")
+    (root / "slurm" / "memory.max").write_text("max\n")
+    (job / "cpu.max").write_text("800000 100000\n")
+    assert control_group(own, root) == (64 * GIB, 8.0)
+
+    old = root / "memory" / "job"
+    old.mkdir(parents=True)
+    cpu = root / "cpu"
+    cpu.mkdir()
+    (old / "memory.limit_in_bytes").write_text("1073741824\n")
+    (root / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (cpu / "cpu.cfs_quota_us").write_text("-1\n")
+    (cpu / "cpu.cfs_period_us").write_text("100000\n")
+    own.write_text("4:memory:/job\n2:cpu,cpuacct:/\n")
+    assert control_group(own, root) == (GIB, 0.0)
+    (cpu / "cpu.cfs_quota_us").write_text("150000\n")
+    assert control_group(own, root) == (GIB, 1.5)

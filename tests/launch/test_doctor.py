@@ -1,0 +1,250 @@
+"""`weft doctor` and the check before a run, on this machine, on several nodes, and on sick ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import s3
+from tests.launch.conftest import WEFT
+from tests.launch.test_checks import GPU
+from tests.launch.test_nodes import free_port
+from weft.cli import main
+from weft.job import read_job
+from weft.launch import MISTAKE, SICK
+from weft.launch.checks import CHECKS
+from weft.launch.doctor import SICK_NODES, folders
+from weft.launch.measure import Measured, measure
+from weft.launch.probes import locks, try_endpoint, try_folder
+
+pytestmark = pytest.mark.timeout(300, method="signal")
+
+FAILS_ONCE = '[{kind = "kill", rank = 1, passing = 5}]'
+
+
+def run(arguments: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        arguments,
+        cwd=folder,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def test_a_screen_of_this_machine(tmp_path: Path) -> None:
+    status, out, err = finish(run([*WEFT, "doctor", "--run.dir", "run"], tmp_path))
+    assert (status, err) == (0, "")
+    for name in ("versions", "devices", "speed", "variables", "memory", "cores", "run.dir"):
+        assert re.search(rf"^(ok|note|warning) +{re.escape(name)}", out, re.MULTILINE), name
+    assert "bad" not in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_findings_and_facts(tmp_path: Path) -> None:
+    command = [*WEFT, "doctor", "--json", "--checkpoint.local", "local"]
+    status, out, _ = finish(run(command, tmp_path, NCCL_SOCKET_IFNAME="nowhere", SECRET_KEY="x"))
+    told = json.loads(out)
+    assert status == 1
+    assert told["bad"] == 1
+    (bad,) = (one for one in told["findings"] if one["severity"] == "bad")
+    assert (bad["check"], "nowhere" in bad["seen"], bad["remedy"] != "") == (
+        "variables",
+        True,
+        True,
+    )
+    assert told["facts"]["measured"]["right"] is True
+    assert [one["key"] for one in told["facts"]["folders"]] == ["run.dir", "checkpoint.local"]
+    assert "SECRET_KEY" not in out
+
+
+def test_mistakes_are_told_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--run.nodse", "2", "--resilience.preflight", "maybe"]) == MISTAKE
+    said = capsys.readouterr().err
+    assert "2 problems" in said
+    assert "'run.nodes'" in said
+    assert main(["doctor", "--nodes", "many"]) == MISTAKE
+    assert "neither a number of nodes nor MIN:MAX" in capsys.readouterr().err
+
+
+def test_nodes_compare_clocks_and_versions(tmp_path: Path) -> None:
+    meeting = ["--nodes", "2", "--rendezvous", f"localhost:{free_port()}", "--json"]
+    both = [finish(node) for node in [run([*WEFT, "doctor", *meeting], tmp_path) for _ in range(2)]]
+    for status, out, err in both:
+        assert status == 0, out + err
+        told = json.loads(out)
+        assert len(told["facts"]["others"]) == 2
+        (nodes,) = (one for one in told["findings"] if one["check"] == "nodes")
+        apart = re.search(r"are ([\d.]+) ms apart", nodes["seen"])
+        assert apart
+        assert float(apart[1]) < 500
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+def test_processes_that_fail_or_hang_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure("cuda", 2, 1, False, 60)  # there is none here
+    assert found.device == "cuda"
+    assert re.match(r"process [01]: ", found.error)
+    began = time.monotonic()
+    assert measure("cpu", 2, 1, False, 0.05).error == "not done within 0 s: process 0, 1"
+    assert time.monotonic() - began < 20
+
+
+def test_one_process_alone() -> None:
+    found = measure("cpu", 1, 1, False, 120)
+    assert isinstance(found, Measured)
+    assert (found.error, found.busbw, found.same) == ("", 0.0, (True,))
+    assert found.flops[0] > 1e8
+
+
+# --------------------------------------------------------------------------- storage
+
+
+def test_a_folder_is_tried_where_it_will_be_and_left_as_it_was(tmp_path: Path) -> None:
+    found = try_folder("run.dir", tmp_path / "a" / "b", 1 << 20)
+    assert (found.error, found.locks, found.links) == ("", True, True)
+    assert found.write > 0
+    assert found.read > 0
+    assert list(tmp_path.iterdir()) == []
+    assert "cannot be written" in try_folder("run.dir", Path("/proc/nothing"), 1 << 20).error
+
+
+def test_a_lock_that_holds_nobody_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that grants every lock, or has none."""
+    file = tmp_path / "file"
+    file.touch()
+    assert locks(file)
+    monkeypatch.setattr("fcntl.flock", lambda file, how: None)
+    assert not locks(file)
+
+    def refuse(file: Any, how: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert not locks(file)
+
+
+def test_only_folders_that_are_named_are_tried() -> None:
+    given = [("run.dir", "/x"), ("checkpoint.dir", "s3://b/p"), ("checkpoint.local", "/dev/shm/y")]
+    job, _, _ = read_job("demo", given)
+    assert folders(job) == [("run.dir", Path("/x")), ("checkpoint.local", Path("/dev/shm/y"))]
+
+
+def test_the_meeting_place() -> None:
+    assert try_endpoint(f"localhost:{free_port()}") == "free"
+    assert "known" in try_endpoint("no-such-host.invalid:29400")
+    assert "invalid literal" in try_endpoint("localhost:port")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(s3.missing()), reason=f"needs {s3.missing()}: see tests/s3.py")
+def test_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3.server() as port:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        # In a process of its own: the client starts threads, after which no test may fork.
+        script = (
+            "import sys; from weft.checkpoint.storage import open_folder\n"
+            "from weft.launch.probes import try_store\n"
+            "place = open_folder('s3://bucket'); place.fs.mkdir('bucket')\n"
+            "found = try_store('checkpoint.dir', 's3://bucket/run', 8 << 20)\n"
+            "assert not found.error and found.once and found.write > 0 and found.read > 0, found\n"
+            "assert place.fs.find('bucket') == [], place.fs.find('bucket')\n"
+            "found = try_store('checkpoint.dir', 's3://nowhere/run', 8 << 20)\n"
+            "assert 'NoSuchBucket' in found.error, found\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------- before a run
+
+
+def test_a_node_that_is_fit_trains(arguments: list[str], tmp_path: Path) -> None:
+    command = [*arguments, "--train.steps", "2", "--resilience.preflight", "true"]
+    earlier = tmp_path / "run" / SICK_NODES / "n7"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()  # it has been mended
+    status, out, err = finish(run(command, tmp_path, SLURMD_NODENAME="n7"))
+    assert status == 0, out + err
+    assert "was checked in" in out
+    (log,) = (tmp_path / "run" / "logs").glob("doctor-*.json")
+    assert len(json.loads(log.read_text())["findings"]) > len(CHECKS) / 2
+    assert list((tmp_path / "run" / SICK_NODES).iterdir()) == []
+
+
+@pytest.mark.parametrize("launcher", ["weft", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_sick_node_starts_nothing(launcher: str, arguments: list[str], tmp_path: Path) -> None:
+    command = [*arguments, "--resilience.preflight", "true"]
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*torchrun, "--nproc-per-node", "2", "-m", *arguments[2:], *command[-2:]]
+    sick = {"NCCL_SOCKET_IFNAME": "nowhere", "SLURMD_NODENAME": "n7"}
+    status, out, err = finish(run(command, tmp_path, **sick))
+    assert status == (SICK if launcher == "weft" else 1), out + err
+    assert f"does not take part (exit status {SICK})" in out
+    assert "NCCL_SOCKET_IFNAME=nowhere" in out
+    assert "is not fit to train" in err or launcher == "weft"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "nowhere" in (tmp_path / "run" / SICK_NODES / "n7").read_text()
+
+
+@pytest.mark.slow
+def test_the_others_train_without_a_sick_node(arguments: list[str], tmp_path: Path) -> None:
+    meeting = ["--nodes", "1:2", "--rendezvous", f"localhost:{free_port()}"]
+    command = [*arguments, "--train.steps", "4", "--run.workers", "1", *meeting]
+    command += ["--resilience.preflight", "true"]
+    sick = run(command, tmp_path, NCCL_SOCKET_IFNAME="nowhere", SLURMD_NODENAME="n1")
+    fit = run(command, tmp_path, SLURMD_NODENAME="n0")
+    status, out, err = finish(sick)
+    assert status == SICK, out + err
+    status, out, err = finish(fit)
+    assert status == 0, out + err
+    assert "1 node train" in out
+    assert [path.name for path in (tmp_path / "run" / SICK_NODES).iterdir()] == ["n1"]
+
+
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$1" in --query-gpu=*)
+    n=$(cat {folder}/asked 2>/dev/null || echo 0); echo $((n + 1)) > {folder}/asked
+    echo '{gpu}' | sed "s/, 0, 16/, $n, 16/" ;;
+*) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_fell_sick_does_not_start_again(arguments: list[str], tmp_path: Path) -> None:
+    """Its GPU, which a tool shows but no rank uses, has a memory error from the second look on."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    gpu = GPU.format(n=0).strip()
+    tool.write_text(NVIDIA_SMI.format(folder=tool.parent, gpu=gpu))
+    tool.chmod(0o755)
+    more = ["--run.device", "cpu", "--resilience.preflight", "true"]
+    path = f"{tool.parent}:{os.environ['PATH']}"
+    command = [*arguments, *more, "--resilience.faults", FAILS_ONCE]
+    status, out, err = finish(run(command, tmp_path, PATH=path))
+    assert status == SICK, out + err
+    assert "was checked in" in out
+    assert "rank 1 failed: SIGKILL" in err
+    assert "GPU 0: 1 uncorrected memory errors" in out

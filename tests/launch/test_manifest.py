@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launch.requests import own_recipe as a_recipe
+from tests.launch.requests import request, said
+from weft.job import WeftError, read_job
+from weft.launch.manifest import (
+    command,
+    common_problems,
+    own_recipe,
+    script,
+    seconds,
+    to_yaml,
+    tool,
+)
+
+
+def test_seconds() -> None:
+    assert seconds("1-02:03:04") == 93784
+    assert seconds("48:00:00") == 172800
+    for text in ("90", "1:00", "00:60:00", "1-", "-1:00:00"):
+        with pytest.raises(ValueError, match="must be D-HH:MM:SS or HH:MM:SS"):
+            seconds(text)
+
+
+def test_every_mistake_at_once() -> None:
+    asked = request(("launch.time", "soon"), options={"buckte": "b", "role": "a b"})
+    known = {"bucket": "where to", "role": "who"}
+    text = said(common_problems(asked, known, ["bucket"], r"\w+"))
+    assert "launch.options.buckte = \"b\": is no option here; did you mean 'bucket'?" in text
+    assert "launch.options.bucket: is missing; --launch.options bucket=...: where to" in text
+    assert "launch.options.role" in text
+    assert "launch.time" in text
+
+
+def test_words_of_the_command() -> None:
+    asked = request(("train.steps", "5"), ("run.dir", "here"), ("launch.image", "i"), nodes=(2, 4))
+    assert command(asked, "r.toml", {"run.dir": "/runs/x"}) == [
+        *("weft", "train", "r.toml", "--train.steps", "5"),
+        *("--run.dir", "/runs/x", "--run.nodes", "2:4"),
+    ]
+
+
+def test_a_script_runs_what_it_says(tmp_path: Path) -> None:
+    """Whatever quotes there are in the words."""
+    words = ["printf", "%s\n", "it's", "--a", "b c", "--d", '[{e = "$f"}]']
+    text = script(["cd /", "x=1"], words)
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == words[2:]
+    assert subprocess.run(["bash", "-c", script(["false"], words)], check=False).returncode == 1
+
+
+def test_a_recipe_of_ones_own_stands_alone(tmp_path: Path) -> None:
+    """It is what it was, less what is of the machine where it was."""
+    assert own_recipe(request()) is None
+    recipe = a_recipe(tmp_path)
+    text = own_recipe(request(recipe=recipe))
+    assert text is not None
+    (tmp_path / "alone.toml").write_text(text)
+    job, _, problems = read_job(str(tmp_path / "alone.toml"))
+    before, _, _ = read_job(recipe)
+    assert not problems
+    assert job.train == before.train
+    assert job.data == before.data
+    assert (job.run.dir, job.launch.image) == ("auto", "auto")
+
+
+def test_yaml_is_readable_and_the_same() -> None:
+    documents = [{"b": "x\ny\n", "a": ["1", 2, {"c": "yes"}]}, {"d": None}]
+    text = to_yaml(documents, "two\nlines")
+    assert text.startswith("# two\n# lines\nb: |\n  x\n  y\na:\n- '1'\n- 2\n")
+    assert list(yaml.safe_load_all(text)) == documents
+
+
+def test_tools_that_are_missing_or_fail() -> None:
+    with pytest.raises(WeftError, match=r"no-such-tool is not installed.*: get it"):
+        tool("no-such-tool", "get", remedy="get it")
+    with pytest.raises(WeftError, match=r"ls /no/such/place: .*[Nn]o such file"):
+        tool("ls", "/no/such/place", remedy="")

@@ -1,0 +1,244 @@
+"""What is asked of a cluster, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT
+from weft.cli import main
+from weft.launch import slurm
+from weft.launch.submit import request
+from weft.plan.resolve import Machine
+
+DOCS = ROOT / "docs" / "slurm.md"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands may be there, but no cluster."""
+    monkeypatch.chdir(tmp_path)
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (bin / "bash").symlink_to("/bin/bash")
+    monkeypatch.setenv("PATH", str(bin))
+
+
+def launch(*words: str) -> int:
+    return main(["launch", *words])
+
+
+def script(*words: str, recipe: str = "demo") -> str:
+    overrides = [(k.removeprefix("--"), v) for k, v in zip(words[::2], words[1::2], strict=True)]
+    return slurm.render(request("slurm", recipe, overrides, (), lambda _: Machine("cpu", 2)))
+
+
+def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--nodes", "2", "--run.cluster", "2x8xH100", "--train.step", "5", "--optim.lr", "x"]
+    more = ["--launch.time", "1 day", "--launch.image", "a/b", "--follow"]
+    options = ["--launch.options", "nodes=3,Partition=gpu,comment=a", "--parallel.tp", "3"]
+    assert launch("demo", "--on", "slum", *words) == 2
+    assert "did you mean 'slurm'?" in capsys.readouterr().err
+    assert launch("demo", "--on", "slurm", *words, *more, *options) == 2
+    told = capsys.readouterr().err
+    for each in (
+        "--follow = true: is for weft launch logs",
+        "train.step = 5: unknown key",
+        'optim.lr = "x"',
+        "parallel.tp = 3",
+        'launch.time = "1 day": must be D-HH:MM:SS',
+        'launch.image = "a/b"',
+        'launch.options.nodes = "3": is for weft to say; use --nodes',
+        "launch.options.Partition",
+    ):
+        assert each in told
+    assert "launch.options.comment" not in told
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["demo"], "--on: is missing; known: kubernetes"),
+        (["dem", "--on", "slurm"], "no such recipe"),
+        (["demo", "--on", "slurm"], "does not tell what a node has; use --run.cluster"),
+        (["demo", "--on", "slurm", "--run.cluster", "8xH100"], "is not a cluster"),
+        (["demo", "--on", "slurm", "--run.device", "cpu", "--nodes", "0"], "neither a number"),
+        (["demo", "x", "--on", "slurm"], "did you mean 'weft launch status x'?"),
+        (["status"], "RUN: is missing"),
+        (["status", "."], "has no launch.json"),
+        (["stop", ".", "--train.steps", "5"], 'train.steps = "5": is not for this'),
+        (["status", ".", "--follow"], "--follow = true: is for weft launch logs"),
+    ],
+)
+def test_mistakes(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*words) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_damaged_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "launch.json").write_text(text)
+        assert launch("status", ".") == 2
+        assert "launch.json is damaged" in capsys.readouterr().err
+
+
+def test_slurms_commands_are_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A script can be had anywhere, and nothing is left of one that cannot be handed in."""
+    words = ["demo", "--on", "slurm", "--run.device", "cpu"]
+    assert launch(*words, "--dry-run") == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=demo\n")
+    assert launch(*words) == 1
+    assert "sbatch is not installed, or not in $PATH: use a host of" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["bin"]
+
+
+def test_the_script(tmp_path: Path) -> None:
+    words = ["--run.cluster", "4x2xH100", "--launch.time", "12:00:00", "--train.steps", "7"]
+    assert (
+        script(*words, "--launch.options", "partition=gpu,account=7,contiguous")
+        == f"""\
+#!/bin/bash
+#SBATCH --job-name=demo
+#SBATCH --chdir={tmp_path}
+#SBATCH --output={tmp_path}/runs/demo/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --nodes=4
+#SBATCH --gpus-per-node=2
+#SBATCH --time=12:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --exclusive
+#SBATCH --partition=gpu
+#SBATCH --account=7
+#SBATCH --contiguous
+
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 \\
+    weft train demo \\
+    --train.steps 7 \\
+    --run.dir {tmp_path}/runs/demo
+status=$?
+
+# Stopped and saved: the same command goes on.
+if [ $status -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $status
+"""
+    )
+
+
+def test_a_number_of_nodes_that_may_change() -> None:
+    text = script("--run.nodes", "2:4", "--run.cluster", "4x2xH100")
+    assert "#SBATCH --nodes=2-4\n" in text
+    assert "#SBATCH --no-kill\n" in text
+    assert "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --no-kill " in text
+    assert "    --run.nodes 2:4\n" in text
+
+
+def test_a_part_of_a_node() -> None:
+    text = script("--run.device", "cpu", "--launch.options", "cpus-per-task=4,signal=USR1@60")
+    assert "--exclusive" not in text
+    assert "--gpus-per-node" not in text
+    assert "#SBATCH --signal=USR1@60\n" in text
+    assert "TERM" not in text
+    assert " --cpus-per-task=4 " in text  # srun does not read sbatch's
+
+
+def test_launch_keys_make_no_other_run(tmp_path: Path) -> None:
+    text = script("--run.device", "cpu", "--launch.time", "01:00:00")
+    assert f"--run.dir {tmp_path}/runs/demo\n" in text
+    assert "launch.time" not in text
+
+
+# What bash makes of a script, with srun, scontrol and weft that only write down how they are
+# called.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+WEFT = """#!/bin/bash
+printf '%s\\n' "$@" > "$FOLDER/words"
+echo "$SAID" > "$FOLDER/said"
+exit $ENDS
+"""
+SCONTROL = """#!/bin/bash
+echo "$@" > "$FOLDER/requeued"
+"""
+
+
+@pytest.mark.parametrize("setup", ["", 'export SAID="it\'s $((40 + 2))"'])
+@pytest.mark.parametrize("ends", [0, 1, 2, 75])
+def test_what_the_script_does(ends: int, setup: str, tmp_path: Path) -> None:
+    odd = 'it\'s $HOME `x` "y" \\ *'
+    words = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.field", odd]
+    more = ["--launch.setup", json.dumps([setup])] if setup else []
+    text = script(*words, *more)
+    for name, what in (("srun", SRUN), ("weft", WEFT), ("scontrol", SCONTROL)):
+        (tmp_path / "bin" / name).write_text(what)
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    environment = {"PATH": path, "FOLDER": str(tmp_path), "ENDS": str(ends), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
+    assert done.returncode == ends
+    pairs = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.field", odd]
+    assert (tmp_path / "words").read_text().splitlines() == ["train", "demo", *pairs]
+    assert (tmp_path / "said").read_text().strip() == ("it's 42" if setup else "")
+    again = tmp_path / "requeued"
+    assert (again.read_text() if again.exists() else "") == ("requeue 7\n" if ends == 75 else "")
+
+
+def test_the_script_of_the_documentation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quoted = re.findall(r"```\n\$ weft (.*)\n(#!(?:.*\n)*?)```", DOCS.read_text("utf-8"))
+    ((command, text),) = quoted
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out.strip() == text.strip().replace("/home/me/work", str(tmp_path))
+
+
+def test_a_script_that_bash_does_not_read() -> None:
+    assert slurm.check("echo hello\n") == []
+    (told,) = slurm.check("if true; then\n")[:1]
+    assert "bash -n" in told
+
+
+@pytest.mark.parametrize(
+    ("status", "sick", "options", "asked"),
+    [
+        (0, ["n1"], "", []),
+        (2, ["n1"], "", []),
+        (75, [], "", ["requeue 7"]),
+        (69, ["n1", "n3"], "", ["requeue 7", "update JobId=7 ExcNodeList=n1,n3"]),
+        (75, ["n1"], "exclude=n[5-6]", ["requeue 7", "update JobId=7 ExcNodeList=n1,n[5-6]"]),
+    ],
+)
+def test_sick_nodes_are_left_out(
+    status: int, sick: list[str], options: str, asked: list[str], tmp_path: Path
+) -> None:
+    """What a shell makes of the script, with commands of Slurm's that only say what they are."""
+    words = ["--run.device", "cpu", "--resilience.preflight", "true", "--run.dir", "my run"]
+    text = script(*words, *(["--launch.options", options] if options else []))
+    for name in sick:
+        (tmp_path / "my run" / "sick").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "my run" / "sick" / name).touch()
+    fakes = ['scontrol() { echo "$@"; }', f"srun() {{ return {status}; }}", "SLURM_JOB_ID=7"]
+    done = subprocess.run(
+        ["/bin/bash"],
+        input="\n".join([*fakes, text]),
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (status, asked, "")
+
+
+def test_without_a_preflight_no_node_is_left_out() -> None:
+    assert "sick" not in script("--run.device", "cpu")

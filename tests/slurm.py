@@ -1,0 +1,192 @@
+"""A real Slurm for tests: two virtual nodes on this host, on loopback, in a few seconds.
+
+Every daemon is a child of the test process that dies with it, and all their files are in one
+temporary folder.
+
+On Debian: apt install slurm-wlm munge
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.s3 import die_with_parent, free_ports
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
+NODES = ("n0", "n1")
+
+# A job that goes back into the queue waits until its credentials have run out: 120 s by default.
+SETTINGS = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1
+JobRequeue=1
+KillWait=5
+SlurmdTimeout=10
+ReturnToService=2
+MpiDefault=none
+"""
+
+
+def missing() -> str:
+    """Why there can be none here; empty if there can."""
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    if absent:
+        return f"no {', '.join(absent)}: apt install slurm-wlm munge"
+    return "" if os.getuid() == 0 else "Slurm's daemons are started as root"
+
+
+class Slurm:
+    """A cluster that runs."""
+
+    def __init__(self, folder: Path, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+        self.folder, self.daemons = folder, daemons
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run(
+            command,
+            env=os.environ | self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def idle(self) -> bool:
+        return self.run("sinfo", "-h", "-o", "%T").split() == ["idle"]
+
+    def free(self) -> bool:
+        """Nothing runs on any node, be it that one is down."""
+        states = self.run("sinfo", "-h", "-N", "-o", "%T").split()
+        return all(state.startswith(("idle", "down")) for state in states)
+
+    def kill(self, node: str) -> None:
+        """As if it had lost its power: the daemon, and all that it has started."""
+        daemon = self.daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+        tasks = self.processes(node)
+        for process in {*map(_parent, tasks), *tasks} - {0, 1, os.getpid()}:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def processes(self, node: str = "") -> list[int]:
+        """Of all jobs, or of those on one node."""
+        wanted = {f"SLURM_CONF={self.folder / 'slurm.conf'}"}
+        wanted |= {f"SLURMD_NODENAME={node}"} if node else set()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                variables = set((entry / "environ").read_text(errors="replace").split("\0"))
+                in_job = any(v.startswith("SLURMD_NODENAME=") for v in variables)
+                if in_job and wanted <= variables:
+                    found.append(int(entry.name))
+        return found
+
+
+def _parent(process: int) -> int:
+    with suppress(OSError, IndexError, ValueError):
+        stat = Path(f"/proc/{process}/stat").read_text()
+        parent = int(stat.rpartition(")")[2].split()[1])
+        if Path(f"/proc/{parent}/cmdline").read_text().startswith("slurmstepd"):
+            return parent
+    return 0
+
+
+@contextmanager
+def cluster() -> Iterator[Slurm]:
+    folder = Path(tempfile.mkdtemp(prefix="weft-slurm-", dir="/tmp"))  # short: sockets lie in it
+    (folder / "munge").mkdir()
+    (folder / "state").mkdir()
+    folder.chmod(0o755)
+    key = folder / "munge" / "key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    port, *ports = free_ports(1 + len(NODES))
+    host = socket.gethostname().partition(".")[0]
+    lines = [
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={number} CPUs=2 State=UNKNOWN"
+        for name, number in zip(NODES, ports, strict=True)
+    ]
+    lines += [f"PartitionName=main Nodes={','.join(NODES)} Default=YES State=UP"]
+    settings = folder / "slurm.conf"
+    head = SETTINGS.format(host=host, folder=folder, port=port)
+    settings.write_text(head + "\n".join(lines) + "\n")
+    slurm = Slurm(folder, {})
+
+    def start(name: str, *command: str) -> None:
+        with (folder / f"{name}.out").open("wb") as out:
+            slurm.daemons[name] = subprocess.Popen(
+                command,
+                env=os.environ | slurm.environment,
+                stdout=out,
+                stderr=out,
+                preexec_fn=die_with_parent,
+            )
+
+    munge = folder / "munge"
+    try:
+        start(
+            "munged",
+            *("munged", "--foreground", "--force", f"--key-file={key}"),
+            *(f"--socket={munge}/socket", f"--pid-file={munge}/pid"),
+            *(f"--log-file={munge}/log", f"--seed-file={munge}/seed"),
+        )
+        until(lambda: (munge / "socket").exists(), "munged")
+        start("slurmctld", "slurmctld", "-D", "-c", "-f", str(settings))
+        for name in NODES:
+            (folder / f"spool-{name}").mkdir()
+            start(name, "slurmd", "-D", "-N", name, "-f", str(settings))
+
+        def up() -> bool:
+            with suppress(AssertionError):
+                return slurm.idle()
+            return False
+
+        until(up, "Slurm")
+        yield slurm
+    finally:
+        for process in slurm.processes():
+            for each in {_parent(process), process} - {0}:
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+        for daemon in reversed(slurm.daemons.values()):
+            daemon.kill()
+            daemon.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def until(holds: Callable[[], object], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"in vain waited for: {what}"
+        time.sleep(0.2)

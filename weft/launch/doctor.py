@@ -1,0 +1,164 @@
+"""``weft doctor``, and the same before the ranks of a run start.
+
+`weft.launch.probes` and `weft.launch.measure` gather facts, `weft.launch.checks` judges them.  The
+process itself uses no device: what hangs or dies there is a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from weft.job import InvalidJob, Job, Problem
+from weft.job import replace as changed
+from weft.launch import SICK
+from weft.launch.checks import SEVERITIES, WAIT, Finding, examine
+from weft.launch.measure import measure
+from weft.launch.probes import (
+    Facts,
+    gpus_in,
+    look,
+    meet,
+    try_endpoint,
+    try_folder,
+    try_store,
+    versions,
+)
+from weft.launch.worker import write_json
+from weft.train.where import find
+
+MOST_RANKS = 4  # on a CPU, as `weft train` starts them
+QUICK, FULL = 32 << 20, 1 << 30  # bytes that a folder or a store is tried with
+WIDTH = 100  # of the screen
+SICK_NODES = "sick"  # folder of a run
+PORT = 29400  # of `weft.launch.nodes`, which imports torch
+
+
+def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
+    """The facts of this node, for a job.
+
+    Args:
+        full: take more time: every pair of GPUs, larger files.
+        together: with the other nodes of the job, if it has some; they must ask at the same time.
+
+    Raises:
+        InvalidJob: if run.nodes cannot be read, or the environment contradicts itself.
+    """
+    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
+    counts, endpoint = range(1, 2), ""
+    if here.nodes != "1":
+        # These import torch, which may be what is broken.
+        from weft.plan.resolve import node_range
+        from weft.train.setup import reachable
+
+        counts = node_range(changed(job, run={"nodes": here.nodes}))
+        if not counts:
+            rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
+            raise InvalidJob([Problem("run.nodes", here.nodes, rule, remedy)])
+        if here.rendezvous:
+            host, _, port = here.rendezvous.rpartition(":")
+            endpoint = f"{reachable(host)}:{port}" if host else f"{reachable(port)}:{PORT}"
+    nodes = counts[-1]
+    facts = replace(look(), nodes=nodes, least_nodes=counts[0])
+    gpus = len(gpus_in(facts.gpus)) or facts.device_files
+    on_gpu = job.run.device == "cuda" or (gpus > 0 and job.run.device == "auto")
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = len(list(filter(None, visible.split(","))))
+    ranks = max(1, gpus if on_gpu else min(facts.usable, MOST_RANKS))
+    device, size = "cuda" if on_gpu else "cpu", FULL if full else QUICK
+    home = job.checkpoint.dir
+    facts = replace(
+        facts,
+        device=device,
+        measured=measure(device, ranks, max(1, facts.usable // ranks), full, WAIT),
+        folders=tuple(try_folder(key, path, size) for key, path in folders(job)),
+        stores=(try_store("checkpoint.dir", home, size),) if "://" in home else (),
+    )
+    if nodes == 1 or not endpoint:
+        return facts
+    facts = replace(facts, endpoint=endpoint, meeting=try_endpoint(endpoint) if together else "")
+    if facts.meeting in ("free", "answers"):
+        facts = replace(facts, others=tuple(meet(endpoint, nodes, versions(), WAIT)))
+    return facts
+
+
+def folders(job: Job) -> list[tuple[str, Path]]:
+    """The folders that a job names, and where its run will be."""
+    run = "runs" if job.run.dir == "auto" else job.run.dir
+    named = {"run.dir": run, "checkpoint.dir": job.checkpoint.dir}
+    named |= {"checkpoint.local": job.checkpoint.local, "data.cache": job.data.cache}
+    return [
+        (key, Path(value).expanduser().absolute())
+        for key, value in named.items()
+        if value not in ("auto", "off") and "://" not in value
+    ]
+
+
+def to_json(facts: Facts, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    """Everything, for programs."""
+    found = [asdict(finding) for finding in findings]
+    return {
+        "host": facts.host,
+        "time": time.time(),
+        "seconds": round(seconds, 1),
+        "bad": sum(finding.severity == "bad" for finding in findings),
+        "findings": found,
+        "facts": asdict(facts),
+    }
+
+
+def screen(facts: Facts, findings: Sequence[Finding], seconds: float) -> str:
+    """Everything, for people: a finding a line, with its remedy below it."""
+    width = max(len(finding.check) for finding in findings)
+    lines = [
+        f"{facts.host}, {time.strftime('%Y-%m-%d %H:%M:%S')}, looked at in {seconds:.1f} s",
+        "",
+    ]
+    for one in findings:
+        head = f"{one.severity:<8} {one.check:<{width}}  "
+        for start, text in ((head, one.seen), (f"{'':{len(head)}}-> ", one.remedy)):
+            after = " " * (len(head) + 3 * (start != head))
+            lines += textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=after)
+    return "\n".join([*lines, "", counted(findings)])
+
+
+def counted(findings: Sequence[Finding]) -> str:
+    """'1 bad, 2 warning, 17 ok'."""
+    counts = {s: sum(one.severity == s for one in findings) for s in SEVERITIES[::-1]}
+    return ", ".join(f"{count} {severity}" for severity, count in counts.items() if count)
+
+
+# --------------------------------------------------------------------------- before a run
+
+
+def preflight(job: Job, folder: Path, say: Callable[[str], object]) -> bool:
+    """Whether this node may train; what was found is in the run's ``logs/doctor-HOST.json``.
+
+    A node that may not is noted in the run's folder ``sick``, by the name that Slurm has for it,
+    until a check of it finds nothing bad.
+    """
+    began = time.monotonic()
+    facts = gather(job, together=False)
+    findings = examine(facts)
+    seconds = time.monotonic() - began
+    log = folder / "logs" / f"doctor-{facts.host}.json"
+    mark = folder / SICK_NODES / os.environ.get("SLURMD_NODENAME", facts.host)
+    for path in (log, mark):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(log, to_json(facts, findings, seconds))
+    bad = [one for one in findings if one.severity == "bad"]
+    if not bad:
+        mark.unlink(missing_ok=True)
+        say(f"{facts.host} was checked in {seconds:.0f} s: {counted(findings)}; {log}")
+        return True
+    mark.write_text("".join(f"{one.check}: {one.seen}\n" for one in bad), "utf-8")
+    say(f"{facts.host} does not take part (exit status {SICK}):")
+    for one in bad:
+        say(f"  {one.check}: {one.seen}; {one.remedy}")
+    say(f"  everything that was seen: {log}")
+    return False

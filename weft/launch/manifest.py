@@ -1,0 +1,174 @@
+"""What clusters have in common: times, words, recipes, options, YAML, command-line tools."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weft.job import MISSING, Job, Problem, WeftError, flatten, read_job, recipe_names, suggest
+from weft.launch.submit import Request
+
+RUN_DIR = "run.dir"
+
+
+def seconds(text: str) -> int:
+    """Of ``D-HH:MM:SS`` or ``HH:MM:SS``.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text)
+    if found is None:
+        raise ValueError("must be D-HH:MM:SS or HH:MM:SS")
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def time_problems(text: str) -> list[Problem]:
+    """What is wrong with ``launch.time``."""
+    try:
+        rule = "" if seconds(text) else "must be longer"
+    except ValueError as error:
+        rule = str(error)
+    return [Problem("launch.time", text, rule)] if rule else []
+
+
+def common_problems(
+    request: Request, known: Mapping[str, str], needed: Sequence[str], clean: str
+) -> list[Problem]:
+    """What is wrong with [launch] wherever a manifest is made of it.
+
+    Args:
+        known: options and what they are.
+        needed: those of them that have to be given.
+        clean: a pattern for their values.
+    """
+    launch, found = request.job.launch, []
+    for name, value in launch.options.items():
+        if name not in known:
+            rule = "is no option here"
+            found.append(Problem(f"launch.options.{name}", value, rule, suggest(name, known)))
+        elif not re.fullmatch(clean, value):
+            found.append(Problem(f"launch.options.{name}", value, "has letters it cannot have"))
+    for name in needed:
+        if name not in launch.options:
+            remedy = f"--launch.options {name}=...: {known[name]}"
+            found.append(Problem(f"launch.options.{name}", MISSING, "is missing", remedy))
+    return found + time_problems(launch.time)
+
+
+def pairs_of(request: Request) -> dict[str, str]:
+    """The overrides among the words of the command, but those of [launch]; the last one wins."""
+    words = request.words[3:]
+    pairs = {k.removeprefix("--"): v for k, v in zip(words[::2], words[1::2], strict=True)}
+    return {key: value for key, value in pairs.items() if not key.startswith("launch.")}
+
+
+def command(request: Request, recipe: str, changes: Mapping[str, str]) -> list[str]:
+    """``weft train RECIPE ...`` with some keys changed, as words.
+
+    Which of the nodes there are is for `weft.train.where` to find out, but how few may do.
+    """
+    pairs = pairs_of(request) | dict(changes)
+    least, most = request.nodes
+    if least != most:
+        pairs["run.nodes"] = f"{least}:{most}"
+    return ["weft", "train", recipe, *(word for k, v in pairs.items() for word in (f"--{k}", v))]
+
+
+def script(lines: Sequence[str], words: Sequence[str]) -> str:
+    """Shell that runs ``lines`` and then becomes the command, option by option on its lines."""
+    pairs = [shlex.join(pair) for pair in zip(words[3::2], words[4::2], strict=True)]
+    last = " \\\n  ".join([f"exec {shlex.join(words[:3])}", *pairs])
+    return "\n".join(["set -e", *lines, last]) + "\n"
+
+
+def own_recipe(request: Request) -> str | None:
+    """The recipe as a file that stands alone; None of a shipped one, which every node has."""
+    recipe = request.words[2]
+    if recipe in recipe_names():
+        return None
+    import tomli_w
+
+    job, _, _ = read_job(recipe)
+    usual, tree = flatten(Job()), dict[str, dict[str, Any]]()
+    for key, value in flatten(job).items():
+        section, _, name = key.partition(".")
+        if key not in usual or (value != usual[key] and section != "launch" and key != RUN_DIR):
+            tree.setdefault(section, {})[name] = value
+    return tomli_w.dumps(tree)
+
+
+def to_yaml(documents: Sequence[Mapping[str, Any]], comment: str) -> str:
+    """Documents in their own order, text of several lines as it is, under comment lines."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """A text of several lines is shown as such."""
+
+    def text(dumper: Any, value: str) -> Any:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    body = yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=10_000)
+    return head + str(body)
+
+
+def unchecked(what: str, remedy: str) -> list[str]:
+    """Nothing is wrong as far as can be told; says that nothing was checked."""
+    print(f"weft: not checked against {what}; to have it checked: {remedy}", file=sys.stderr)
+    return []
+
+
+# --------------------------------------------------------------------------- a cluster's own tool
+
+
+class Refused(WeftError):
+    """By a cluster's command-line tool, in its own words."""
+
+
+def tool(*words: str, remedy: str) -> str:
+    """What a cluster's command-line tool prints.
+
+    Raises:
+        Refused: if it fails.
+        WeftError: if it is not installed.
+    """
+    done = subprocess.run(
+        _found(words, remedy), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    if done.returncode:
+        raise Refused(f"{shlex.join(words)}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def lines_of(*words: str, remedy: str) -> Iterator[str]:
+    """The lines that a tool prints, as they come; it ends with the iterator.
+
+    Raises:
+        WeftError: if it is not installed, or fails, which it has said on stderr.
+    """
+    process = subprocess.Popen(_found(words, remedy), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            yield line.rstrip("\n")
+        if status := process.wait():
+            raise WeftError(f"{shlex.join(words)}: ended with status {status}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _found(words: Sequence[str], remedy: str) -> list[str]:
+    path = shutil.which(words[0])
+    if path is None:
+        raise WeftError(f"{words[0]} is not installed, or not in $PATH: {remedy}")
+    return [path, *words[1:]]

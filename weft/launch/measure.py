@@ -1,0 +1,293 @@
+"""How fast this node's devices compute and speak with each other, measured by a process for each.
+
+`measure` starts the processes and waits; none of its faults, and no GPU that hangs, is the
+caller's, which needs neither torch nor a device.  `benchmarks/device.py` measures more, for the
+planner, by the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 8192, 28672))
+SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
+# Bytes that are summed over ranks, and that a device sends to another: enough for their full speed.
+REDUCED, SENT = {"cuda": 1 << 29, "cpu": 1 << 24}, 1 << 28
+BUSY_SECONDS = 1.0  # under load, before clocks are looked at
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one node; each tuple has a number of every device.
+
+    ``busbw``: bytes/s of each in all-reduces, as nccl-tests reckons it; 0 of one device.
+    ``pairs``: from, to, and bytes/s of a copy.  ``same``: whether products came out the same every
+    time.  ``clocks``: what `weft.launch.probes.nvidia` saw under load.  ``error``: instead of all.
+    """
+
+    device: str = "cpu"
+    nccl: tuple[int, ...] = ()
+    flops: tuple[float, ...] = ()
+    bandwidth: tuple[float, ...] = ()
+    same: tuple[bool, ...] = ()
+    busbw: float = 0.0
+    right: bool = True  # the sum over ranks
+    pairs: tuple[tuple[int, int, float], ...] = ()
+    clocks: str = ""
+    error: str = ""
+
+
+def measure(device: str, ranks: int, threads: int, full: bool, limit: float) -> Measured:
+    """Measure this node's devices, in so many processes of so many threads.
+
+    Args:
+        device: cpu or cuda.
+        full: every pair of devices, and several shapes of products.
+        limit: seconds until all is ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
+        asked = {"device": device, "size": ranks, "full": full, "limit": limit}
+        processes = []
+        for rank in range(ranks):
+            one = json.dumps(asked | {"rank": rank, "store": f"{folder}/store"})
+            with open(f"{folder}/{rank}", "wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-P", "-m", "weft.launch.measure", one],
+                        stdout=log,
+                        stderr=log,
+                        env=_environment(device, threads),
+                    )
+                )
+        late = _wait(processes, limit)
+        told = [Path(folder, str(rank)).read_text("utf-8", "replace") for rank in range(ranks)]
+    for rank, process in enumerate(processes):
+        if process.returncode and rank not in late:
+            return Measured(device, error=f"process {rank}: {last_line(told[rank])}")
+    if late:
+        who = ", ".join(map(str, late))
+        return Measured(device, error=f"not done within {limit:.0f} s: process {who}")
+    found = [json.loads(last_line(text)) for text in told]
+    of_all = {name: tuple(one[name] for one in found) for name in ("flops", "bandwidth", "same")}
+    pairs = tuple((a, b, rate) for a, b, rate in found[0]["pairs"])
+    tuples = {"pairs": pairs, "nccl": tuple(found[0]["nccl"])}
+    return Measured(**(found[0] | of_all | tuples | {"right": all(one["right"] for one in found)}))
+
+
+def _environment(device: str, threads: int) -> dict[str, str]:
+    changes = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if device == "cpu" and sys.platform == "linux":
+        # One host: do not depend on what its name resolves to.
+        changes["GLOO_SOCKET_IFNAME"] = "lo"
+    return os.environ | changes
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> list[int]:
+    """Until all have ended; who had not when one failed, or in time, and was killed."""
+    deadline = time.monotonic() + limit
+    try:
+        while None in (codes := [process.poll() for process in processes]):
+            if any(codes) or time.monotonic() > deadline:
+                return [rank for rank, code in enumerate(codes) if code is None]
+            time.sleep(0.02)
+        return []
+    finally:
+        for process in processes:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
+                process.wait(5)
+
+
+def last_line(text: str) -> str:
+    """The last line that says something."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no word")
+
+
+# --------------------------------------------------------------------------- in a process
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, least: float = 0.3) -> float:
+    """Of one call, over as many as take ``least`` seconds, and at least five."""
+    import torch
+
+    def one() -> float:
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    one(), one()
+    took: list[float] = []
+    while sum(took) < least or len(took) < 5:
+        took.append(one())
+    return statistics.median(took)
+
+
+def products(
+    device: torch.device, shapes: Sequence[tuple[int, int, int]] = (), least: float = 0.3
+) -> Iterator[tuple[str, float]]:
+    """Precisions with the FLOP/s of their best product; on a CPU float32 goes as bf16."""
+    import torch
+
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    best: dict[str, float] = {}
+    for m, k, n in shapes or (SHAPES if on_gpu else SMALL_SHAPES):
+        a = torch.randn(m, k, device=device).to(dtype)
+        b = torch.randn(n, k, device=device).to(dtype).t()
+        runs: dict[str, Callable[[], object]] = {"bf16": partial(torch.matmul, a, b)}
+        if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
+            one = torch.ones((), device=device)
+            a8, b8 = a.to(torch.float8_e4m3fn), b.t().to(torch.float8_e4m3fn).t()
+            runs["float8"] = partial(
+                torch._scaled_mm,
+                a8,
+                b8,
+                scale_a=one,
+                scale_b=one,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            )
+        for name, run in runs.items():
+            rate = 2 * m * k * n / median_seconds(run, device, least)
+            best[name] = max(best.get(name, 0.0), rate)
+    yield from best.items()
+
+
+def bandwidth(device: torch.device, least: float = 0.3) -> float:
+    """Bytes/s of the device's memory, as a data sheet would say."""
+    import torch
+
+    from weft.plan.cost import STREAMED
+
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median_seconds(lambda: target.copy_(source), device, least) / STREAMED
+
+
+def repeats(device: torch.device) -> bool:
+    """Whether a product comes out the same to the bit every time; else the device is faulty."""
+    import torch
+
+    size = 4096 if device.type == "cuda" else 256
+    a = torch.randn(size, size, device=device)
+    first = a @ a
+    return all(torch.equal(a @ a, first) for _ in range(10))
+
+
+def all_reduce(device: torch.device) -> tuple[float, bool]:
+    """Bus bandwidth, 2 (n - 1) / n of the bytes over the seconds, and whether the sum is right."""
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((REDUCED[device.type] // 4,), float(rank + 1), device=device)
+    dist.all_reduce(x)
+    right = bool((x == size * (size + 1) / 2).all())
+    seconds = median_seconds(lambda: dist.all_reduce(x), device, 0.0)  # as often in every rank
+    return 2 * (size - 1) / size * REDUCED[device.type] / seconds, right
+
+
+def copies(full: bool) -> Iterator[tuple[int, int, float]]:
+    """Bytes/s between GPUs, of each to the next, or of every pair."""
+    import torch
+
+    count = torch.cuda.device_count()
+    memory = [torch.ones(SENT, dtype=torch.uint8, device=f"cuda:{i}") for i in range(count)]
+    for a in range(count):
+        for b in range(count) if full else [(a + 1) % count]:
+            if a != b:
+                send = partial(memory[b].copy_, memory[a])
+                yield a, b, SENT / median_seconds(send, memory[a].device, 0.0)
+
+
+def clocks_under_load(device: torch.device, look: bool) -> str:
+    """What nvidia-smi says while this device, as all others, computes."""
+    import torch
+
+    from weft.launch.probes import nvidia
+
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    until, said = time.monotonic() + BUSY_SECONDS, ""
+    while time.monotonic() < until:
+        for _ in range(50):
+            a @ a
+        if look and not said and time.monotonic() > until - BUSY_SECONDS / 2:
+            said = nvidia()
+        torch.cuda.synchronize(device)
+    return said
+
+
+def be_measured(rank: int, size: int, kind: str, store: str, full: bool, limit: float) -> Any:
+    """What one process finds, as JSON values."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = kind == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=limit),
+    )
+
+    def together() -> None:
+        dist.all_reduce(torch.zeros(1))  # by gloo, which leaves GPUs alone
+
+    nccl: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+    least = 0.3 if on_gpu else 0.1
+    shapes = () if full else (SHAPES[1] if on_gpu else SMALL_SHAPES[0],)
+    together()
+    found: dict[str, Any] = {
+        "device": kind,
+        "nccl": nccl() if on_gpu else (),
+        "flops": dict(products(device, shapes, least))["bf16"],
+        "bandwidth": bandwidth(device, least),
+        "same": repeats(device),
+        "clocks": clocks_under_load(device, rank == 0) if on_gpu else "",
+    }
+    together()
+    found["pairs"] = list(copies(full)) if on_gpu and rank == 0 else []
+    together()
+    found["busbw"], found["right"] = all_reduce(device) if size > 1 else (0.0, True)
+    together()
+    return found
+
+
+def main() -> None:
+    """Print what is found as the last line."""
+    from weft.launch.worker import die_with_parent, leave
+
+    die_with_parent()
+    asked = json.loads(sys.argv[1])
+    kind = asked.pop("device")
+    print(json.dumps(be_measured(kind=kind, **asked)))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,496 @@
+"""What a node is like: facts, gathered without judging them (`weft.launch.doctor` does).
+
+Everything here is thin, and gets on with whatever is missing: a tool that is not there gives an
+empty text, a file that is not there None.  What tools print is kept as they print it, and taken
+apart by functions of their own, so that tests can give them what other machines have printed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import weft
+from weft.checkpoint.storage import create, open_folder, put_new, read_range, remove
+from weft.job import WeftError
+from weft.launch.measure import Measured
+
+ASKS, LINGER_SECONDS = 5, 1.0  # for the time; and for others to read what the store has
+PATIENCE = 30.0  # seconds for a tool; a broken driver lets nvidia-smi wait for ever
+TIMED_OUT = "no answer"  # what such a tool has said
+SPOILT = "what was read is not what was written"
+# What is asked of every GPU; "reasons" has another name in drivers before 535.
+ASKED = {
+    "index": "index",
+    "name": "name",
+    "driver": "driver_version",
+    "memory": "memory.total",
+    "used": "memory.used",
+    "celsius": "temperature.gpu",
+    "watts": "power.draw",
+    "sm": "clocks.sm",
+    "most_sm": "clocks.max.sm",
+    "reasons": "clocks_event_reasons.active",
+    "ecc": "ecc.errors.uncorrected.volatile.total",
+    "width": "pcie.link.width.current",
+    "most_width": "pcie.link.width.max",
+    "mig": "mig.mode.current",
+}
+OLD_REASONS = "clocks_throttle_reasons.active"
+REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+# Variables that are looked at; of others not even the name is taken, for some are secrets.
+PREFIXES = ("NCCL_", "FI_", "RDMAV_", "OFI_NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")
+NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX")
+PLUGINS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local", "/usr")
+LIBRARIES = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One of InfiniBand's kind, by /sys; ``rdma_read``: EFA's own, on devices that can."""
+
+    name: str
+    driver: str = ""
+    state: str = ""
+    rate: str = ""
+    rdma_read: bool = False
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of the job's.  Rates in bytes/s; ``locks``: a second holder of its lock is refused;
+    ``links``: it has hard links.  ``error``: why nothing could be tried."""
+
+    key: str
+    path: str
+    kind: str = ""
+    options: str = ""
+    free: int = 0
+    files: int = -1  # free inodes; -1: not counted there
+    write: float = 0.0
+    read: float = 0.0
+    locks: bool = True
+    links: bool = True
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Store:
+    """A place in an object store; ``once``: it refuses to put an object that is there already."""
+
+    key: str
+    url: str
+    write: float = 0.0
+    read: float = 0.0
+    seconds: float = 0.0  # of a small put
+    once: bool = True
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What nodes tell each other.  ``ahead``: of the first one's clock, in seconds, give or take
+    ``doubt``."""
+
+    host: str
+    versions: Mapping[str, str]
+    ahead: float = 0.0
+    doubt: float = 0.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one node.  Texts are what tools have printed; None, an empty text or 0 is not known."""
+
+    host: str = ""
+    device: str = "cpu"  # that the job is to use
+    nodes: int = 1  # that the job is to have, at most ...
+    least_nodes: int = 1  # ... and at least
+    weft: str = weft.__version__
+    torch: str = ""
+    cuda: str = ""  # that torch was built for
+    python: str = platform.python_version()
+    kernel: str = platform.release()
+    cores: int = 0  # of the machine
+    usable: int = 0  # of them by affinity
+    quota: float = 0.0  # of them by the control group
+    memory: int = 0
+    available: int = 0
+    limit: int = 0  # of the control group, in bytes
+    shm: int = 0
+    shm_free: int = 0
+    memlock: int = -1  # -1: no limit
+    nofile: int = -1
+    clock_in_step: bool | None = None
+    address: str = ""  # that this host's name resolves to
+    interfaces: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    gpus: str = ""
+    smi: str = ""  # its head, which has the newest CUDA of the driver
+    topology: str = ""
+    nvlinks: str = ""
+    remapped: str = ""
+    kernel_log: str = ""
+    device_files: int = 0  # of NVIDIA's driver, one a GPU
+    modules: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    libfabric: str = ""
+    efa_provider: str = ""
+    ofi_plugin: str = ""  # its version; '?': one of a version unknown
+    folders: tuple[Folder, ...] = ()
+    stores: tuple[Store, ...] = ()
+    endpoint: str = ""  # where nodes are to meet
+    meeting: str = ""  # '' nobody asked, else 'free', 'answers' or why not
+    others: tuple[Node, ...] = ()
+    measured: Measured | None = None
+
+
+def look() -> Facts:
+    """All that needs neither a job's folders nor its devices at work."""
+    mine = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    sizes = {k: int(v) * 1024 for k, v in re.findall(r"(\w+):\s+(\d+) kB", mine)}
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    limit, quota = control_group(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    with_gpu = shutil.which("nvidia-smi") is not None
+    address = ""
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    return Facts(
+        host=socket.gethostname(),
+        torch=versions().get("torch", ""),
+        cuda=cuda_of_torch(),
+        cores=os.cpu_count() or 0,
+        usable=len(os.sched_getaffinity(0)),
+        quota=quota,
+        memory=sizes.get("MemTotal", 0),
+        available=sizes.get("MemAvailable", 0),
+        limit=limit if limit < sizes.get("MemTotal", 0) else 0,
+        shm=shm.total if shm else 0,
+        shm_free=shm.free if shm else 0,
+        memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        nofile=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        clock_in_step=clock_in_step(),
+        address=address,
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        variables={k: v for k, v in os.environ.items() if k.startswith(PREFIXES) or k in NAMES},
+        gpus=nvidia() if with_gpu else "",
+        smi=run("nvidia-smi") if with_gpu else "",
+        topology=run("nvidia-smi", "topo", "-m") if with_gpu else "",
+        nvlinks=run("nvidia-smi", "nvlink", "-s") if with_gpu else "",
+        remapped=run("nvidia-smi", f"--query-remapped-rows={REMAPPED}", "--format=csv,noheader"),
+        kernel_log="\n".join(line for line in run("dmesg").splitlines() if "NVRM: Xid" in line),
+        device_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        modules=tuple(
+            name for name in ("nvidia_peermem", "gdrdrv") if Path("/sys/module", name).exists()
+        ),
+        adapters=tuple(adapters(Path("/sys/class/infiniband"))),
+        libfabric=run("fi_info", "--version"),
+        efa_provider=run("fi_info", "-p", "efa"),
+        ofi_plugin=plugin([*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *PLUGINS]),
+    )
+
+
+def cuda_of_torch() -> str:
+    """The CUDA that torch was built for, without importing it, for that may fail."""
+    found = importlib.util.find_spec("torch")
+    path = Path(found.origin).with_name("version.py") if found and found.origin else None
+    text = path.read_text("utf-8") if path and path.is_file() else ""
+    match = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def run(*command: str) -> str:
+    """What a tool prints, if it is there and succeeds."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+    except OSError:
+        return ""
+    except subprocess.TimeoutExpired:
+        return TIMED_OUT
+    return done.stdout if done.returncode == 0 else ""
+
+
+def nvidia() -> str:
+    """`ASKED` of every GPU, as comma-separated lines."""
+    for reasons in (ASKED["reasons"], OLD_REASONS):
+        names = ",".join((ASKED | {"reasons": reasons}).values())
+        if said := run("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits"):
+            return said
+    return ""
+
+
+def gpus_in(text: str) -> list[dict[str, str]]:
+    """The lines of `nvidia`, each by the names of `ASKED`."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [dict(zip(ASKED, row, strict=True)) for row in rows if len(row) == len(ASKED)]
+
+
+def topology_in(text: str) -> dict[tuple[str, str], str]:
+    """Of ``nvidia-smi topo -m`` how each pair of GPUs and adapters is joined: NV18, PIX, SYS."""
+    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in text.splitlines()]
+    head = next((words for words in lines if words[:1] == ["GPU0"]), [])
+    known = [word for word in head if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)]
+    rows = [words for words in lines if words and words[0] in known and words != head]
+    return {(row[0], name): how for row in rows for name, how in zip(known, row[1:], strict=False)}
+
+
+def control_group(own: Path, root: Path) -> tuple[int, float]:
+    """The memory in bytes and the cores that this process's control groups leave it; the smallest
+    on the way up, 0 where there is no limit.  Both versions of control groups.
+
+    Args:
+        own: /proc/self/cgroup.
+        root: where the groups are mounted.
+    """
+    memory, cores = [], []
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, kinds, path = line.split(":", 2)
+        tops = [root / kind for kind in kinds.split(",")] if kinds else [root, root / "unified"]
+        for top in tops:
+            for above in (Path(path), *Path(path).parents):
+                here = top / str(above).lstrip("/")
+                memory += _numbers(here / "memory.max") + _numbers(here / "memory.limit_in_bytes")
+                quota = _numbers(here / "cpu.max") or [
+                    *_numbers(here / "cpu.cfs_quota_us"),
+                    *_numbers(here / "cpu.cfs_period_us"),
+                ]
+                cores += [quota[0] / quota[1]] if len(quota) == 2 else []
+    return min((n for n in memory if n < 2**60), default=0), min(cores, default=0.0)
+
+
+def _numbers(path: Path) -> list[int]:
+    with suppress(OSError):
+        return [int(word) for word in path.read_text().split() if word.isdigit()]
+    return []
+
+
+def clock_in_step() -> bool | None:
+    """Whether the kernel's clock follows one outside (NTP, PTP); None: it does not say."""
+    adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
+    if adjtimex is None:
+        return None
+    state = adjtimex(ctypes.create_string_buffer(512))  # all zeros ask, and change nothing
+    time_error = 5  # of <sys/timex.h>
+    return None if state < 0 else state != time_error
+
+
+def adapters(root: Path) -> Iterator[Adapter]:
+    """The first port of each."""
+    for one in sorted(root.iterdir()) if root.is_dir() else []:
+        port = one / "ports" / "1"
+        text = {name: (port / name).read_text().strip() for name in ("state", "rate")}
+        driver = (one / "device" / "driver").resolve().name
+        read = (port / "hw_counters" / "rdma_read_bytes").exists()
+        yield Adapter(one.name, driver, text["state"], text["rate"], read)
+
+
+def plugin(folders: Sequence[str]) -> str:
+    """The version of the plug-in that lets NCCL speak with EFA."""
+    for folder in filter(None, folders):
+        for path in (p for part in LIBRARIES for p in Path(folder, part).glob("*.so*")):
+            if path.name.startswith(("libnccl-net", "libnccl-ofi")):
+                found = re.search(rb"aws-ofi-nccl (\d+\.\d+\.\d+)", path.read_bytes())
+                return found[1].decode() if found else "?"
+    return ""
+
+
+# --------------------------------------------------------------------------- folders, stores
+
+
+def mount_of(path: Path, mounts: str) -> tuple[str, str]:
+    """Kind and options of the file system that has a path, by /proc/self/mountinfo."""
+    best = ("", "", "")
+    for line in mounts.splitlines():
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].encode().decode("unicode_escape")  # a space is \040
+        if path.is_relative_to(point) and len(point) >= len(best[0]):
+            kind, _, *options = right.split()
+            best = (point, kind, ",".join(options))
+    return best[1], best[2]
+
+
+def try_folder(key: str, folder: Path, size: int) -> Folder:
+    """Write and read a file in a folder, or in the nearest one that there is; nothing stays."""
+    there = next(path for path in (folder, *folder.parents) if path.is_dir()).resolve()
+    mounts = Path("/proc/self/mountinfo")
+    kind, options = mount_of(there, mounts.read_text() if mounts.exists() else "")
+    block = os.urandom(1 << 20)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".weft-doctor-", dir=there) as own:
+            path, content = Path(own, "file"), block * (size >> 20)
+            began = time.perf_counter()
+            with create(path, len(content)) as file:
+                file.write(content)
+            wrote = time.perf_counter() - began
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            found = read_range(path, 0, len(content))
+            took = time.perf_counter() - began
+            usage = os.statvfs(there)
+            return Folder(
+                key,
+                str(folder),
+                kind,
+                options,
+                usage.f_bavail * usage.f_frsize,
+                usage.f_favail if usage.f_files else -1,
+                size / wrote,
+                size / took,
+                locks(path),
+                links(path),
+                "" if bytes(found) == content else SPOILT,
+            )
+    except OSError as error:
+        return Folder(key, str(folder), kind, options, error=f"cannot be written: {error.strerror}")
+
+
+def locks(path: Path) -> bool:
+    """Whether the lock by which a run owns its folder keeps a second one out."""
+    with path.open("a") as one, path.open("a") as other:
+        try:
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False  # there are none
+        with suppress(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+    return True
+
+
+def links(path: Path) -> bool:
+    """Whether a file can have two names; a checkpoint is claimed so (`put_new`)."""
+    with suppress(OSError):
+        os.link(path, path.with_name("link"))
+        return True
+    return False
+
+
+def try_store(key: str, url: str, size: int) -> Store:
+    """Write and read an object, as checkpoints are; nothing stays."""
+    content = os.urandom(size)
+    try:
+        place = open_folder(url) / f".weft-doctor-{socket.gethostname()}-{os.getpid()}"
+        try:
+            began = time.perf_counter()
+            with create(place / "large", size) as file:
+                file.write(content)
+            wrote = time.perf_counter() - began
+            began = time.perf_counter()
+            found = read_range(place / "large", 0, size)
+            took = time.perf_counter() - began
+            began = time.perf_counter()
+            put_new(place / "small", b"first")
+            small = time.perf_counter() - began
+            once = False
+            try:
+                put_new(place / "small", b"second")
+            except FileExistsError:
+                once = True
+        finally:
+            remove(place)
+    except WeftError as error:
+        return Store(key, url, error=str(error))
+    except Exception as error:  # whatever the client of the store raises
+        return Store(key, url, error=f"{type(error).__name__}: {error.__cause__ or error}")
+    why = "" if bytes(found) == content else SPOILT
+    return Store(key, url, size / wrote, size / took, small, once, why)
+
+
+# --------------------------------------------------------------------------- other nodes
+
+
+def try_endpoint(endpoint: str) -> str:
+    """Whether the nodes' meeting place could be here ('free'), is there ('answers'), or why not."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        address = socket.getaddrinfo(host or "localhost", int(port), type=socket.SOCK_STREAM)[0]
+    except (OSError, ValueError) as error:
+        return f"{error}"
+    with closing(socket.socket(address[0], socket.SOCK_STREAM)) as one:
+        one.settimeout(3)
+        with suppress(OSError):
+            one.connect(address[4])
+            return "answers"
+    with closing(socket.socket(address[0], socket.SOCK_STREAM)) as one:
+        try:
+            one.bind(address[4])
+        except OSError:
+            return "no answer, and it is no free port of this host"
+    return "free"
+
+
+def versions() -> dict[str, str]:
+    """What should be the same on every node."""
+    found = {"weft": weft.__version__, "python": platform.python_version()}
+    for name in ("torch", "numpy"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def meet(endpoint: str, nodes: int, mine: Mapping[str, str], limit: float) -> list[Node]:
+    """Find the other nodes that ask the same, and compare clocks with the first that came.
+
+    Returns:
+        All of them; fewer than ``nodes`` if the others did not come in time.
+    """
+    from datetime import timedelta
+
+    from torch.distributed import DistStoreError
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+
+    parameters = RendezvousParameters("c10d", endpoint, "doctor", 1, nodes, read_timeout=int(limit))
+    _, store = create_backend(parameters)
+    store.set_timeout(timedelta(seconds=limit))
+    number = store.add("count", 1) - 1
+    store.set(f"node/{number}", json.dumps([socket.gethostname(), dict(mine)]))
+    try:
+        if number == 0:
+            store.set("ahead/0", "[0.0, 0.0]")
+            for other in range(1, nodes):
+                store.wait([f"node/{other}"])
+                store.set(f"turn/{other}", "")
+                for ask in range(ASKS):
+                    store.wait([f"ask/{other}/{ask}"])
+                    store.set(f"answer/{other}/{ask}", repr(time.time()))
+        else:
+            store.wait([f"turn/{number}"])
+            found = [_ask(store, f"{number}/{ask}") for ask in range(ASKS)]
+            store.set(f"ahead/{number}", json.dumps(min(found, key=lambda one: one[1])))
+        store.wait([f"ahead/{other}" for other in range(nodes)])
+        time.sleep(LINGER_SECONDS)  # the store may be in this process, and others still read
+    except DistStoreError:
+        pass  # not all came: those that did are told
+    came = [n for n in range(nodes) if store.check([f"node/{n}"])]
+    clocks = {n: json.loads(store.get(f"ahead/{n}")) for n in came if store.check([f"ahead/{n}"])}
+    return [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in came]
+
+
+def _ask(store: Any, name: str) -> tuple[float, float]:
+    """How far this clock is ahead of the first node's, give or take what."""
+    began = time.time()
+    store.set(f"ask/{name}", "")
+    theirs = float(store.get(f"answer/{name}"))
+    ended = time.time()
+    return (began + ended) / 2 - theirs, (ended - began) / 2
