@@ -262,7 +262,7 @@ def bare_fsdp(work: Work) -> None:
 
 
 def weft(work: Work) -> None:
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
     from weft.resilience import heartbeat
     from weft.train import loop
     from weft.train.setup import Built, connect

@@ -133,7 +133,7 @@ def job_of(folder: Path, steps: int) -> Any:
 def weft(folder: Path, steps: int, turn: Turn) -> None:
     from weft.data.prepare import prepare_text
     from weft.job import to_toml
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
     from weft.resilience import heartbeat
     from weft.train import loop
     from weft.train.setup import connect

@@ -356,7 +356,7 @@ def test_train_tells_stages_and_warnings() -> None:
     from rich.console import Console
 
     from weft.launch.start import describe
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
     from weft.plan.report import plan_recipe
 
     overrides = [("parallel.tp", "8"), ("parallel.pp", "2"), ("run.workers", "16")]

@@ -57,6 +57,32 @@ def test_imports_point_one_way() -> None:
     assert wrong_imports() == []
 
 
+def modules_of_weft(path: Path, known: set[str]) -> set[str]:
+    """The modules of weft that a file imports, inside of functions and for types, too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & known or {node.module or ""} & known
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    """Nor in a longer circle: then there is an order in which to read them."""
+    names = {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in ROOT.rglob("*.py")
+    }
+    left = {name: modules_of_weft(path, set(names)) - {name} for name, path in names.items()}
+    while free := {name for name, needs in left.items() if not needs & set(left)}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert left == {}
+
+
 def test_a_launcher_does_not_import_torchs_compiler() -> None:
     """It takes most of a second, each time that somebody starts a run."""
     probe = "import sys, weft.launch.start; sys.exit('torch._dynamo' in sys.modules)"

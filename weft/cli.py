@@ -575,7 +575,7 @@ def train(options: argparse.Namespace) -> int:
     if "RANK" not in os.environ:  # what is worth a warning in C++, the launcher says itself
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from weft.launch.start import join, start
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
     from weft.train.setup import joined, prepare_job
     from weft.train.where import speaks
 
@@ -714,7 +714,7 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
 def verify(options: argparse.Namespace) -> int:
     """Train the recipe's layout and one process, both small, and compare them."""
     from weft.compare.verify import read_recipe, verify
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
     from weft.plan.resolve import MAX_CPU_WORKERS
 
     problems = list(options.problems)
@@ -745,7 +745,7 @@ def compare(options: argparse.Namespace) -> int:
         read_variants,
     )
     from weft.compare.result import Settings, compare, to_json
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
 
     problems = list(options.problems)
     repeats = between("--repeat", options.repeat, 1, 1000, problems)
@@ -792,9 +792,9 @@ def between(name: str, text: str, least: int, most: int, problems: list[Problem]
 
 def report(options: argparse.Namespace) -> int:
     """Write the page of one run, or of several beside each other."""
+    from weft.observe.files import replace_bytes
     from weft.observe.history import History, no_run
     from weft.observe.report import FILE, plotly, report_page
-    from weft.observe.sinks import replace_bytes
 
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
@@ -877,7 +877,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from weft.launch.again import on_every_rank, prepare_to_evaluate, text_to_evaluate
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
     from weft.train.evaluate import EVERY, losses_on
     from weft.train.generate import speech_of
     from weft.train.inference import find_checkpoint, lay_out, restore
@@ -938,7 +938,7 @@ def rollback(options: argparse.Namespace) -> int:
 def export(options: argparse.Namespace) -> int:
     """Write a checkpoint for others."""
     from weft.launch.preparing import showing
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
     from weft.train.interchange import export_checkpoint
 
     console = quiet_console(sys.stdout)
@@ -952,7 +952,7 @@ def export(options: argparse.Namespace) -> int:
 def import_(options: argparse.Namespace) -> int:
     """Make a run of what others have trained."""
     from weft.launch.preparing import showing
-    from weft.observe.sinks import quiet_console
+    from weft.observe.terminal import quiet_console
     from weft.train.interchange import import_model
 
     console = quiet_console(sys.stdout)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from weft.data import prepare as preparing
-from weft.data.prepare import Progress, prepare, prepare_text
+from weft.data.cache import Progress
+from weft.data.prepare import prepare, prepare_text
 from weft.data.source import PIECE_BYTES, in_pieces
 from weft.data.store import Store
 from weft.job import DataSection, InvalidJob

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.data.prepare import Progress, prepare
+from weft.data.cache import Progress
+from weft.data.prepare import prepare
 from weft.data.source import PIECE_BYTES
 from weft.data.store import Store
 from weft.data.tokenizer import train_tokenizer

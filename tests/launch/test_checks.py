@@ -13,13 +13,13 @@ import pytest
 
 from weft.launch import checks
 from weft.launch.checks import CHECKS, VARIABLES, Finding, examine, interfaces_for
-from weft.launch.measure import Measured
 from weft.launch.probes import (
     ASKED,
     TIMED_OUT,
     Adapter,
     Facts,
     Folder,
+    Measured,
     Node,
     Store,
     adapters,

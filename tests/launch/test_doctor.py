@@ -22,8 +22,8 @@ from weft.job import read_job
 from weft.launch import MISTAKE, SICK
 from weft.launch.checks import CHECKS
 from weft.launch.doctor import SICK_NODES, folders
-from weft.launch.measure import Measured, measure
-from weft.launch.probes import locks, try_endpoint, try_folder
+from weft.launch.measure import measure
+from weft.launch.probes import Measured, locks, try_endpoint, try_folder
 
 pytestmark = pytest.mark.timeout(300, method="signal")
 

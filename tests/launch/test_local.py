@@ -21,7 +21,7 @@ from tests.small import SMALL, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints
 from weft.cli import main
 from weft.launch.local import Failure, first_cause
-from weft.launch.worker import write_error
+from weft.launch.process import write_error
 
 # Each starts whole commands, several of them: on a busy machine that takes a while.
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up

@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.models.test_llama import SCALED, SMALL, TIED
 from weft.models import FAMILIES
-from weft.models.huggingface import from_config, kind_of, shapes, their_name, to_config
+from weft.models.family import their_name
+from weft.models.huggingface import from_config, kind_of, shapes, to_config
 from weft.models.llama import PRESETS, Llama, LlamaConfig
 
 LLAMA = FAMILIES["llama"]

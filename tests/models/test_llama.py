@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.harness import run_ranks
 from weft.job import InvalidJob, Problem
 from weft.models import FAMILIES, Family, load_family, resolve_model
-from weft.models.huggingface import their_name, to_config
+from weft.models.family import their_name
+from weft.models.huggingface import to_config
 from weft.models.layers import rope_frequencies
 from weft.models.llama import (
     INIT,

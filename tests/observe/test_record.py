@@ -25,7 +25,8 @@ from weft.observe.record import (
     tflops_per_device,
     tokens_per_second,
 )
-from weft.observe.sinks import Guarded, Jsonl, Sink, TensorBoard, Terminal, duration
+from weft.observe.sinks import Guarded, Jsonl, Sink, TensorBoard
+from weft.observe.terminal import Terminal, duration
 
 
 def record(step: int, **changes: object) -> StepRecord:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness import run_ranks
-from weft.models.llama import Init
+from weft.models.family import Init
 from weft.parallel import init as init_module
 from weft.parallel.init import init_params
 

@@ -19,7 +19,8 @@ from tests.small import Overrides, gradients, loader_of, merged, plan_here, smal
 from weft.checkpoint.state import frozen_parameters, named_parameters, optimizer_state
 from weft.job import InvalidJob, read_job
 from weft.models import load_family
-from weft.models.llama import PRESETS, Init, num_matmul_params
+from weft.models.family import Init
+from weft.models.llama import PRESETS, num_matmul_params
 from weft.parallel import lora
 from weft.parallel.lora import LoraLinear
 from weft.parallel.quantize import NF4, linear, pack, unpack

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.harness import RankError, run_ranks
 from tests.small import whole
-from weft.models.llama import SHARDING, Llama, LlamaConfig, Split
+from weft.models.family import Split
+from weft.models.llama import SHARDING, Llama, LlamaConfig
 from weft.parallel.tensor import apply_tensor, overlap_exchanges, vocabulary_cross_entropy
 
 

@@ -10,7 +10,8 @@ from fractions import Fraction
 
 import pytest
 
-from weft.models.llama import PRESETS, Unit, units
+from weft.models.family import Unit
+from weft.models.llama import PRESETS, units
 from weft.plan.devices import GIB
 from weft.plan.stages import (
     Objective,

@@ -36,11 +36,12 @@ from weft.checkpoint import export
 from weft.checkpoint.export import INDEX, publishing, split, write_model
 from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
 from weft.cli import main
-from weft.data.prepare import Progress
+from weft.data.cache import Progress
 from weft.data.text import open_text
 from weft.job import WeftError, replace, to_toml
 from weft.models import FAMILIES, resolve_model
-from weft.models.huggingface import shapes, their_name, to_config
+from weft.models.family import their_name
+from weft.models.huggingface import shapes, to_config
 from weft.models.llama import LlamaConfig
 from weft.train.generate import Sampling, Speech, generate, rows_of, speech_of
 from weft.train.inference import find_checkpoint, load_whole, restore_alone

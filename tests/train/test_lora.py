@@ -17,10 +17,11 @@ from tests.layouts import parse
 from tests.small import Overrides, losses, newest_state, read_state, small_job, train_rank
 from weft.checkpoint.export import write_json
 from weft.checkpoint.manifest import checkpoints, read_manifest
-from weft.data.prepare import Progress
+from weft.data.cache import Progress
 from weft.job import InvalidJob, to_toml
 from weft.models import FAMILIES, resolve_model
-from weft.models.huggingface import shapes, their_name, to_config
+from weft.models.family import their_name
+from weft.models.huggingface import shapes, to_config
 from weft.train.inference import find_checkpoint, load_whole
 from weft.train.interchange import export_checkpoint, import_model
 

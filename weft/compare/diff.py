@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.job import MISSING, InvalidJob, Job, Problem, difference
+from weft.observe.files import read_records
 from weft.observe.history import job_of
-from weft.observe.sinks import read_records
 from weft.observe.statistics import KINDS, read_statistics
 from weft.train.setup import home_of
 

@@ -36,7 +36,8 @@ import tomli_w
 from weft.checkpoint.manifest import checkpoints
 from weft.compare.ranks import die_with_parent
 from weft.job import MISSING, InvalidJob, Job, Problem, flatten, read_job
-from weft.observe.sinks import duration, replace_text
+from weft.observe.files import replace_text
+from weft.observe.terminal import duration
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.setup import joined, prepare_job

@@ -31,8 +31,8 @@ from weft.compare.statistics import (
     p_equivalent,
     pairs_needed,
 )
+from weft.observe.files import read_records
 from weft.observe.record import device_hours
-from weft.observe.sinks import read_records
 
 Record = Mapping[str, Any]
 

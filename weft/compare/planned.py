@@ -21,11 +21,11 @@ from weft.compare.experiment import COMPARISON, Overrides, read_variants
 from weft.compare.judge import percent
 from weft.compare.verify import layout
 from weft.job import Job, Problem
+from weft.observe.files import replace_text
 from weft.observe.record import device_hours
 from weft.observe.report import FILE
 from weft.observe.report import document as document_of
 from weft.observe.report import table as html_table
-from weft.observe.sinks import replace_text
 from weft.plan.devices import GIB
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan

@@ -40,9 +40,10 @@ from weft.compare.judge import (
 )
 from weft.compare.verify import layout
 from weft.job import Problem, WeftError, difference, flatten
+from weft.observe.files import replace_bytes, replace_text
 from weft.observe.report import FILE, Section, report_page
 from weft.observe.report import table as html_table
-from weft.observe.sinks import replace_bytes, replace_text, shown
+from weft.observe.terminal import shown
 from weft.plan.placement import AXES
 from weft.plan.stages import align
 from weft.train.setup import owning

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
+from weft.data.cache import Progress, Report, cache_problems, locked, noting, open_given
 from weft.data.chat import (
     CANNOT_BE_CUT,
     COLUMNS,
@@ -37,7 +38,6 @@ from weft.data.chat import (
     parse,
 )
 from weft.data.files import changed
-from weft.data.prepare import Progress, Report, cache_problems, locked, noting, open_given
 from weft.data.records import Fault, Unit, lines, record_units
 from weft.data.source import STORE_FILE, Found, check_path, is_store, look
 from weft.data.store import (

@@ -17,13 +17,10 @@ changed file, tokenizer or setting is another store, and the same text is never 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +30,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from xxhash import xxh3_128_hexdigest
 
+from weft.data.cache import Progress, Report, cache_problems, locked, noting, open_given
+from weft.data.conversations import prepare_conversations
 from weft.data.documents import Extent, Reader, Records, numbered, read_records
 from weft.data.documents import Scan as UnitScan
 from weft.data.files import changed
@@ -95,26 +94,12 @@ READ_ALONE_BYTES, ENCODE_ALONE_BYTES = 128 << 20, 8 << 20
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a preparation is doing; ``total_bytes`` is 0 where there is nothing to count."""
-
-    message: str
-    done_bytes: int = 0
-    total_bytes: int = 0
-
-
-Report = Callable[[Progress], None]
-
-
 def prepare_text(section: DataSection, cache: Path, progress: Report | None = None) -> Text:
     """What ``section`` wants a run to train on, prepared now unless it was before.
 
     Args, and errors of ``data.mixture`` too: see `prepare`.
     """
     if section.format != "text":
-        from weft.data.conversations import prepare_conversations
-
         return prepare_conversations(section, cache, progress)
     if not section.mixture:
         store = prepare(section, cache, progress)
@@ -148,18 +133,6 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
         raise InvalidJob({str(found): found for found in problems}.values())
     with cache_problems(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
-
-
-@contextmanager
-def noting(problems: list[Problem]) -> Iterator[None]:
-    """Problems, for later; those of a path are then of a mixture's."""
-    try:
-        yield
-    except InvalidJob as invalid:
-        problems += [
-            replace(found, key="data.mixture") if found.key == "data.path" else found
-            for found in invalid.problems
-        ]
 
 
 def prepare(
@@ -394,16 +367,6 @@ def _prepare(
             )
             write_file(folder / STORE_FILE, json.dumps(asdict(manifest), indent=1).encode())
     return open_store(folder)
-
-
-def open_given(section: DataSection, tokenizer_hash: str | None) -> Store:
-    """The store that the path is, which must be of the tokenizer that is given, if one is."""
-    store = open_store(section.path)
-    if tokenizer_hash not in (None, store.manifest.tokenizer_hash):
-        rule = f"does not match the store {section.path}, which was prepared with another"
-        remedy = f"use {store.path / TOKENIZER_FILE}"
-        raise InvalidJob([Problem("data.tokenizer", section.tokenizer, rule, remedy)])
-    return store
 
 
 def _scan_all(section: DataSection, cache: Path, report: Report) -> list[Scan]:
@@ -790,33 +753,3 @@ def _finished(file: Path, encoder: _Encoder) -> Tokens | None:
     except FileNotFoundError:
         return None
     return tokens if receipt == _receipt(file, encoder, tokens) else None
-
-
-@contextmanager
-def locked(folder: Path, report: Report) -> Iterator[None]:
-    """Hold the folder's lock, which the system frees should this process die."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waiting:
-                    report(Progress("waiting for another process that prepares the same text"))
-                waiting = True
-                time.sleep(0.1)
-        for stale in folder.glob("*.tmp"):  # of an attempt that was killed
-            stale.unlink()
-        yield
-
-
-@contextmanager
-def cache_problems(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        remedy = "give --data.cache a folder that is writable and has room"
-        raise InvalidJob([Problem("data.cache", str(cache), rule, remedy)]) from None

@@ -29,7 +29,7 @@ from weft.launch.probes import (
     try_store,
     versions,
 )
-from weft.launch.worker import write_json
+from weft.observe.files import write_json
 from weft.train.where import find
 
 MOST_RANKS = 4  # on a CPU, as `weft train` starts them

@@ -26,6 +26,7 @@ from typing import Any
 
 from weft.checkpoint.manifest import checkpoints
 from weft.job import InvalidJob, Job, Problem
+from weft.launch.process import log_path
 from weft.launch.start import how_to_go_on
 from weft.launch.watchdog import (
     FRAME,
@@ -39,9 +40,8 @@ from weft.launch.watchdog import (
     why_absent,
     write_evidence,
 )
-from weft.launch.worker import log_path
+from weft.observe.files import read_records
 from weft.observe.history import job_of
-from weft.observe.sinks import read_records
 from weft.parallel.private import collectives_in
 from weft.resilience.heartbeat import Contact, process_began, ranks_text
 from weft.train.setup import home_of

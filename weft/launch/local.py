@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from weft.job import Job, flatten
 from weft.launch import REQUEUE
 from weft.launch.nodes import JOIN, Meeting, is_loopback, meet
-from weft.launch.worker import error_path, log_path, status
+from weft.launch.process import error_path, log_path, status
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
 

@@ -16,11 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from weft.launch.probes import Measured, nvidia
+from weft.launch.process import die_with_parent, leave
 
 if TYPE_CHECKING:
     import torch
@@ -30,27 +32,6 @@ SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
 # Bytes that are summed over ranks, and that a device sends to another: enough for their full speed.
 REDUCED, SENT = {"cuda": 1 << 29, "cpu": 1 << 24}, 1 << 28
 BUSY_SECONDS = 1.0  # under load, before clocks are looked at
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Of one node; each tuple has a number of every device.
-
-    ``busbw``: bytes/s of each in all-reduces, as nccl-tests reckons it; 0 of one device.
-    ``pairs``: from, to, and bytes/s of a copy.  ``same``: whether products came out the same every
-    time.  ``clocks``: what `weft.launch.probes.nvidia` saw under load.  ``error``: instead of all.
-    """
-
-    device: str = "cpu"
-    nccl: tuple[int, ...] = ()
-    flops: tuple[float, ...] = ()
-    bandwidth: tuple[float, ...] = ()
-    same: tuple[bool, ...] = ()
-    busbw: float = 0.0
-    right: bool = True  # the sum over ranks
-    pairs: tuple[tuple[int, int, float], ...] = ()
-    clocks: str = ""
-    error: str = ""
 
 
 def measure(device: str, ranks: int, threads: int, full: bool, limit: float) -> Measured:
@@ -223,8 +204,6 @@ def clocks_under_load(device: torch.device, look: bool) -> str:
     """What nvidia-smi says while this device, as all others, computes."""
     import torch
 
-    from weft.launch.probes import nvidia
-
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     until, said = time.monotonic() + BUSY_SECONDS, ""
     while time.monotonic() < until:
@@ -280,8 +259,6 @@ def be_measured(rank: int, size: int, kind: str, store: str, full: bool, limit: 
 
 def main() -> None:
     """Print what is found as the last line."""
-    from weft.launch.worker import die_with_parent, leave
-
     die_with_parent()
     asked = json.loads(sys.argv[1])
     kind = asked.pop("device")

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft.data.prepare import Progress as Preparation
+from weft.data.cache import Progress as Preparation
 from weft.job import DataSection
 
 LINE_SECONDS = 30.0  # between lines of a stage that goes on, where there is no terminal

@@ -30,7 +30,6 @@ from typing import Any
 import weft
 from weft.checkpoint.storage import create, open_folder, put_new, read_range, remove
 from weft.job import WeftError
-from weft.launch.measure import Measured
 
 ASKS, LINGER_SECONDS = 5, 1.0  # for the time; and for others to read what the store has
 PATIENCE = 30.0  # seconds for a tool; a broken driver lets nvidia-smi wait for ever
@@ -113,6 +112,27 @@ class Node:
     versions: Mapping[str, str]
     ahead: float = 0.0
     doubt: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one node; each tuple has a number of every device.
+
+    ``busbw``: bytes/s of each in all-reduces, as nccl-tests reckons it; 0 of one device.
+    ``pairs``: from, to, and bytes/s of a copy.  ``same``: whether products came out the same every
+    time.  ``clocks``: what `weft.launch.probes.nvidia` saw under load.  ``error``: instead of all.
+    """
+
+    device: str = "cpu"
+    nccl: tuple[int, ...] = ()
+    flops: tuple[float, ...] = ()
+    bandwidth: tuple[float, ...] = ()
+    same: tuple[bool, ...] = ()
+    busbw: float = 0.0
+    right: bool = True  # the sum over ranks
+    pairs: tuple[tuple[int, int, float], ...] = ()
+    clocks: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)

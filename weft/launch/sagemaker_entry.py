@@ -45,7 +45,7 @@ from typing import Any
 
 from weft.job import MISSING, InvalidJob, Problem, WeftError, read_job
 from weft.launch import FAILED, MISTAKE, REQUEUE
-from weft.launch.worker import die_with_parent
+from weft.launch.process import die_with_parent
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import find
 

@@ -30,20 +30,14 @@ from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE, SICK
 from weft.launch.doctor import preflight
 from weft.launch.local import Failure, Stopped, launch
 from weft.launch.preparing import cache_folder, showing
+from weft.launch.process import leave, log_path, redirect, tell_torchrun, write_error
 from weft.launch.watchdog import watch
-from weft.launch.worker import leave, log_path, redirect, tell_torchrun, write_error
 from weft.observe.events import note_event
+from weft.observe.files import read_records, replace_bytes, replace_text
 from weft.observe.history import History, job_of
 from weft.observe.ledger import goodput
 from weft.observe.report import FILE, LATER, report_page
-from weft.observe.sinks import (
-    duration,
-    quiet_console,
-    read_records,
-    replace_bytes,
-    replace_text,
-    shown,
-)
+from weft.observe.terminal import duration, quiet_console, shown
 from weft.plan.placement import AXES
 from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan

@@ -39,7 +39,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from weft.job import Job
-from weft.launch.worker import die_with_parent, log_path, status, write_json, write_report
+from weft.launch.process import die_with_parent, log_path, status, write_report
+from weft.observe.files import write_json
 from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 

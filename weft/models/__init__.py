@@ -8,107 +8,20 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor, nn
 
 from weft.job import InvalidJob, Problem, Section, check_section, suggest
 from weft.models import llama, mistral, moe, qwen3
-from weft.models.huggingface import Counterpart
+from weft.models.family import Family
 
 __all__ = ["FAMILIES", "Family", "load_family", "resolve_model"]
 
-
-@dataclass(frozen=True)
-class Family:
-    """What weft needs to know of a kind of model.  `weft.models.llama` documents each entry.
-
-    Every function takes the family's own configuration, an instance of ``config``.  Rules
-    about several of its fields belong in ``check``, not in validators of ``config``.
-    """
-
-    config: type[Section]
-    presets: Mapping[str, Section]
-    build: Callable[[Any], nn.Module]
-    check: Callable[[Any], list[Problem]]
-    blocks: Callable[[Any], list[nn.Module]]
-    init_of: Callable[[str, Any], llama.Init]
-    decays: Callable[[str], bool]
-    num_params: Callable[[Any], int]
-    flops_per_token: Callable[[Any, int], float]
-    # For tensor parallelism; without them a model cannot have it.
-    sharding: Mapping[str, llama.Split] = field(default_factory=dict)
-    split_sizes: tuple[str, ...] = ()
-    # For pipeline parallelism; without them a model cannot have it.
-    units: Callable[[Any, int], list[llama.Unit]] | None = None
-    keep: Callable[[Any, range], None] | None = None
-    # For a loss without whole logits; without it they are whole.
-    without_head: Callable[[Any], Callable[[], Tensor]] | None = None
-    # Of a mixture of experts: a model's routed layers (`weft.models.moe.MoE`), and of the
-    # parameters those that a token has to do with.
-    routed: Callable[[nn.Module], list[Any]] | None = None
-    num_active_params: Callable[[Any], int] | None = None
-    # For `weft export` and `weft import`; without it a model has neither.
-    huggingface: Counterpart | None = None
-
-
-LLAMA = Family(
-    config=llama.LlamaConfig,
-    presets=llama.PRESETS,
-    build=llama.Llama,
-    check=llama.check,
-    blocks=llama.blocks,
-    init_of=llama.init_of,
-    decays=llama.decays,
-    num_params=llama.num_params,
-    flops_per_token=llama.flops_per_token,
-    sharding=llama.SHARDING,
-    split_sizes=llama.SPLIT_SIZES,
-    units=llama.units,
-    keep=llama.keep,
-    without_head=llama.without_head,
-    huggingface=llama.HUGGINGFACE,
-)
-
-# The others are Llama but for what they say themselves.
 FAMILIES: dict[str, Family] = {
-    "llama": LLAMA,
-    "mistral": replace(
-        LLAMA,
-        config=mistral.MistralConfig,
-        presets=mistral.PRESETS,
-        huggingface=mistral.HUGGINGFACE,
-    ),
-    "qwen3": replace(
-        LLAMA,
-        config=qwen3.Qwen3Config,
-        presets=qwen3.PRESETS,
-        build=qwen3.Qwen3,
-        num_params=qwen3.num_params,
-        sharding=qwen3.SHARDING,
-        units=qwen3.units,
-        huggingface=qwen3.HUGGINGFACE,
-    ),
-    "moe": Family(
-        config=moe.MoeConfig,
-        presets=moe.PRESETS,
-        build=moe.Moe,
-        check=moe.check,
-        blocks=llama.blocks,
-        init_of=moe.init_of,
-        decays=llama.decays,
-        num_params=moe.num_params,
-        flops_per_token=moe.flops_per_token,
-        sharding=moe.SHARDING,
-        split_sizes=moe.SPLIT_SIZES,
-        units=moe.units,
-        keep=llama.keep,
-        without_head=llama.without_head,
-        routed=moe.routed,
-        num_active_params=moe.num_active_params,
-    ),
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "moe": moe.FAMILY,
 }
 
 

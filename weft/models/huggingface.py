@@ -12,18 +12,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from weft.job import MISSING, Problem, check_section
-
-if TYPE_CHECKING:
-    from weft.models import Family
-
-Json = dict[str, Any]
+from weft.models.family import Counterpart, Family, Json
 
 # Their field -> ours.
 FIELDS = {
@@ -51,13 +46,6 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-# Fields with the only value that weft's models can represent.
-ONLY: Json = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-}
 # Fields that do not change what the model computes.
 IGNORED = {
     "bos_token_id",
@@ -81,29 +69,6 @@ REMEDIES = {
     "auto_map": "it names code to run, which weft never does; take it out if the model is plain",
     "quantization_config": "save the weights dequantised first, in float32, bfloat16 or float16",
 }
-
-
-def their_name(name: str) -> str:
-    """The name in a Hugging Face checkpoint of a parameter of `weft.models.llama.Llama`."""
-    return name if name == "lm_head.weight" else f"model.{name}"
-
-
-@dataclass(frozen=True)
-class Counterpart:
-    """What Hugging Face has for a family.
-
-    ``defaults``: what transformers takes where a field is missing, beside `DEFAULTS`.  ``window``:
-    the sliding window of a file that does not mention one; None: the family has none.
-    """
-
-    name: str  # for people
-    architecture: str
-    model_type: str
-    their_name: Callable[[str], str] = their_name
-    defaults: Json = field(default_factory=dict)
-    only: Json = field(default_factory=lambda: ONLY)
-    ignored: frozenset[str] = frozenset()
-    window: int | None = None
 
 
 def counterpart(family: Family) -> Counterpart:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from weft.job import Positive, Problem, Section, key
-from weft.models.huggingface import Counterpart
+from weft.models.family import Counterpart, Family, Init, Split, Unit
 from weft.models.layers import (
     Attention,
     RMSNorm,
@@ -336,19 +336,6 @@ class Llama(nn.Module):
 # --------------------------------------------------------------------------- tables
 
 
-class Init(NamedTuple):
-    """How a parameter starts: all ones, all zeros, normal with ``std``, cut at three ``std``; or
-    (*fan_in*) uniform between plus and minus one over the root of its inputs, as `nn.Linear` does.
-
-    ``residual``: it writes into the residual stream, twice per layer, so its standard
-    deviation is divided by ``sqrt(2 * num_layers)`` to keep the sum's variance flat (GPT-2).
-    """
-
-    kind: Literal["ones", "zeros", "truncated_normal", "fan_in"]
-    std: float = 0.0
-    residual: bool = False
-
-
 # Patterns of parameter names (as in fnmatch); each parameter matches exactly one.
 INIT: dict[str, Init] = {
     "*norm.weight": Init("ones"),
@@ -406,25 +393,6 @@ def without_head(model: Llama) -> Callable[[], Tensor]:
     return lambda: embedding.weight
 
 
-class Split(NamedTuple):
-    """What tensor parallelism makes of a module; `weft.parallel.tensor` carries it out.
-
-    ``weight``: how the module's weight is cut over the ranks.  *column*: by outputs, *row*: by
-    inputs, *heads*: by outputs, but never through a head, so that ranks share one where there
-    are more ranks than heads; *vocabulary*: by rows of a table that is looked up in; *whole*:
-    every rank has it; *summed*: it has, and computes a part of its gradient.
-
-    ``before``, ``after``: what happens to the module's input or output.  Outside of the matrix
-    products each rank holds a slice of the sequence.  *gather* makes it whole, for products whose
-    weights are cut by column.  *scatter* adds up the ranks' parts, as products with weights cut
-    by row leave them, and slices the sum.
-    """
-
-    weight: Literal["column", "row", "heads", "vocabulary", "whole", "summed"] | None = None
-    before: Literal["gather"] | None = None
-    after: Literal["gather", "scatter"] | None = None
-
-
 # Patterns of module names (as in fnmatch).  Every module with a weight matches exactly one.
 SHARDING: dict[str, Split] = {
     "embed_tokens": Split("vocabulary", after="scatter"),
@@ -475,17 +443,6 @@ HUGGINGFACE = Counterpart("Llama", architecture="LlamaForCausalLM", model_type="
 
 
 # --------------------------------------------------------------------------- arithmetic
-
-
-class Unit(NamedTuple):
-    """What one of a model's consecutive units costs; see `keep`."""
-
-    name: str
-    params: int
-    flops_per_token: float  # forward and backward, without recomputation
-    # Kept for backward, in bfloat16 without recomputation.
-    activation_bytes_per_token: float
-    expert_params: int = 0  # of ``params``, those that expert parallelism spreads
 
 
 def units(config: DecoderConfig, seq_len: int) -> list[Unit]:
@@ -554,3 +511,22 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
     """
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
     return float(6 * num_matmul_params(config) + attention)
+
+
+FAMILY = Family(
+    config=LlamaConfig,
+    presets=PRESETS,
+    build=Llama,
+    check=check,
+    blocks=blocks,
+    init_of=init_of,
+    decays=decays,
+    num_params=num_params,
+    flops_per_token=flops_per_token,
+    sharding=SHARDING,
+    split_sizes=SPLIT_SIZES,
+    units=units,
+    keep=keep,
+    without_head=without_head,
+    huggingface=HUGGINGFACE,
+)

@@ -8,8 +8,11 @@ too.  A model that has one is imported only where no row is longer than it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.job import Positive, key
-from weft.models.huggingface import ONLY, Counterpart
+from weft.models import llama
+from weft.models.family import ONLY, Counterpart
 from weft.models.llama import DecoderConfig, PositiveFloat
 
 
@@ -45,3 +48,6 @@ HUGGINGFACE = Counterpart(
     only={name: value for name, value in ONLY.items() if not name.endswith("_bias")},
     window=4096,
 )
+
+
+FAMILY = replace(llama.FAMILY, config=MistralConfig, presets=PRESETS, huggingface=HUGGINGFACE)

@@ -44,8 +44,9 @@ from torch import Tensor, nn
 
 from weft.job import NonNegative, Positive, Problem, Section, key
 from weft.models import llama
+from weft.models.family import Family, Init, Split, Unit
 from weft.models.layers import Attention, RMSNorm, SwiGLU, grouped_linear
-from weft.models.llama import Init, Llama, PositiveFloat, Split, Unit
+from weft.models.llama import Llama, PositiveFloat
 from weft.models.qwen3 import NormedAttention
 
 # --------------------------------------------------------------------------- configuration
@@ -465,3 +466,23 @@ def flops_per_token(config: MoeConfig, seq_len: int) -> float:
     DeepSeek-V3 (arXiv:2412.19437, section 2) and TorchTitan count a mixture of experts."""
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
     return float(6 * num_matmul_params(config) + attention)
+
+
+FAMILY = Family(
+    config=MoeConfig,
+    presets=PRESETS,
+    build=Moe,
+    check=check,
+    blocks=llama.blocks,
+    init_of=init_of,
+    decays=llama.decays,
+    num_params=num_params,
+    flops_per_token=flops_per_token,
+    sharding=SHARDING,
+    split_sizes=SPLIT_SIZES,
+    units=units,
+    keep=llama.keep,
+    without_head=llama.without_head,
+    routed=routed,
+    num_active_params=num_active_params,
+)

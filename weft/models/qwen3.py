@@ -7,13 +7,15 @@ differs.  `K` is the width of one head.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from weft.job import Positive, key
 from weft.models import llama
-from weft.models.huggingface import ONLY, Counterpart
+from weft.models.family import ONLY, Counterpart, Split, Unit
 from weft.models.layers import Attention, RMSNorm
-from weft.models.llama import DecoderConfig, PositiveFloat, Split, Unit
+from weft.models.llama import DecoderConfig, PositiveFloat
 
 
 class Qwen3Config(DecoderConfig):
@@ -110,4 +112,16 @@ HUGGINGFACE = Counterpart(
     defaults={"head_dim": 128, "max_position_embeddings": 32768},
     only={**ONLY, "use_sliding_window": False},
     ignored=frozenset({"sliding_window", "max_window_layers"}),  # of what is not used
+)
+
+
+FAMILY = replace(
+    llama.FAMILY,
+    config=Qwen3Config,
+    presets=PRESETS,
+    build=Qwen3,
+    num_params=num_params,
+    sharding=SHARDING,
+    units=units,
+    huggingface=HUGGINGFACE,
 )

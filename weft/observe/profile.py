@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.job import Job, steps_of
 from weft.observe import breakdown, spans
+from weft.observe.files import replace_text
 from weft.observe.memory import expected_of
-from weft.observe.sinks import replace_text
 from weft.parallel.private import around_collectives, dump_memory, record_memory
 from weft.plan.placement import AXES
 from weft.plan.resolve import Plan

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 
 from weft.job import WeftError
+from weft.observe.files import replace_bytes
 from weft.observe.history import ROUTINE, Floats, History, Mark, fewer
 from weft.observe.ledger import KINDS
 from weft.observe.record import StepRecord
-from weft.observe.sinks import duration, replace_bytes
+from weft.observe.terminal import duration
 
 FILE = "report.html"  # in a run's folder
 MOST_POINTS = 2000  # of a curve

@@ -6,20 +6,19 @@ A run's sinks live on rank 0 only; every other rank has none.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from weft.job import Job, WeftError, lookup
+from weft.observe.files import drop_later
 from weft.observe.record import StepRecord, scalars
+from weft.observe.report import Report
+from weft.observe.terminal import Terminal
 from weft.observe.trackers import MLflow, WeightsAndBiases
 
 EVERY = 1.0  # seconds between two bursts of records to a tracker
@@ -49,8 +48,6 @@ def open_sinks(
     for name in job.observe.sinks:
         sinks.append(Guarded(name, lookup(name, SINKS), folder, job, resumed_step, console))
     if job.observe.report:
-        from weft.observe.report import Report  # which needs this module
-
         sinks.append(Report(folder, lambda text: console.print(text, soft_wrap=True)))
     return sinks
 
@@ -154,46 +151,6 @@ class Jsonl:
         self._file.close()
 
 
-def drop_later(path: Path, step: int) -> None:
-    """Drop the lines of later steps than ``step``, and one that a crash cut short."""
-    if path.exists():
-        replace_text(path, "".join(line for line in _lines(path) if _step(line) <= step))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, never a part."""
-    replace_bytes(path, text.encode())
-
-
-def replace_bytes(path: Path, data: bytes) -> None:
-    """See `replace_text`."""
-    # Other nodes may be writing the same.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records in a ``metrics.jsonl``; none if there is no file."""
-    return [json.loads(line) for line in _lines(path) if _step(line) != float("inf")]
-
-
-def _lines(path: Path) -> list[str]:
-    """Complete lines; none if there is no file."""
-    if not path.exists():
-        return []
-    text = path.read_text("utf-8", errors="replace")
-    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _step(line: str) -> float:
-    """The step of a record; infinite (so that it is dropped) for a line that is none."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
-
-
 class TensorBoard:
     """Event files in ``tensorboard/``, under names that its users expect."""
 
@@ -225,80 +182,3 @@ SINKS: dict[str, MakeSink] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-
-
-class _QuietConsole(Console):
-    def on_broken_pipe(self) -> None:
-        self.quiet = True  # the base class ends the process
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        try:
-            super().print(*objects, **options)
-        except OSError:
-            # A full disk behind a redirection is no reason to lose a run: its files have it all.
-            self.quiet = True
-
-
-def quiet_console(file: TextIO, quiet: bool = False) -> Console:
-    """A console that prints text as it is, and falls silent when its reader goes away."""
-    return _QuietConsole(file=file, highlight=False, markup=False, quiet=quiet)
-
-
-class Terminal:
-    """A live progress line on a terminal; elsewhere a plain line for each record."""
-
-    def __init__(self, console: Console, steps: int, resumed_step: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._began = time.monotonic()
-        self._resumed = resumed_step
-        self._progress: Progress | None = None
-        if console.is_terminal and not console.is_dumb_terminal:
-            self._progress = Progress(
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(elapsed_when_finished=True),
-                console=console,
-            )
-            self._task: TaskID = self._progress.add_task(
-                "train", total=steps, completed=resumed_step, text="first step ..."
-            )
-            self._progress.start()
-
-    def write(self, record: StepRecord) -> None:
-        text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
-        if record.mfu is not None:
-            text += f"  MFU {record.mfu:.1%}"
-        text += "".join(f"  {name} {mean:.3f}" for name, mean in (record.metrics or {}).items())
-        if self._progress is not None:
-            self._progress.update(self._task, completed=record.step, text=text)
-        else:
-            rate = (record.step - self._resumed) / max(1e-9, time.monotonic() - self._began)
-            left = (self._steps - record.step) / rate
-            line = f"step {record.step}/{self._steps}  {text}  grad norm {record.grad_norm:.3f}"
-            line += f"  lr {record.lr:.2e}  {duration(left)} left"
-            self._console.print(line, highlight=False, soft_wrap=True)
-        if record.eval_loss is not None:
-            more = record.eval_metrics or {}
-            line = f"step {record.step}: held-out loss {record.eval_loss:.4f}"
-            line += "".join(f"  {name} {mean:.3f}" for name, mean in more.items())
-            line += "" if more else " nats/token"
-            self._console.print(line, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-def duration(seconds: float) -> str:
-    """``3725`` -> ``'1:02:05'``."""
-    minutes, secs = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
-
-
-def shown(path: Path) -> str:
-    """As short as it can be told."""
-    from_here = os.path.relpath(path)
-    return str(path) if from_here.startswith("..") else from_here

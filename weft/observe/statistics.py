@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.job import steps_of
-from weft.observe.sinks import drop_later, read_records
+from weft.observe.files import drop_later, read_records
 
 # In the order in which a step comes by.
 KINDS = ("activation", "gradient", "parameter")

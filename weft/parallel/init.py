@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.models.llama import Init
+from weft.models.family import Init
 from weft.parallel.private import is_strided
 from weft.parallel.quantize import keep_numbers, numbers_of
 

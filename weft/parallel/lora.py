@@ -15,7 +15,7 @@ other to FSDP, to checkpoints and to the optimizer.
 by inputs, A is cut as W is and B is whole.  No exchange is added: a sum that a *row* product leaves
 in parts is linear in them, and what comes before a *column* product is whole already.  But of the
 one that is whole each rank computes a part of the gradient, from its own part of the other: it is
-*summed* (`weft.models.llama.Split`).
+*summed* (`weft.models.family.Split`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.job import LoraSection
-from weft.models.llama import Init, Split
+from weft.models.family import Init, Split
 from weft.parallel.quantize import linear
 from weft.plan.lora import BLOCK, BYTES, is_target, linear_layers, scaling
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from weft.models.llama import Split
+from weft.models.family import Split
 from weft.parallel.private import hide_exchanges, traceable
 
 
@@ -52,7 +52,7 @@ def apply_tensor(
     """Cut ``model`` (on the meta device) over the one axis of ``mesh``, in place.
 
     Args:
-        sharding: module patterns; see `weft.models.llama.Split`.
+        sharding: module patterns; see `weft.models.family.Split`.
         num_kv_heads: of the whole model; a divisor or a multiple of the number of ranks.
         sequence_parallel: whether activations between products are slices of the sequence.
 

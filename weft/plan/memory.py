@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.models.llama import Unit
+from weft.models.family import Unit
 
 # Of a device's memory: the rest is for the CUDA context, communication buffers, fragments.
 USABLE = 0.9

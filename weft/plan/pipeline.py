@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.job import Job, Problem
 from weft.models import Family
-from weft.models.llama import Unit
+from weft.models.family import Unit
 from weft.plan.layout import Degrees, either
 from weft.plan.stages import Stage, check_layers, cut_stages
 from weft.plan.timetable import (

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Literal
 from weft.job import Problem
 
 if TYPE_CHECKING:
-    from weft.models.llama import Unit
+    from weft.models.family import Unit
 
 Objective = Literal["speed", "memory"]
 Style = Literal["loop", "v"]

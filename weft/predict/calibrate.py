@@ -24,8 +24,8 @@ from typing import Literal
 import tomli_w
 
 from weft.job import InvalidJob, Job, Problem, read_job
+from weft.observe.files import read_records, replace_text
 from weft.observe.history import WARMING, no_run
-from weft.observe.sinks import read_records, replace_text
 from weft.plan.cost import Hardware, Step, step_seconds
 from weft.plan.devices import (
     CPU,

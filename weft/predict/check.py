@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from weft.job import MISSING, InvalidJob, Job, Problem
+from weft.observe.files import replace_text
 from weft.observe.memory import EXPECTED
-from weft.observe.sinks import replace_text
 from weft.plan.analytic import memory_of, step_of
 from weft.plan.cost import step_seconds
 from weft.plan.devices import CPU, GIB, device_named

@@ -32,7 +32,7 @@ from weft.checkpoint.export import (
 from weft.checkpoint.manifest import CheckpointError, checkpoint_path
 from weft.checkpoint.safetensors import NAMES, Entry, Malformed, parse_json
 from weft.checkpoint.storage import create, is_remote
-from weft.data.prepare import Progress, Report
+from weft.data.cache import Progress, Report
 from weft.data.store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer, padded_beyond, separator_id, vocab_entries
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml

@@ -33,6 +33,7 @@ from weft.job import Job, WeftError
 from weft.models import load_family
 from weft.observe.backward import naming_backward
 from weft.observe.events import Kind, note_event
+from weft.observe.files import read_records
 from weft.observe.gradients import LayerNorms
 from weft.observe.ledger import Ledger
 from weft.observe.memory import (
@@ -44,7 +45,7 @@ from weft.observe.memory import (
 )
 from weft.observe.profile import Profile
 from weft.observe.record import Clock, StepRecord, spreads
-from weft.observe.sinks import Sink, open_sinks, read_records
+from weft.observe.sinks import Sink, open_sinks
 from weft.observe.sources import Means, SourceLosses, listed
 from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless

@@ -62,7 +62,7 @@ from weft.job import (
     suggest,
 )
 from weft.models import load_family
-from weft.models.llama import Init
+from weft.models.family import Init
 from weft.observe.sinks import SINKS
 from weft.observe.statistics import Statistics, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer

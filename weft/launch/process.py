@@ -1,0 +1,115 @@
+"""What a rank's process leaves for its launcher, and how it ends.
+
+Nothing heavy is imported: ranks do this before anything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from weft.job import WeftError
+from weft.observe.files import write_json
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """Where rank ``rank`` of the run in ``folder`` writes what it prints."""
+    return folder / "logs" / f"rank-{rank}.log"
+
+
+def error_path(folder: Path, rank: int) -> Path:
+    """Where a rank that fails says why, as JSON."""
+    return folder / "logs" / f"rank-{rank}.error.json"
+
+
+def redirect(folder: Path, rank: int) -> TextIO:
+    """Send file descriptors 1 and 2 to the rank's log; the old stdout, to show progress on."""
+    path = log_path(folder, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    error_path(folder, rank).unlink(missing_ok=True)
+    terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    now, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
+    print(f"--- {now} rank {rank} on {host}, process {os.getpid()}", flush=True)
+    return terminal
+
+
+def write_error(folder: Path, rank: int, error: BaseException) -> None:
+    """Leave the error for the launcher, and its traceback in the log."""
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    where = ", ".join(getattr(error, "__notes__", []))
+    foreseen = isinstance(error, WeftError)
+    report = {
+        "kind": type(error).__name__,
+        "foreseen": foreseen,
+        # What torch, drivers and disks raise; anything else is a mistake in code, and will recur.
+        "transient": getattr(
+            error, "transient", isinstance(error, RuntimeError | OSError) and not foreseen
+        ),
+        "where": where,
+        "message": f"{error}" + (f" ({where})" if where else ""),
+        "traceback": text,
+    }
+    write_report(folder, rank, report, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+
+
+def write_report(folder: Path, rank: int, report: dict[str, Any], torchrun: str | None) -> None:
+    """Leave a rank's error where the launcher looks, and torchrun, if that is ``torchrun``'s file.
+
+    Args:
+        report: kind, foreseen, message, traceback; see `weft.launch.local.Failure`.
+    """
+    write_json(error_path(folder, rank), {"rank": rank, "time": time.time(), **report})
+    tell_torchrun(torchrun, f"{report['kind']}: {report['message']}", report["traceback"])
+
+
+def tell_torchrun(path: str | None, why: str, traceback: str) -> None:
+    """Why a rank ends, as torchrun shows it of its own accord, in the form that it reads."""
+    if path:
+        extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+        message = {"message": why, "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}), "utf-8")
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once.
+
+    An orderly exit after a failure would wait for peers that wait for this rank; after a success
+    it tears down the threads of gloo, which now and then aborts the process (seen in torch 2.11).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when its launcher ends, however that happens.
+
+    Otherwise the ranks of a killed launcher train on, and write into a run that a new one owns.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def status(process: int) -> dict[str, str]:
+    """Linux's ``/proc/ID/status``; empty if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
