@@ -21,6 +21,9 @@ class Means:
         self._names = list(names)
         self._since = torch.zeros(len(self._names), 2, device=device)
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     def forget(self) -> None:
         """What was added since the last record does not count any more."""
         self._since.zero_()

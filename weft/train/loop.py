@@ -10,17 +10,16 @@ checkpoint as if nothing had happened.
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from torch import Tensor
+from torch.nn import Parameter
 
 from weft.checkpoint.interval import Saves
 from weft.checkpoint.replicas import compare_replicas
@@ -29,24 +28,10 @@ from weft.checkpoint.store import Saver
 from weft.data.loader import Ahead, Batch, Loader, samples_of
 from weft.data.store import SplitName
 from weft.data.text import Text
-from weft.job import Job, WeftError
-from weft.models import load_family
+from weft.job import Job
 from weft.observe.backward import naming_backward
-from weft.observe.events import Kind, note_event
-from weft.observe.files import read_records
-from weft.observe.gradients import LayerNorms
-from weft.observe.ledger import Ledger
-from weft.observe.memory import (
-    OutOfMemory,
-    expected_of,
-    is_out_of_memory,
-    memory_peak_gib,
-    out_of_memory,
-)
+from weft.observe.memory import OutOfMemory, is_out_of_memory, out_of_memory
 from weft.observe.profile import Profile
-from weft.observe.record import Clock, StepRecord, spreads
-from weft.observe.sinks import Sink, open_sinks
-from weft.observe.sources import Means, SourceLosses, listed
 from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
@@ -55,27 +40,14 @@ from weft.plan.resolve import Plan
 from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
 from weft.resilience.faults import at as reach
-from weft.resilience.heartbeat import measured
 from weft.resilience.signals import Wishes
-from weft.resilience.stragglers import Probe, Stragglers, every_rank
+from weft.train.recorder import Journal, Recorder, TrainingError, due
 from weft.train.references import with_references
 from weft.train.replica_groups import join
-from weft.train.setup import (
-    Rank,
-    build,
-    home_of,
-    open_statistics,
-    resume,
-    rewind,
-    write_plan,
-)
+from weft.train.setup import Rank, build, home_of, open_statistics, resume, rewind, write_plan
 from weft.train.step import batch_to, held_out
 
 GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once
-
-
-class TrainingError(WeftError):
-    """The run cannot go on; the message says why, for people."""
 
 
 def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> bool:
@@ -91,62 +63,77 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     Returns:
         Whether all steps are done; the same on every rank.
     """
-    folder, steps = Path(plan.run_dir), job.train.steps
+    folder, steps, seed = Path(plan.run_dir), job.train.steps, job.train.seed
     arm(job.resilience.faults, rank.rank, folder / "logs")
     spans = Spans(spans_path(folder, rank.rank) if job.observe.spans else None, rank.rank)
+    journal = Journal(folder, rank, console)
+    say = journal.say
 
-    def say(text: str) -> None:
-        if rank.rank == 0:
-            console.print(text, soft_wrap=True)
-
-    def note(kind: Kind, text: str, warning: bool = True) -> None:
-        """Something happened: into the journal, and on the terminal if it is a warning."""
-        if rank.rank == 0:
-            note_event(folder, kind, at.step, text)
-        if warning:
-            say(f"warning: {text}")
-
-    def recorded() -> list[dict[str, Any]]:
-        return read_records(folder / "metrics.jsonl") if rank.rank == 0 else []
-
-    ledger = Ledger(recorded())
+    # ---- what is trained, and from where on
     if job.compile.enable:
         tell_compiling(say)
-    no_model = partial(out_of_memory, job, plan, rank.device, {})
-    with naming("building the model", no_model):
-        parts, mesh, engine, optimizer, decay = build(job, plan, rank)
+    with naming("building the model", partial(out_of_memory, job, plan, rank.device, {})):
+        built = build(job, plan, rank)
+    parts, mesh, engine, optimizer, decay = built
+    params = [param for _, param in named_parameters(parts)]
     home = home_of(job.checkpoint.dir, folder)
     at = resume(home, job.checkpoint.local, parts, optimizer, say)
+
+    # ---- on what
     splits: tuple[SplitName, ...] = ("train", "validation")
-    mixtures = {
-        split: samples_of(text, split, job.train.seq_len, job.data, job.train.seed)
-        for split in splits
+    samples_in = {
+        split: samples_of(text, split, job.train.seq_len, job.data, seed) for split in splits
     }
     if engine.objective.references:
-        mixtures = with_references(job, plan, text, mixtures, engine, mesh, at.step, say)
+        samples_in = with_references(job, plan, text, samples_in, engine, mesh, at.step, say)
     loader = Loader(
-        mixtures["train"],
-        seed=job.train.seed,
+        samples_in["train"],
+        seed=seed,
         global_batch=job.train.global_batch,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,
     )
-    params = [param for _, param in named_parameters(parts)]
-    stages = mesh.group("pp") if plan.pp > 1 else None
-    family = load_family(job.model.kind)
-    layers = LayerNorms(parts, family.blocks, plan.pp) if job.observe.grad_norms else None
-    sources = SourceLosses(text.shares, rank.device)
-    metrics = Means(engine.objective.metrics, rank.device)
-    statistics = open_statistics(job, plan, mesh, parts)
+    ahead = Ahead(loader, rank.device, threaded=rank.device.type == "cuda")
 
-    def backward(rows: list[int]) -> AbstractContextManager[None]:
-        if not job.debug.autograd_anomaly:
-            return nullcontext()
-        return naming_backward(statistics.layers, rows)
-
-    copies = job.resilience.replica_check
+    # ---- and what goes on around it
     groups = join(job, plan, text, rank, say)
+    statistics = open_statistics(job, plan, mesh, parts)
+    recorder = Recorder(job, plan, text, rank, built, statistics, journal)
+    section = job.checkpoint
+    saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
+    saves = Saves(section, at.step, say)
+    profile = Profile(job, plan, rank.device, say)
+    wishes = Wishes(job.resilience.time_limit)
+    watch = Watch(job.resilience, at.watch, statistics.where)
+    stages = mesh.group("pp") if plan.pp > 1 else None
+    check, first = job.resilience.replica_check, at.step
+
+    def compute(step: int, batches: list[Batch]) -> Trial:
+        """Loss and gradients of a step, and what all ranks have to know of them."""
+        drop(params)  # there are some if it is computed again
+        rows = [len(batch.tokens_BT) for batch in batches]
+        named: AbstractContextManager[None] = nullcontext()
+        if job.debug.autograd_anomaly:
+            named = naming_backward(statistics.layers, rows)
+        with statistics.forward(step, rows), named:
+            share = engine.forward_backward(batches, groups.sum)
+        reach("gradients", (param.grad for param in params))
+        losses = [share] if engine.by_source is None else [share, engine.by_source]
+        losses += engine.balance.total()
+        groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
+        with span("gradient norm"):
+            norms = grad_norm(params, stages)
+        return gather(share, *norms)
+
+    def update(trial: Trial) -> None:
+        """Weights, unless loss or gradients are not finite: then not, and nobody waits to see."""
+        with span("clip"):
+            clip(params, trial.norm, job.optim.max_grad_norm)
+        with span("optimizer"):
+            bad = ~trial.told.isfinite().all()
+            step_unless(optimizer, bad)
+            engine.balance.step(bad)
 
     def no_memory(error: Exception) -> OutOfMemory:
         """What took it."""
@@ -160,74 +147,36 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         told.transient = at.step > first
         return told
 
-    def drop_gradients() -> None:
-        for param in params:
-            param.grad = None
+    def evaluate() -> float:
+        return engine.evaluate(held_out(job, plan, samples_in["validation"], mesh))
 
-    def compute(step: int, batches: list[Batch]) -> Trial:
-        """One step without its update."""
-        drop_gradients()  # there are some if it is computed again
-        rows = [len(batch.tokens_BT) for batch in batches]
-        with statistics.forward(step, rows), backward(rows):
-            share = engine.forward_backward(batches, groups.sum)
-        reach("gradients", (param.grad for param in params))
-        losses = [share] if engine.by_source is None else [share, engine.by_source]
-        losses += engine.balance.total()
-        groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
-        with span("gradient norm"):
-            norms = grad_norm(params, stages)
-        return gather(share, *norms)
-
-    section = job.checkpoint
-    saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
-    ahead = Ahead(loader, rank.device, threaded=rank.device.type == "cuda")
-    profile = Profile(job, plan, rank.device, say)
     with (
         rare_garbage(),
         closing(spans),
         closing(groups),
         closing(saver),
         closing(ahead),
-        ExitStack() as stack,
+        closing(recorder),
         profile,
     ):
-
-        def open_at(step: int) -> list[Sink]:
-            stack.close()
-            ledger.back_to(step, recorded())
-            statistics.back_to(step)
-            sources.forget()
-            metrics.forget()
-            sinks = open_sinks(folder, job, steps, step, console) if rank.rank == 0 else []
-            for sink in sinks:
-                stack.enter_context(closing(sink))
-            return sinks
-
         if rank.rank == 0:
             write_plan(folder, plan)
-        sinks = open_at(at.step)
+        recorder.open_at(at.step)
         resumed = f"goes on from step {at.step}" if at.step else "starts"
-        note("start", f"{resumed} on {plan.world_size} ranks", warning=False)
-        ledger.spent("restoring")
-        first = at.step
-        clock, saves, expected = Clock(), Saves(section, at.step, say), expected_of(folder)
-        wishes = Wishes(job.resilience.time_limit)
-        stragglers, place = Stragglers(), (mesh.at["pp"], mesh.at["cp"])
-        watch = Watch(job.resilience, at.watch, statistics.where)
-        anomalies: list[dict[str, Any]] = []  # that are not recorded yet
+        journal.note("start", at.step, f"{resumed} on {plan.world_size} ranks")
+        recorder.spent("restoring")
         while at.step < steps:
             at = groups.meet(at, parts, optimizer)
             if groups.takes_over:
                 saver.take(at.step)
             step = at.step + 1
             if profile.turns(step):
-                ledger.spent("productive")
+                recorder.spent("productive")
                 profile.turn()
-                ledger.spent("saving")
-                clock.restart()
+                recorder.spent("saving")
             wishes.ask(save=saver.wants_again(), busy=saver.busy())
             with naming(f"step {step}", no_memory):
-                with clock.waiting_for_data():
+                with recorder.clock.waiting_for_data():
                     reach("step", step=step)
                     rows = ahead.batch(at.samples, groups.place, groups.count)
                     batches = [batch_to(batch, rank.device) for batch in rows]
@@ -236,152 +185,69 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 trial, anomaly = watch.examine(step, partial(compute, step, batches))
                 stop, again, busy = wishes.answer()
                 if not groups.committed():
-                    continue
+                    continue  # a group was lost: with those that are left, the same step again
                 samples = at.samples + job.train.global_batch
                 if anomaly is not None:
-                    note("anomaly", f"step {step}: {anomaly}")
-                    anomalies.append(anomaly.to_dict(step, at.samples, samples - 1))
+                    recorder.anomaly(anomaly, step, range(at.samples, samples))
                 if anomaly is not None and anomaly.action == "rewind":
-                    drop_gradients()
+                    drop(params)
                     back = rewind(home, section.local, saver, parts, optimizer, say)
-                    anomalies[-1] |= {"first_sample": back.samples, "back_to": back.step}
-                    at = replace(back, samples=samples)
-                    watch.restore(at.watch)
-                    sinks = open_at(at.step)
-                    ledger.spent("lost")
-                    clock.restart()
+                    watch.restore(back.watch)
+                    recorder.went_back(back)
+                    at = replace(back, samples=samples)  # past those that were bad
                     continue
+
                 stopping = stop or step == steps
-                evaluating = due(step, job.train.eval_interval, steps)
                 saving = stopping or again or (groups.leads and saves.due(step))
                 keeping = groups.leads and not busy and saves.due_on_nodes(step)
-                logging = step == 1 or due(step, job.observe.log_interval, steps) or bool(anomalies)
-                recording = logging or evaluating or saving or keeping
-                norms = [layers()] if layers and recording else []
-                worst = engine.balance.worst(stages) if recording else []
-                statistics.gradients(step)
+                evaluating = due(step, job.train.eval_interval, steps)
+                recording = recorder.due(step) or evaluating or saving or keeping
+
+                recorder.look_at_gradients(step, recording)
                 lr = learning_rate(step, steps, job.optim, decay)
+                set_learning_rate(optimizer, lr)
                 if anomaly is None or anomaly.action != "skip":
-                    with span("clip"):
-                        clip(params, trial.norm, job.optim.max_grad_norm)
-                    set_learning_rate(optimizer, lr)
-                    with span("optimizer"):
-                        bad = ~trial.told.isfinite().all()
-                        step_unless(optimizer, bad)
-                        engine.balance.step(bad)
-                    sources.add(engine.by_source)
-                    metrics.add(engine.metrics)
-                drop_gradients()
+                    update(trial)
+                    recorder.count()
+                drop(params)
                 statistics.parameters(step)
                 at = replace(at, step=step, samples=samples, watch=watch.state())
-                clock.count_step()
+                recorder.clock.count_step()
                 if step % GARBAGE_STEPS == 0:
                     gc.collect(1)
 
-                if copies and (saving or due(step, copies, steps)):
+                if check and (saving or due(step, check, steps)):
                     compare_replicas(parts, optimizer)
-                if copies and due(step, copies, steps):
+                if check and due(step, check, steps):
                     groups.compare(parts, optimizer)
                 if not recording:
                     continue
 
-                # The only place where the host waits for the device, but for what may skip.
-                reach("record")
-                probe = Probe(rank.device) if rank.device.type == "cuda" else None
-                with clock.waiting_for_device():
-                    means = (*sources.since(), *metrics.since())
-                    told = watch.check(trial.told, *worst, *norms, *means)
-                    loss, norm, *more = told
-                    expert_load = more.pop(0) if worst else None
-                reach("tell")
-                times, eval_loss = clock.read(), None
-                eval_losses, eval_metrics = None, None
-                named = layers.names if layers else []
-                of_sources = len(named) + len(text.shares)
-                ledger.spent("productive")
-                measured(times[0])
-                data_seconds, compute_seconds = clock.own()
-                if probe:
-                    compute_seconds = probe.seconds()
-                memory = memory_peak_gib(rank.device)
-                table = every_rank((data_seconds, compute_seconds, *place, memory))
-                slow_rank, slow_ratio = stragglers.judge(
-                    step, times[0], [row[:-1] for row in table], partial(note, "slow rank")
-                )
-                if evaluating:
-                    reach("evaluate")
-                    held_out_text = held_out(job, plan, mixtures["validation"], mesh)
-                    eval_loss = finite(engine.evaluate(held_out_text), "held-out loss")
-                    eval_losses = sources.named(listed(sources.means(engine.by_source)))
-                    eval_metrics = metrics.named(listed(metrics.means(engine.metrics)))
-                    if eval_losses:  # a source may have had fewer sequences than its share
-                        eval_loss = sources.mean(eval_losses)
-                    ledger.spent("evaluating")
-                    note("evaluation", f"held-out loss {eval_loss:.4f}", warning=False)
-                record = StepRecord.of(
-                    step=step,
-                    loss=loss,
-                    grad_norm=norm,
-                    lr=lr,
-                    tokens=at.samples * job.train.seq_len,
-                    tokens_per_step=plan.tokens_per_step,
-                    times=times,
-                    devices=plan.world_size * groups.count,
-                    flops_per_token=plan.flops_per_token,
-                    causal_flops_per_token=plan.causal_flops_per_token,
-                    peak_flops=plan.peak_flops,
-                    memory_peak_gib=max(row[-1] for row in table),
-                    seconds=dict(ledger.seconds),
-                    eval_loss=eval_loss,
-                    anomalies=anomalies or None,
-                    slow_rank=slow_rank,
-                    slow_ratio=slow_ratio,
-                    expected_memory_gib=expected.get("memory_gib"),
-                    expected_step_seconds=expected.get("step_seconds"),
-                    ranks=spreads(table),
-                    expert_load=expert_load,
-                    grad_norms=dict(zip(named, more, strict=False)) or None,
-                    source_losses=sources.named(more[len(named) : of_sources]),
-                    source_eval_losses=eval_losses,
-                    metrics=metrics.named(more[of_sources:]),
-                    eval_metrics=eval_metrics,
-                )
-                anomalies = []
-                for sink in sinks:
-                    sink.write(record)
+                held = evaluate if evaluating else None
+                seconds = recorder.write(at, lr, trial, watch, groups.count, held)
                 if groups.leads and (saving or keeping):
                     saver.save(parts, optimizer, at.manifest(plan, text), home=saving)
                     watch.saved()
                 if groups.leads and saving:
-                    held = f"saving it held training up for {saver.stall_seconds:.2g} s"
-                    note("checkpoint", held, warning=False)
-                    saves.saved(step, saver.stall_seconds, saver.write_seconds, times[0])
+                    saves.saved(step, saver.stall_seconds, saver.write_seconds, seconds)
+                    cost = f"saving it held training up for {saver.stall_seconds:.2g} s"
+                    journal.note("checkpoint", step, cost)
                 if stopping:
                     saver.wait()
-                ledger.spent("saving")
-                clock.restart()  # neither evaluating nor saving is part of a step
+                recorder.spent("saving")
                 if stop:
                     break
         if at.step >= steps:
-            note("end", f"all {steps} steps are done", warning=False)
+            journal.note("end", at.step, f"all {steps} steps are done")
         else:
-            note("stop", "stopped and saved", warning=False)
+            journal.note("stop", at.step, "stopped and saved")
     return at.step >= steps
 
 
-def due(step: int, interval: int, last: int) -> bool:
-    """Whether something that happens every ``interval`` steps (0: never) and at the end is due."""
-    return step == last or (interval > 0 and step % interval == 0)
-
-
-def finite(value: float, what: str) -> float:
-    """``value``; nothing is recorded or saved once it is not a number any more."""
-    if not math.isfinite(value):
-        raise TrainingError(
-            f"the {what} is {value}; nothing of this step was recorded or saved: "
-            "try a lower --optim.lr, or --precision.compute float32"
-        )
-    return value
+def drop(params: list[Parameter]) -> None:
+    """Let go of gradients."""
+    for param in params:
+        param.grad = None
 
 
 @contextmanager
