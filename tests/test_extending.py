@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from weft.job import Section, key
 from weft.models import Family
-from weft.models.llama import Init
+from weft.models.family import Init
 
 class Config(Section):
     width: int = key(16, "width of a token's vector")

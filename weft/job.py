@@ -216,8 +216,8 @@ class DataSection(Section):
     path: Text = key(
         "python-stdlib",
         "data to train on: a file, a folder or a glob of text, JSONL, Parquet or Arrow, also at "
-        "s3://; hf://org/name[:config][@split]; a store of tokens, prepared or of others; or "
-        "python-stdlib",
+        "s3://; hf://org/name[:config][@split]; module:function of yours that gives documents; a "
+        "store of tokens, prepared or of others; or python-stdlib",
     )
     mixture: dict[Text, Annotated[float, Field(gt=0)]] = key(
         {},

@@ -290,7 +290,7 @@ def _read_records(
     below = int(section.holdout * 2**64)
     reader = Reader(section.field, section.invalid_utf8, extent_bytes, below)
     processes = _processes(
-        len(units), size if found.kind != "hub" else READ_ALONE_BYTES, READ_ALONE_BYTES
+        len(units), READ_ALONE_BYTES if found.kind == "hub" else size, READ_ALONE_BYTES
     )
     with cache_problems(cache):
         records = read_records(units, reader, section.path, cache, advance, processes)

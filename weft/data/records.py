@@ -18,13 +18,14 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from weft.data.files import CutOff, File, decompressed, format_of, is_compressed, open_file
 from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
+from weft.data.own import own_rows, own_set
 from weft.data.source import Found
 from weft.job import InvalidJob, Problem, suggest
 
 LINE_BYTES = 256 << 20  # a longer line is none: it would be held whole, and several times over
 ROWS_BYTES = 4 << 20  # of rows of Parquet that are decoded at a time, about
 
-Kind = Literal["jsonl", "parquet", "arrow", "disk", "hub"]
+Kind = Literal["jsonl", "parquet", "arrow", "disk", "hub", "own"]
 Invalid = Literal["error", "replace", "skip"]
 
 
@@ -107,6 +108,8 @@ def record_units(path: str, found: Found, size: int, field: str | None) -> list[
     if found.kind == "hub":
         file, parts = hub_set(path, field)
         return [Unit(file, "hub", part, parts, 0) for part in range(parts)]
+    if found.kind == "own":
+        return [Unit(own_set(path), "own", 0, 0, 0)]
     units: list[Unit] = []
     problems: list[Problem] = []
     for file in found.files:
@@ -184,6 +187,8 @@ def _whole_rows(unit: Unit, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield from table.to_pylist()
     elif unit.kind == "hub":
         yield from hub_rows(unit.file, columns, unit.begin, unit.end, 0)
+    elif unit.kind == "own":
+        yield from own_rows(unit.file, columns)
     else:
         with open_file(unit.file) as stream:
             tables = _parquet_tables if unit.kind == "parquet" else _arrow_tables
@@ -302,14 +307,17 @@ def _rows(unit: Unit, field: str, after: int) -> Iterator[bytes | None]:
     if unit.kind == "disk":
         for table in saved_rows(unit.file, [field], unit.begin + after, unit.end):
             yield from _values(table.column(field).chunks, unit, field)
-    elif unit.kind == "hub":
-        rows = hub_rows(unit.file, [field], unit.begin, unit.end, after)
+    elif unit.kind in ("hub", "own"):
+        rows = (
+            hub_rows(unit.file, [field], unit.begin, unit.end, after)
+            if unit.kind == "hub"
+            else own_rows(unit.file, [field], after)
+        )
+        part = f" of part {unit.begin}" if unit.kind == "hub" else ""
         for number, row in enumerate(rows, after + 1):
             text = row.get(field)
             if text is not None and not isinstance(text, str):
-                raise _wrong(
-                    unit.file, f"row {number} of part {unit.begin}: the column {field!r} is no text"
-                )
+                raise _wrong(unit.file, f"row {number}{part}: the column {field!r} is no text")
             yield None if text is None else text.encode("utf-8", "surrogatepass")
     else:
         with open_file(unit.file) as stream:

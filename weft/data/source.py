@@ -35,6 +35,7 @@ from weft.data.files import (
     remote_files,
 )
 from weft.data.hub import HUB, check_name, is_saved
+from weft.data.own import is_own, own_set
 from weft.job import InvalidJob, Problem
 
 STDLIB = "python-stdlib"
@@ -105,7 +106,7 @@ class Part:
 
 # --------------------------------------------------------------------------- what there is
 
-Kind = Literal["text", "records", "tokens", "saved", "hub"]
+Kind = Literal["text", "records", "tokens", "saved", "hub", "own"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def look(path: str) -> Found:
     """
     if path.startswith(HUB):
         return Found("hub")
+    if is_own(path):
+        return Found("own")
     if path == STDLIB:
         return Found("text")
     if is_remote(path):
@@ -295,6 +298,9 @@ def check_path(path: str) -> list[Problem]:
         found = look(path)
         if found.kind == "hub":
             return check_name(path)
+        if found.kind == "own":
+            own_set(path)
+            return []
         if found.kind != "text":
             return _check_files(path, found)
         documents = find_documents(path)

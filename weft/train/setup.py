@@ -46,6 +46,7 @@ from weft.checkpoint.storage import open_folder
 from weft.checkpoint.store import Saver, load, load_frozen, load_local, set_aside
 from weft.data.conversations import check_chat
 from weft.data.loader import check_length
+from weft.data.own import is_own
 from weft.data.packing import check_conversations
 from weft.data.source import STDLIB, check_path
 from weft.data.text import Text
@@ -231,13 +232,16 @@ def _complete(job: Job) -> Job:
         except RuntimeError:  # ~name of nobody: an ordinary name, then
             return str(Path(value).absolute())
 
+    def data(value: str) -> str:
+        return value if is_own(value) else full(value, STDLIB)
+
     schedule = job.parallel.schedule
     return replace(
         job,
         run={"dir": full(job.run.dir, "auto")},
         data={
-            "path": full(job.data.path, STDLIB),
-            "mixture": {full(path, STDLIB): weight for path, weight in job.data.mixture.items()},
+            "path": data(job.data.path),
+            "mixture": {data(path): weight for path, weight in job.data.mixture.items()},
             "tokenizer": full(job.data.tokenizer, "train"),
             "chat_template": full(job.data.chat_template, "auto"),
             "cache": full(job.data.cache, "auto"),

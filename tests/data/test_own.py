@@ -1,0 +1,99 @@
+"""Documents that a function of the user's makes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_documents import decoded, section
+from weft.cli import main
+from weft.data.prepare import prepare
+from weft.data.source import check_path, look
+from weft.job import InvalidJob
+
+TEXTS = [f"document {number} of many, with some more words in it" for number in range(200)]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the user's ``mine.py``, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(body: str) -> None:
+        (tmp_path / "mine.py").write_text(body)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    return write
+
+
+ROWS = f"def rows():\n    yield from {TEXTS!r}\n"
+
+
+def test_texts_and_mappings(module: Callable[[str], None], tmp_path: Path) -> None:
+    module(ROWS)
+    assert look("mine:rows").kind == "own"
+    store = prepare(section("mine:rows"), tmp_path / "c", shard_bytes=2000)
+    assert len(store.manifest.train.shards) > 1
+    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(TEXTS)
+    assert prepare(section("mine:rows"), tmp_path / "c", shard_bytes=2000).path == store.path
+    module(f"def rows():\n    return [{{'body': text, 'n': 1}} for text in {TEXTS!r}]\n")
+    other = prepare(section("mine:rows", field="body"), tmp_path / "c", shard_bytes=2000)
+    assert other.path != store.path  # its file has changed
+    assert decoded(other, "train") == decoded(store, "train")
+
+
+def test_a_file_of_that_name_goes_first(module: Callable[[str], None], tmp_path: Path) -> None:
+    module(ROWS)
+    (tmp_path / "mine:rows").write_text("text")
+    assert look("mine:rows").kind == "text"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("", "cannot be imported: AttributeError"),
+        ("import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
+        ("rows = 3", "is no function"),
+    ],
+)
+def test_what_cannot_be_called(body: str, told: str, module: Callable[[str], None]) -> None:
+    module(body)
+    (problem,) = check_path("mine:rows")
+    assert told in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("def rows():\n    yield 'a'\n    raise KeyError('x')", "after row 1: KeyError: 'x'"),
+        ("def rows():\n    yield 'a'\n    yield 3", "row 2: is a int, neither text nor a mapping"),
+        (
+            "def rows():\n    yield {'tekst': 'a'}",
+            "row 1: has no field 'text'; did you mean 'tekst'",
+        ),
+        ("def rows():\n    yield {'text': 3}", "row 1: the column 'text' is no text"),
+    ],
+)
+def test_what_it_does_wrong(
+    body: str, told: str, module: Callable[[str], None], tmp_path: Path
+) -> None:
+    module(body)
+    with pytest.raises(InvalidJob) as caught:
+        prepare(section("mine:rows"), tmp_path / "c")
+    assert told in str(caught.value)
+    assert not list((tmp_path / "c").glob("stores/*/store.json"))
+
+
+def test_by_the_command_line(
+    module: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module(ROWS)
+    words = ["--data.vocab_size", "300", "--data.cache", str(tmp_path / "c")]
+    assert main(["data", "inspect", "mine:rows", *words]) == 0
+    assert "documents" in capsys.readouterr().out
+    assert main(["data", "prepare", "mine:rwos", *words]) == 2
+    assert "mine:rwos" in capsys.readouterr().err

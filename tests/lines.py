@@ -1,0 +1,50 @@
+"""Lines of code: those with something on them that is neither comment nor docstring.
+
+``python -m tests.lines`` tells them by package; the README has the sums.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "weft"
+NOTHING = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def lines_of_code(path: Path) -> int:
+    source = path.read_text("utf-8")
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NOTHING:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if ast.get_docstring(node, clean=False) is not None and first is not None:
+                lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(lines)
+
+
+def lines_of_packages() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path in ROOT.rglob("*.py"):
+        found[path.relative_to(ROOT).parts[0].removesuffix(".py")] += lines_of_code(path)
+    return found
+
+
+if __name__ == "__main__":
+    packages = lines_of_packages()
+    for name, count in packages.most_common():
+        print(f"{count:7,} {name}")
+    print(f"{packages.total():7,} together")

@@ -1,0 +1,132 @@
+"""What the README shows is what there is: its commands, its code, its figures, its links."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.lines import lines_of_code, lines_of_packages
+from weft.cli import main, parser
+from weft.job import read_job, recipe_names
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+WEFT = [sys.executable, "-m", "weft.cli"]
+
+
+def commands() -> list[list[str]]:
+    """Every ``weft`` command, without what follows a '#'."""
+    found = []
+    for kind, text in BLOCKS:
+        for line in () if kind else text.splitlines():
+            if line.startswith(("weft ", "$ weft ")) and not line.startswith("weft 0."):
+                found.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_command_is_one(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its options are known, and its keys, but for those of the example of mistakes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text('extends = "demo"\n')
+    plain, overrides = [], []
+    rest = iter(words)
+    for word in rest:
+        if re.fullmatch(r"--[a-z]+\.[a-z_]+", word):
+            overrides.append((word.removeprefix("--"), next(rest)))
+        else:
+            plain.append(word)
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        options, _ = parser().parse_known_args(plain)
+        assert callable(options.command)
+    recipe = next((word for word in plain[1:] if word in (*recipe_names(), "mine.toml")), "demo")
+    _, _, problems = read_job(recipe, overrides)
+    mistake = [key for key, _ in overrides if key == "train.step"]  # which the README shows
+    assert [problem.key for problem in problems] == mistake
+
+
+def test_its_loop_is_the_loop() -> None:
+    (quoted,) = (text for kind, text in BLOCKS if kind == "python" and "while at.step" in text)
+    source = (ROOT / "weft" / "train" / "loop.py").read_text("utf-8")
+    assert textwrap.indent(quoted.strip(), " " * 8) in source
+
+
+def test_all_recipes_are_named() -> None:
+    section = README[README.index("## Recipes") : README.index("## Read the code")]
+    assert set(re.findall(r"`([\w-]+)`", section.split("A recipe is")[0])) == set(recipe_names())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", text):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", path.read_text("utf-8"), re.MULTILINE)
+            known = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert anchor.removeprefix("#") in known, f"{target}{anchor}"
+
+
+def core() -> set[Path]:
+    """The modules that the loop imports, directly or not, also inside of functions."""
+    known = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "weft").rglob("*.py")
+    }
+    found: set[str] = set()
+    left = ["weft.train.loop"]
+    while left:
+        name = left.pop()
+        if name in found or name not in known:
+            continue
+        found.add(name)
+        for node in ast.walk(ast.parse(known[name].read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                left += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return {known[name] for name in found} - {ROOT / "weft" / "__init__.py"}
+
+
+def test_its_size_is_what_it_says() -> None:
+    told = re.search(r"weft is ([\d,]+) lines of Python\. ([\d,]+) of them", README)
+    assert told is not None
+    whole, of_core = (int(number.replace(",", "")) for number in told.groups())
+    assert lines_of_packages().total() == pytest.approx(whole, rel=0.02)
+    assert sum(map(lines_of_code, core())) == pytest.approx(of_core, rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_plan_is_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    (quoted,) = (text for _, text in BLOCKS if text.startswith("$ weft plan llama3-405b"))
+    assert main(["plan", "llama3-405b"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in quoted.splitlines()[1:] if line != "..." and line not in said] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    (mine,) = (text for kind, text in BLOCKS if kind == "python" and "# mine.py" in text)
+    (tmp_path / "mine.py").write_text(mine)
+    (words,) = (words for words in commands() if "mine:FAMILY" in words)
+    for more in ([], ["--run.workers", "2", "--parallel.tp", "2", "--run.dir", "runs/two"]):
+        done = subprocess.run(
+            [*WEFT, *words, *more], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = ((tmp_path / "runs" / name / "loud.txt").read_text() for name in ("own", "two"))
+    assert len(one.splitlines()) == 20
+    assert one == two
