@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 
-.PHONY: install demo test test-all check format schema wheels clean
+.PHONY: install demo test test-all check format schema docs wheels clean
 
 install: $(VENV)/installed
 
@@ -42,6 +42,9 @@ format: install
 
 schema: install
 	$(VENV)/bin/weft schema > weft/recipes/recipe.schema.json
+
+docs: install
+	$(VENV)/bin/python -m sphinx -q -W --keep-going docs build/docs
 
 # What benchmarks/gpu.py needs beside torch, for a machine without a network.
 wheels: install

@@ -108,6 +108,15 @@ def test_its_size_is_what_it_says() -> None:
     assert sum(map(lines_of_code, core())) == pytest.approx(of_core, rel=0.03)
 
 
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going"]
+    done = subprocess.run(
+        [*build, str(ROOT / "docs"), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The loop" in (tmp_path / "index.html").read_text("utf-8")
+
+
 @pytest.mark.slow
 def test_the_plan_is_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     (quoted,) = (text for _, text in BLOCKS if text.startswith("$ weft plan llama3-405b"))
