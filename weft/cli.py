@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -43,11 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         overrides: list[tuple[str, str]] = []
         problems: list[Problem] = []
-        if arguments and arguments[0] in OPTIONS:
-            arguments, overrides, problems = split_overrides(arguments)
-        words = sys.argv[1:] if argv is None else argv
+        words, known = arguments, parser()
+        if arguments and arguments[0] in OVERRIDDEN:
+            arguments, overrides, problems = split_overrides(
+                arguments, options_of(known, arguments[0])
+            )
         given = argparse.Namespace(overrides=overrides, problems=problems, arguments=words)
-        options = parser().parse_args(arguments, given)
+        options = known.parse_args(arguments, given)
         return int(options.command(options))
     except InvalidJob as error:
         return reject(error)
@@ -71,61 +73,45 @@ def reject(error: InvalidJob) -> int:
     return MISTAKE
 
 
-# Options of the commands that take overrides, too, and how many words follow each.
-OPTIONS = {
-    "train": {"--dry-run": 0, "--force": 0},
-    "launch": {"--on": 1, "--dry-run": 0, "--follow": 0},
-    "plan": {
-        "--cluster": 1,
-        "--rank-map": 0,
-        "--calibrate": 1,
-        "--json": 0,
-        "--search": 0,
-        "--write": 1,
-        "--report": 1,
-    },
-    "verify": {"--ranks": 1, "--steps": 1, "--json": 0},
-    "generate": {
-        "--prompt": 1,
-        "--prompts": 1,
-        "--chat": 0,
-        "--batch": 1,
-        "--json": 0,
-        "--max-tokens": 1,
-        "--temperature": 1,
-        "--top-k": 1,
-        "--top-p": 1,
-        "--min-p": 1,
-        "--repetition-penalty": 1,
-        "--stop": 1,
-        "--seed": 1,
-    },
-    "evaluate": {"--task": 1, "--batch": 1, "--json": 0},
-    "compare": {
-        "--vary": 1,
-        "--repeat": 1,
-        "--margin": 1,
-        "--price": 1,
-        "--out": 1,
-        "--plan-only": 0,
-        "--cluster": 1,
-        "--json": 0,
-    },
-    "data": {"--samples": 1},
-    "doctor": {"--json": 0, "--full": 0},
-}
+# Commands that take overrides.
+OVERRIDDEN = (
+    "train",
+    "launch",
+    "plan",
+    "verify",
+    "generate",
+    "evaluate",
+    "compare",
+    "data",
+    "doctor",
+)
 
 
 # Keys that may go without their section.
 SHORT = {"nodes": "run.nodes", "rendezvous": "run.rendezvous"}
 
 
+def options_of(known: argparse.ArgumentParser, command: str = "") -> dict[str, bool]:
+    """The options of a command and of all below it, and whether a word follows."""
+    found: dict[str, bool] = {}
+    for action in known._actions:  # argparse has no public way to ask
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                found |= options_of(sub) if command in ("", name) else {}
+        elif not command:
+            found |= dict.fromkeys(action.option_strings, action.nargs != 0)
+    return found
+
+
 def split_overrides(
-    arguments: list[str],
+    arguments: list[str], options: Mapping[str, bool]
 ) -> tuple[list[str], list[tuple[str, str]], list[Problem]]:
     """Take the ``--section.key value`` and ``--section.key=value`` out of a command's arguments.
 
     Any other option that the command does not have is taken, too: it is reported with the rest.
+
+    Args:
+        options: of the command, and whether a word follows.
 
     Returns:
         The other arguments, the overrides, and a problem for each key without a value.
@@ -133,7 +119,7 @@ def split_overrides(
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []
     problems: list[Problem] = []
-    own = OPTIONS[arguments[0]] | {"--": 0, "--help": 0}
+    own = {**options, "--": False}
     remaining = list(arguments)
     while remaining:
         word = remaining.pop(0)
