@@ -105,7 +105,7 @@ class Turn:
 
 
 def job_of(folder: Path, steps: int) -> Any:
-    from weft.train.setup import prepare_job
+    from weft.train.check import prepare_job
 
     overrides = {
         "data.format": "chat",

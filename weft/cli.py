@@ -562,7 +562,8 @@ def train(options: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from weft.launch.start import join, start
     from weft.observe.terminal import quiet_console
-    from weft.train.setup import joined, prepare_job
+    from weft.train.check import prepare_job
+    from weft.train.setup import joined
     from weft.train.where import speaks
 
     job, base, plan = prepare_job(options.recipe, options.overrides, options.problems)

@@ -27,7 +27,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.store import load, save
-from weft.train.setup import resume
+from weft.train.position import resume
 
 SHAPE = (5, 6, 7)
 

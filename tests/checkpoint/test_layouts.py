@@ -24,7 +24,8 @@ from weft.checkpoint.store import save
 from weft.data.text import open_text
 from weft.job import Job
 from weft.optim.optimizer import set_learning_rate
-from weft.train.setup import Built, Position, build, resume
+from weft.train.position import Position, resume
+from weft.train.setup import Built, build
 
 # Twelve rows go over 1 to 4 ranks; three of these cut 32 rows of a weight into 11, 11 and 10.
 BATCH = 12

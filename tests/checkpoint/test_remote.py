@@ -28,7 +28,7 @@ from weft.checkpoint.storage import open_folder, put_new
 from weft.checkpoint.store import load, save
 from weft.cli import main
 from weft.job import to_toml
-from weft.train.setup import resume
+from weft.train.position import resume
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
 pytest.importorskip("upath", reason="pip install 'weft[s3]'")

@@ -14,7 +14,7 @@ from weft.data.prepare import prepare, prepare_text
 from weft.data.store import TokenStream
 from weft.data.text import open_text, source_names
 from weft.job import DataSection, InvalidJob, read_job
-from weft.train.setup import prepare_job
+from weft.train.check import prepare_job
 
 # ------------------------------------------------------------------ turns
 

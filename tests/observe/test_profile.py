@@ -21,8 +21,8 @@ from weft.observe.profile import table
 from weft.observe.spans import spans_path
 from weft.plan.resolve import Machine, resolve
 from weft.resilience.faults import DOING
+from weft.train.check import prepare_job
 from weft.train.loop import train
-from weft.train.setup import prepare_job
 
 UNTIED = ("model.tied_embeddings", "false")
 PIPELINE = [("parallel.pp", "2"), ("train.microbatch", "2"), UNTIED]

@@ -40,7 +40,8 @@ from weft.plan.devices import parse_cluster
 from weft.plan.float8 import float8_matrices
 from weft.plan.report import describe_plan, machine_of
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.train.setup import build, check_names
+from weft.train.check import check_names
+from weft.train.setup import build
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 # Every side of every matrix is a multiple of 16 over two tensor-parallel ranks.

@@ -18,7 +18,7 @@ from weft.plan.report import machine_of
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.predict.calibrate import calibrate, read_run, save, told
 from weft.predict.forecast import device_of, forecast
-from weft.train.setup import write_plan
+from weft.train.folder import write_plan
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 

@@ -25,7 +25,7 @@ from weft.predict.calibrate import planned_again
 from weft.predict.forecast import forecast
 from weft.predict.sections import sections, timeline
 from weft.predict.trace import timetable_of
-from weft.train.setup import write_plan
+from weft.train.folder import write_plan
 
 PIPELINE = [
     ("parallel.pp", "2"),

@@ -17,8 +17,8 @@ from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.data.text import open_text
 from weft.job import InvalidJob, read_job
 from weft.resilience.faults import SITES
+from weft.train.check import prepare_job
 from weft.train.loop import train
-from weft.train.setup import prepare_job
 
 # Two checkpoints are kept, so the third save deletes one.
 STEPS: Overrides = [("train.steps", "8"), ("checkpoint.interval", "2")]

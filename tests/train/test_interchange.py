@@ -43,10 +43,11 @@ from weft.models import FAMILIES, resolve_model
 from weft.models.family import their_name
 from weft.models.huggingface import shapes, to_config
 from weft.models.llama import LlamaConfig
+from weft.train.check import check_text, prepare_job
 from weft.train.generate import Sampling, Speech, generate, rows_of, speech_of
 from weft.train.inference import find_checkpoint, load_whole, restore_alone
 from weft.train.interchange import export_checkpoint, import_model
-from weft.train.setup import build, check_text, prepare_job
+from weft.train.setup import build
 
 LLAMA = FAMILIES["llama"]
 # Grouped heads, scaled positions; a large learning rate, so that attention is far from uniform.

@@ -13,7 +13,7 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.job import InvalidJob
-from weft.train.setup import prepare_job
+from weft.train.check import prepare_job
 
 KEYS = {
     "step",

@@ -32,9 +32,10 @@ from weft.data.prepare import prepare_text
 from weft.data.text import open_text
 from weft.job import DataSection, InvalidJob, TrainSection
 from weft.plan.resolve import Machine, resolve
+from weft.train.check import check_names
 from weft.train.objective import Losses, Objective, dpo, targets_of_rows
 from weft.train.references import log_probs
-from weft.train.setup import build, check_names
+from weft.train.setup import build
 
 MODEL: Overrides = [
     ("model.num_layers", "4"),

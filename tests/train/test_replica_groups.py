@@ -43,10 +43,12 @@ from weft.data.text import open_text
 from weft.job import Job
 from weft.optim.optimizer import grad_norm
 from weft.plan.resolve import Machine, resolve
+from weft.train.check import check_names
 from weft.train.loop import train
+from weft.train.position import Position
 from weft.train.replica_groups import Groups, GroupsError
 from weft.train.replica_groups import join as join_groups
-from weft.train.setup import Position, build, check_names
+from weft.train.setup import build
 
 INSTALLED = importlib.util.find_spec("torchft") is not None
 needs_torchft = pytest.mark.skipif(

@@ -25,7 +25,7 @@ from weft.job import MISSING, InvalidJob, Job, Problem, difference
 from weft.observe.files import read_records
 from weft.observe.history import job_of
 from weft.observe.statistics import KINDS, read_statistics
-from weft.train.setup import home_of
+from weft.train.position import home_of
 
 WHAT = {"loss": "the loss", "grad_norm": "the gradient norm; the loss agrees"}  # of a record
 VALUES = ("count", "mean", "rms", "most", "nonfinite")  # of a row of statistics

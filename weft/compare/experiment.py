@@ -40,7 +40,8 @@ from weft.observe.files import replace_text
 from weft.observe.terminal import duration
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
-from weft.train.setup import joined, prepare_job
+from weft.train.check import prepare_job
+from weft.train.setup import joined
 
 Overrides = list[tuple[str, str]]
 

@@ -46,7 +46,7 @@ from weft.observe.report import table as html_table
 from weft.observe.terminal import shown
 from weft.plan.placement import AXES
 from weft.plan.stages import align
-from weft.train.setup import owning
+from weft.train.folder import owning
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from weft.compare.ranks import run_ranks
 from weft.compare.shrink import Case, plan_of_recipe, shrink
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.plan.stages import align
-from weft.train.setup import check_names
+from weft.train.check import check_names
 
 
 @dataclass(frozen=True)

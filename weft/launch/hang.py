@@ -44,7 +44,7 @@ from weft.observe.files import read_records
 from weft.observe.history import job_of
 from weft.parallel.private import collectives_in
 from weft.resilience.heartbeat import Contact, process_began, ranks_text
-from weft.train.setup import home_of
+from weft.train.position import home_of
 
 LOOK = 2.0  # seconds between two looks at ranks that live
 TOGETHER = 600.0  # seconds within which what hosts have seen is of the same hang ...

@@ -44,16 +44,11 @@ from weft.plan.resolve import Plan
 from weft.predict.check import Expected, expect, note
 from weft.predict.sections import sections
 from weft.resilience.signals import STOP_SIGNALS, listen
+from weft.train.check import check_text
+from weft.train.folder import owning, unwritable
 from weft.train.loop import train
-from weft.train.setup import (
-    Rank,
-    check_text,
-    connect,
-    detect_machine,
-    home_of,
-    owning,
-    unwritable,
-)
+from weft.train.position import home_of
+from weft.train.setup import Rank, connect, detect_machine
 
 # Seconds of a run after which its end may take some more, and the ranks of a pipeline, each of
 # which takes about one, that are traced then.

@@ -23,7 +23,8 @@ from weft.parallel.apply import build_parts
 from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.plan.resolve import Plan, resolve
-from weft.train.setup import Rank, allocate, detect_machine, home_of
+from weft.train.position import home_of
+from weft.train.setup import Rank, allocate, detect_machine
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 # Sections of the run that say how it was trained, not what came of it.

@@ -39,8 +39,8 @@ from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_tom
 from weft.models import FAMILIES, Family, load_family
 from weft.models.huggingface import counterpart, from_config, kind_of, shapes, shown, to_config
 from weft.train.adapters import export_adapter, merging
+from weft.train.check import check_writable
 from weft.train.inference import Found, base_of, find_checkpoint
-from weft.train.setup import check_writable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

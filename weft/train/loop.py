@@ -41,10 +41,12 @@ from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
 from weft.resilience.faults import at as reach
 from weft.resilience.signals import Wishes
+from weft.train.folder import write_plan
+from weft.train.position import home_of, resume, rewind
 from weft.train.recorder import Journal, Recorder, TrainingError, due
 from weft.train.references import with_references
 from weft.train.replica_groups import join
-from weft.train.setup import Rank, build, home_of, open_statistics, resume, rewind, write_plan
+from weft.train.setup import Rank, build, open_statistics
 from weft.train.step import batch_to, held_out
 
 GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once

@@ -33,7 +33,8 @@ from weft.resilience.anomaly import Anomaly, Trial, Watch
 from weft.resilience.faults import at as reach
 from weft.resilience.heartbeat import measured
 from weft.resilience.stragglers import Probe, Stragglers, every_rank
-from weft.train.setup import Built, Position, Rank
+from weft.train.position import Position
+from weft.train.setup import Built, Rank
 
 
 class TrainingError(WeftError):

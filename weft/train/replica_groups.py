@@ -51,7 +51,8 @@ from weft.parallel.init import shard_offsets
 from weft.parallel.private import gloo_group, listening_store
 from weft.plan.resolve import Plan
 from weft.resilience.faults import at as reach
-from weft.train.setup import Position, Rank
+from weft.train.position import Position
+from weft.train.setup import Rank
 
 # What may differ between groups.
 OWN = (
