@@ -1,0 +1,62 @@
+"""The wheel alone, beside the packages that it asks for, trains the demo from any folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import weft
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_from_a_wheel(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)], check=True
+    )
+    (wheel,) = tmp_path.glob("weft-*.whl")
+    assert wheel.name == f"weft-{weft.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as content:
+        names = set(content.namelist())
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "weft").rglob("*.*") if path.is_file()}
+    assert {name for name in there if "__pycache__" not in name} <= names
+    assert "weft/py.typed" in names
+    assert not any(name.startswith("tests") for name in names)
+
+    place, folder = tmp_path / "site", tmp_path / "elsewhere"
+    folder.mkdir()
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(place), str(wheel)], check=True)
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [str(place / "bin" / "weft"), *words],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(place)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert run("--version") == f"weft {weft.__version__}\n"
+    where = subprocess.run(
+        [sys.executable, "-c", "import weft; print(weft.__file__)"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(where.stdout.strip()).is_relative_to(place)
+    assert "trained 3 steps" in run("train", "demo", "--train.steps", "3", "--run.workers", "2")
+    assert (folder / "runs").is_dir()
+    assert len(run("generate", *map(str, (folder / "runs").iterdir()), "--max-tokens", "5")) > 1
