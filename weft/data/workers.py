@@ -63,8 +63,9 @@ def each(
         try:
             while pending:
                 done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
-                advance(shared[0] - told)
-                told = shared[0]
+                now = shared[0]  # once: they go on meanwhile
+                advance(now - told)
+                told = now
                 for future in done:
                     result = future.result()
                     if isinstance(result, _Refused):
