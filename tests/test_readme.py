@@ -15,47 +15,47 @@ from pathlib import Path
 import pytest
 
 from tests.lines import lines_of_code, lines_of_packages
-from weft.cli import main, parser
+from weft.cli import main, options_of, parser, split_overrides
 from weft.job import read_job, recipe_names
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = BLOCK.findall(README)
+MISTAKES = ("train.step",)  # which the README shows being told
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 WEFT = [sys.executable, "-m", "weft.cli"]
 
 
-def commands() -> list[list[str]]:
-    """Every ``weft`` command, without what follows a '#'."""
+def commands(page: str) -> list[list[str]]:
+    """Every ``weft`` command of a page, without what follows a '#'."""
+    text = re.sub(r"\\\n *", "", (ROOT / page).read_text("utf-8"))
     found = []
-    for kind, text in BLOCKS:
-        for line in () if kind else text.splitlines():
-            if line.startswith(("weft ", "$ weft ")) and not line.startswith("weft 0."):
+    for kind, block in BLOCK.findall(text):
+        for line in () if kind else block.splitlines():
+            if re.match(r"(\$ )?weft [a-z]", line):
                 found.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
     return found
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_is_one(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its options are known, and its keys, but for those of the example of mistakes."""
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_such(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their options are known, and their keys, but for those of an example of mistakes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text('extends = "demo"\n')
-    plain, overrides = [], []
-    rest = iter(words)
-    for word in rest:
-        if re.fullmatch(r"--[a-z]+\.[a-z_]+", word):
-            overrides.append((word.removeprefix("--"), next(rest)))
-        else:
-            plain.append(word)
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        options, _ = parser().parse_known_args(plain)
-        assert callable(options.command)
-    recipe = next((word for word in plain[1:] if word in (*recipe_names(), "mine.toml")), "demo")
-    _, _, problems = read_job(recipe, overrides)
-    mistake = [key for key, _ in overrides if key == "train.step"]  # which the README shows
-    assert [problem.key for problem in problems] == mistake
+    for words in commands(page):
+        known = parser()
+        rest, overrides, problems = split_overrides(words, options_of(known, words[0]))
+        assert problems == [], words
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                known.parse_args(rest)
+            except SystemExit as asked:  # for help
+                assert asked.code == 0, words
+        recipe = next((word for word in rest[1:] if word in (*recipe_names(), "mine.toml")), "demo")
+        _, _, problems = read_job(recipe, overrides)
+        wrong = [str(problem) for problem in problems if problem.key not in MISTAKES]
+        assert wrong == [], words
 
 
 def test_its_loop_is_the_loop() -> None:
@@ -130,7 +130,7 @@ def test_the_plan_is_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     (mine,) = (text for kind, text in BLOCKS if kind == "python" and "# mine.py" in text)
     (tmp_path / "mine.py").write_text(mine)
-    (words,) = (words for words in commands() if "mine:FAMILY" in words)
+    (words,) = (words for words in commands("README.md") if "mine:FAMILY" in words)
     for more in ([], ["--run.workers", "2", "--parallel.tp", "2", "--run.dir", "runs/two"]):
         done = subprocess.run(
             [*WEFT, *words, *more], cwd=tmp_path, capture_output=True, text=True, check=False
