@@ -329,6 +329,7 @@ LAYOUTS: dict[str, Overrides] = {
 }
 
 
+@pytest.mark.slow
 def test_fake_ranks_do_what_real_ranks_do() -> None:
     """The same collectives in the second step, in which nothing is set up any more."""
     real = run_ranks(real_counts, 4)

@@ -47,11 +47,12 @@ REMEDIES = [
     # Too many sequences at once.
     ("llama3-8b", "1x8xH100", "train.microbatch=8", "--train.microbatch 1"),
     # A replica on each GPU: more of them must share.
-    (
+    pytest.param(
         "llama3-8b",
         "1x8xH100",
         "parallel.dp_shard=2 parallel.dp_replicate=4",
         "--parallel.dp_replicate 1 --parallel.dp_shard auto",
+        marks=slow,
     ),
     # Several things are wrong: a pair.
     pytest.param(

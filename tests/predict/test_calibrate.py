@@ -144,6 +144,7 @@ def test_what_cannot_be_learnt_from(tmp_path: Path) -> None:
     assert not user_files()[1].exists()
 
 
+@pytest.mark.slow
 def test_a_real_run(tmp_path: Path, store_path: Path) -> None:
     """Without one, no time is predicted for CPUs; with it this run's is, and another layout's."""
     pairs = [*SMALL, ("run.dir", "run"), ("run.workers", "1"), ("data.path", str(store_path))]

@@ -97,6 +97,7 @@ def test_where_nothing_helps_no_remedy_is_named() -> None:
     assert refused(job, plan, small).endswith("; use --force to try it all the same")
 
 
+@pytest.mark.slow
 def test_a_run_on_a_range_of_nodes_must_fit_on_the_fewest() -> None:
     overrides = [("optim.states", "float32"), ("train.global_batch", "64")]
     job, plan, machine = planned("llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512"))

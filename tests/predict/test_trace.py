@@ -161,7 +161,12 @@ LARGER_RINGS = [layout for layout in of_ranks(4) if layout.startswith("cp4")]
     [
         pytest.param(2, of_ranks(2), id="2"),
         pytest.param(3, of_ranks(3), id="3"),
-        pytest.param(4, [each for each in of_ranks(4) if each not in LARGER_RINGS], id="4"),
+        pytest.param(
+            4,
+            [each for each in of_ranks(4) if each not in LARGER_RINGS],
+            id="4",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(4, LARGER_RINGS, id="4-larger-rings", marks=pytest.mark.slow),
     ],
 )
