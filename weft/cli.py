@@ -89,6 +89,8 @@ OVERRIDDEN = (
 
 # Keys that may go without their section.
 SHORT = {"nodes": "run.nodes", "rendezvous": "run.rendezvous"}
+# And that may go without a value.
+SWITCHES = {"preflight": ("resilience.preflight", "true")}
 
 
 def options_of(known: argparse.ArgumentParser, command: str = "") -> dict[str, bool]:
@@ -132,7 +134,9 @@ def split_overrides(
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         name = SHORT.get(name, name)
-        if not equals:
+        if not equals and name in SWITCHES:
+            name, value = SWITCHES[name]
+        elif not equals:
             if not remaining or remaining[0].startswith("--") or remaining[0] == "-h":
                 problems.append(Problem(f"--{name}", MISSING, "needs a value"))
                 continue
@@ -500,7 +504,7 @@ Devices, drivers, links, adapters, variables, limits, folders: some seconds, and
   weft doctor --checkpoint.dir s3://bucket/run-7 --checkpoint.local /dev/shm/$USER
   srun --nodes 2 --ntasks-per-node=1 weft doctor               also clocks, and versions, of all
 
-'weft train RECIPE --resilience.preflight true' does it on every node before its ranks start.  Any
+'weft train RECIPE --preflight' does it on every node before its ranks start.  Any
 key may be given as --section.key value; run.dir, checkpoint.dir, checkpoint.local, data.cache,
 run.nodes, run.rendezvous and run.device count.  docs/doctor.md tells what is looked at.
 

@@ -24,7 +24,8 @@ def request(
     job, _, problems = read_job(recipe, given)
     assert not problems
     folder = Path("/fsx/small-run")
-    words = words_of(recipe, given, folder, str(job.run.nodes), "auto")
+    asked = str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
+    words = words_of(recipe, given, folder, asked, "auto")
     return Request("small-run", words, job, nodes, devices, folder)
 
 

@@ -242,3 +242,11 @@ def test_sick_nodes_are_left_out(
 
 def test_without_a_preflight_no_node_is_left_out() -> None:
     assert "sick" not in script("--run.device", "cpu")
+
+
+def test_a_short_word_for_the_preflight(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["demo", "--on", "slurm", "--preflight", "--run.device", "cpu", "--dry-run"]
+    assert launch(*words) == 0
+    told = capsys.readouterr().out
+    assert "    --resilience.preflight true \\\n" in told
+    assert "ExcNodeList" in told

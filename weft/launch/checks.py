@@ -22,6 +22,7 @@ from weft.launch.probes import (
     topology_in,
 )
 from weft.plan.devices import CPU, GIB, Device, device_called, device_named
+from weft.train.where import is_loopback
 
 SEVERITIES = ("ok", "note", "warning", "bad")
 # Of what the table of devices has: below the first it is worth a word, below the second bad.
@@ -467,7 +468,7 @@ def _check_interfaces(facts: Facts) -> Iterator[Finding]:
     if gloo and not set(gloo.split(",")) <= set(facts.interfaces):
         seen = f"GLOO_SOCKET_IFNAME={gloo} is none of {', '.join(facts.interfaces)}"
         yield Finding("variables", "bad", seen, "name one that is there")
-    elif gloo == "lo" and facts.nodes > 1 and not is_local(facts.endpoint):
+    elif gloo == "lo" and facts.nodes > 1 and not is_loopback(facts.endpoint):
         seen = "GLOO_SOCKET_IFNAME=lo: other nodes are not reached there"
         yield Finding("variables", "bad", seen, "name the interface of the network")
     if threads.isdigit() and int(threads) > facts.usable > 0:
@@ -605,7 +606,7 @@ def _check_folder(one: Folder, nodes: int, endpoint: str) -> Iterator[Finding]:
             "is on the network, which it is to spare",
             "name memory or a disk of the node",
         )
-    elif one.key != "checkpoint.local" and nodes > 1 and not shared and not is_local(endpoint):
+    elif one.key != "checkpoint.local" and nodes > 1 and not shared and not is_loopback(endpoint):
         remedy = "name a folder that all nodes share"
         add("warning" if one.key == "data.cache" else "bad", "each node has its own", remedy)
     elif one.key != "checkpoint.local" and one.kind == "tmpfs":
@@ -635,11 +636,6 @@ def check_stores(facts: Facts) -> Iterator[Finding]:
 # --------------------------------------------------------------------------- other nodes
 
 
-def is_local(endpoint: str) -> bool:
-    """Whether all nodes are this host, as in a test."""
-    return endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
-
-
 def check_meeting(facts: Facts) -> Iterator[Finding]:
     if facts.meeting in ("free", "answers"):
         said = "answers" if facts.meeting == "answers" else "is free here"
@@ -648,7 +644,7 @@ def check_meeting(facts: Facts) -> Iterator[Finding]:
         remedy = "the first node must listen there, and a firewall let it through, 29400 by itself"
         yield Finding("meeting", "bad", f"{facts.endpoint}: {facts.meeting}", remedy)
     alone = facts.address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in facts.variables
-    if facts.nodes > 1 and not is_local(facts.endpoint) and alone:
+    if facts.nodes > 1 and not is_loopback(facts.endpoint) and alone:
         seen = f"{facts.host} is {facts.address} to itself: gloo would wait there for others"
         remedy = "set GLOO_SOCKET_IFNAME to the network's interface, or mend /etc/hosts"
         yield Finding("meeting", "bad", seen, remedy)

@@ -30,13 +30,12 @@ from weft.launch.probes import (
     versions,
 )
 from weft.observe.files import write_json
-from weft.train.where import find
+from weft.train.where import PORT, find
 
 MOST_RANKS = 4  # on a CPU, as `weft train` starts them
 QUICK, FULL = 32 << 20, 1 << 30  # bytes that a folder or a store is tried with
 WIDTH = 100  # of the screen
 SICK_NODES = "sick"  # folder of a run
-PORT = 29400  # of `weft.launch.nodes`, which imports torch
 
 
 def gather(job: Job, full: bool = False, together: bool = True) -> Facts:

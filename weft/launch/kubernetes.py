@@ -32,6 +32,7 @@ from weft.launch.manifest import (
     unchecked,
 )
 from weft.launch.submit import Request
+from weft.train.where import PORT
 
 ENDING = ".yaml"
 OPTIONS = {
@@ -46,7 +47,6 @@ OPTIONS = {
 KINDS = ("trainjob", "jobset")
 REMEDY = "see https://kubernetes.io/docs/tasks/tools"
 # Of Kubeflow's, for a JobSet as well.
-PORT = 29400
 # What ranks have to finish a step and save, after a pod was told to end.
 GRACE_SECONDS = 600
 # Pods that ended otherwise than by a documented status, a disruption or success: lost nodes.

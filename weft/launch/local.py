@@ -32,10 +32,11 @@ from torch.distributed.elastic.rendezvous import (
 
 from weft.job import Job, flatten
 from weft.launch import REQUEUE
-from weft.launch.nodes import JOIN, Meeting, is_loopback, meet
+from weft.launch.nodes import JOIN, Meeting, meet
 from weft.launch.process import error_path, log_path, status
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
+from weft.train.where import is_loopback
 
 
 @dataclass(frozen=True)

@@ -63,21 +63,14 @@ def common_problems(
 
 
 def pairs_of(request: Request) -> dict[str, str]:
-    """The overrides among the words of the command, but those of [launch]; the last one wins."""
+    """The overrides among the words of the command."""
     words = request.words[3:]
-    pairs = {k.removeprefix("--"): v for k, v in zip(words[::2], words[1::2], strict=True)}
-    return {key: value for key, value in pairs.items() if not key.startswith("launch.")}
+    return {k.removeprefix("--"): v for k, v in zip(words[::2], words[1::2], strict=True)}
 
 
 def command(request: Request, recipe: str, changes: Mapping[str, str]) -> list[str]:
-    """``weft train RECIPE ...`` with some keys changed, as words.
-
-    Which of the nodes there are is for `weft.train.where` to find out, but how few may do.
-    """
+    """``weft train RECIPE ...`` with some keys changed, as words."""
     pairs = pairs_of(request) | dict(changes)
-    least, most = request.nodes
-    if least != most:
-        pairs["run.nodes"] = f"{least}:{most}"
     return ["weft", "train", recipe, *(word for k, v in pairs.items() for word in (f"--{k}", v))]
 
 

@@ -48,8 +48,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from weft.job import InvalidJob, Problem, WeftError
 from weft.parallel.private import listening_store
+from weft.train.where import is_loopback
 
-PORT = 29400  # torch's
 # A node without a heartbeat for so long is gone; clocks must agree better than that.
 HEARTBEAT_SECONDS, MISSED_HEARTBEATS = 1, 6
 # How long to wait for more once there are enough (all look once a second), and for enough.
@@ -261,8 +261,3 @@ def is_here(endpoint: str) -> bool:
                 probe.bind(address)
                 return True
     return False
-
-
-def is_loopback(endpoint: str) -> bool:
-    """Whether all nodes of a run are on this host."""
-    return endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")

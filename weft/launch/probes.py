@@ -496,15 +496,16 @@ def meet(endpoint: str, nodes: int, mine: Mapping[str, str], limit: float) -> li
                     store.set(f"answer/{other}/{ask}", repr(time.time()))
         else:
             store.wait([f"turn/{number}"])
-            found = [_ask(store, f"{number}/{ask}") for ask in range(ASKS)]
-            store.set(f"ahead/{number}", json.dumps(min(found, key=lambda one: one[1])))
+            asked = [_ask(store, f"{number}/{ask}") for ask in range(ASKS)]
+            store.set(f"ahead/{number}", json.dumps(min(asked, key=lambda one: one[1])))
         store.wait([f"ahead/{other}" for other in range(nodes)])
-        time.sleep(LINGER_SECONDS)  # the store may be in this process, and others still read
     except DistStoreError:
         pass  # not all came: those that did are told
     came = [n for n in range(nodes) if store.check([f"node/{n}"])]
     clocks = {n: json.loads(store.get(f"ahead/{n}")) for n in came if store.check([f"ahead/{n}"])}
-    return [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in came]
+    found = [Node(*json.loads(store.get(f"node/{n}")), *clocks.get(n, ())) for n in came]
+    time.sleep(LINGER_SECONDS)  # the store may be in this process, and others still read
+    return found
 
 
 def _ask(store: Any, name: str) -> tuple[float, float]:

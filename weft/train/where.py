@@ -110,6 +110,11 @@ def find(environment: Environment, nodes: str = "auto", rendezvous: str = "auto"
     return found
 
 
+def is_loopback(endpoint: str) -> bool:
+    """Whether all nodes that meet there are on this host."""
+    return endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
+
+
 def speaks(environment: Environment) -> bool:
     """Whether this node is the one that says what all nodes of its run would say.
 
