@@ -1,0 +1,120 @@
+"""Nothing is defined and never used, and nothing is named in words that is not there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from weft.job import SECTIONS, keys
+
+ROOT = Path(__file__).parent.parent
+SOURCES = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "weft").rglob("*.py")}
+# What a base class of somebody else's calls, and what a recipe or the command line names.
+CALLED_BY_OTHERS = {
+    "emit",  # logging.Handler
+    "extra_repr",  # torch.nn.Module
+    "readable",  # io.RawIOBase
+    "find_class",  # pickle.Unpickler
+    "on_broken_pipe",  # rich.console.Console
+    "setup_context",  # torch.autograd.Function
+    "eot_token_id",  # lm_eval's TemplateLM, from here on
+    "_loglikelihood_tokens",
+    "loglikelihood_rolling",
+    "generate_until",
+}
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Functions, classes, methods and constants of a file; fields may only be there to be written."""
+    found = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return {name for name in found if not name.startswith("__")}
+
+
+def named(tree: ast.Module) -> set[str]:
+    """What a file names: reads or imports, or has in a string by itself."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.alias):
+            found.add(node.name.rpartition(".")[2])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(re.split("[.:]", node.value)[-1])
+    return found
+
+
+def test_everything_is_used() -> None:
+    used = set().union(*map(named, SOURCES.values())) | CALLED_BY_OTHERS
+    unused = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, tree in SOURCES.items()
+        for name in defined(tree) - used
+    }
+    assert unused == set()
+
+
+WORDS = {
+    path: path.read_text("utf-8")
+    for pattern in ("*.md", "docs/**/*.md", "weft/**/*.py", "weft/**/*.toml", "benchmarks/*.py")
+    for path in ROOT.glob(pattern)
+}
+# Of a decision or a change that is history: what was called so then.
+HISTORY = ("docs/decisions/", "CHANGELOG.md")
+# Files of other projects.
+OTHERS = {"docs/task_guide.md", "benchmarks/llama3_h100_202412_torchtitan.md"}
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module of weft, or something in one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end])
+        tree = SOURCES.get(path.with_suffix(".py")) or SOURCES.get(path / "__init__.py")
+        if tree is not None:
+            return end == len(parts) or parts[end] in defined(tree) | named(tree)
+    return ROOT.joinpath(*parts).is_dir()
+
+
+def test_modules_that_are_named_exist() -> None:
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in WORDS.items()
+        if not str(path.relative_to(ROOT)).startswith(HISTORY)
+        for name in re.findall(r"(?<![\w./])weft(?:\.[A-Za-z]\w*)+", text)
+        if not exists(name)
+    }
+    assert missing == set()
+
+
+def test_files_that_are_named_exist() -> None:
+    folders = "docs|tests|benchmarks|scripts|examples"
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in WORDS.items()
+        if not str(path.relative_to(ROOT)).startswith(HISTORY)
+        for name in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w", text)
+        if name not in OTHERS and not (ROOT / name).exists()
+    }
+    assert missing == set()
+
+
+def test_keys_that_are_named_exist() -> None:
+    sections, known = "|".join(SECTIONS), {*keys(), "train.py"}
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, text in WORDS.items()
+        if path.suffix == ".md" and not str(path.relative_to(ROOT)).startswith(HISTORY)
+        for name in re.findall(rf"`(?:--)?((?:{sections})\.[a-z_0-9]+)`", text)
+        if name not in known and not name.startswith("model.")
+    }
+    assert missing == set()
