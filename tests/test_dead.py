@@ -26,7 +26,7 @@ CALLED_BY_OTHERS = {
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Functions, classes, methods and constants of a file; fields may only be there to be written."""
+    """Functions, classes, methods and constants of a file, but no fields: some are only written."""
     found = {
         node.name
         for node in ast.walk(tree)

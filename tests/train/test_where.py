@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from weft.job import InvalidJob, read_job
-from weft.train.setup import joined, placed
-from weft.train.where import Where, expand_counts, expand_hosts, find, speaks
+from weft.train.setup import joined
+from weft.train.where import Where, expand_counts, expand_hosts, find, placed, speaks
 
 TORCHRUN = {
     "LOCAL_RANK": "1",

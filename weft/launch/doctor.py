@@ -30,7 +30,7 @@ from weft.launch.probes import (
     versions,
 )
 from weft.observe.files import write_json
-from weft.train.where import PORT, find
+from weft.train.where import PORT, find, reachable
 
 MOST_RANKS = 4  # on a CPU, as `weft train` starts them
 QUICK, FULL = 32 << 20, 1 << 30  # bytes that a folder or a store is tried with
@@ -51,9 +51,7 @@ def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
     here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
     counts, endpoint = range(1, 2), ""
     if here.nodes != "1":
-        # These import torch, which may be what is broken.
-        from weft.plan.resolve import node_range
-        from weft.train.setup import reachable
+        from weft.plan.resolve import node_range  # imports torch, which may be what is broken
 
         counts = node_range(changed(job, run={"nodes": here.nodes}))
         if not counts:

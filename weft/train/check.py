@@ -25,16 +25,7 @@ from weft.data.packing import check_conversations
 from weft.data.source import STDLIB, check_path
 from weft.data.text import Text
 from weft.data.tokenizer import load_tokenizer, vocab_entries
-from weft.job import (
-    InvalidJob,
-    Job,
-    Problem,
-    difference,
-    lookup,
-    read_job,
-    replace,
-    suggest,
-)
+from weft.job import InvalidJob, Job, Problem, difference, lookup, read_job, replace, suggest
 from weft.observe.sinks import SINKS
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES
@@ -43,7 +34,8 @@ from weft.plan.timetable import is_file
 from weft.resilience.faults import SITES
 from weft.train.objective import OBJECTIVES
 from weft.train.position import home_of
-from weft.train.setup import detect_machine, joined, placed
+from weft.train.setup import detect_machine, joined
+from weft.train.where import placed
 
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
 FIXED = (
@@ -57,8 +49,6 @@ FIXED = (
     "data.too_long",
     "optim.kind",
 )
-
-
 # Before the first step of a run on imported weights, only what those hang on.
 FIXED_AT_0 = ("model.", "data.tokenizer")
 # What sinks need that weft does not bring.

@@ -16,11 +16,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.job import (
-    InvalidJob,
-    Problem,
-    WeftError,
-)
+from weft.job import InvalidJob, Problem, WeftError
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 from weft.train.setup import detect_machine

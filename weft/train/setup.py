@@ -1,7 +1,7 @@
 """From a Plan to live objects: ranks, devices, model and optimizer.
 
-Apart from `weft.train.check` and the launchers this is the only place that looks at the
-environment.
+Apart from `weft.train.where`, `weft.train.check` and the launchers this is the only place that
+looks at the environment.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import ctypes
 import os
 import platform
 import random
-import re
-import socket
-import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,13 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from weft.checkpoint.state import frozen_parameters, named_buffers, named_parameters
-from weft.job import (
-    InvalidJob,
-    Job,
-    Problem,
-    lookup,
-    replace,
-)
+from weft.job import InvalidJob, Job, Problem, lookup
 from weft.models import load_family
 from weft.models.family import Init
 from weft.observe.statistics import Statistics, layers_of
@@ -47,7 +38,6 @@ from weft.parallel.private import listening_store, record_flights
 from weft.plan.resolve import Machine, Plan
 from weft.resilience.heartbeat import name_groups
 from weft.train.step import Engine
-from weft.train.where import RANK_VARIABLES, find
 
 # --------------------------------------------------------------------------- before anything starts
 
@@ -55,44 +45,6 @@ from weft.train.where import RANK_VARIABLES, find
 def joined() -> bool:
     """Whether a launcher (torchrun and its like) has already made this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def placed(job: Job) -> Job:
-    """The job with the nodes and the meeting place that the environment says, to be planned.
-
-    What was chosen goes into job.toml, not this: the next start may be elsewhere.  A process that
-    was started as a rank gets torchrun's variables here, whatever they were called, and one that
-    starts ranks has none.
-
-    Raises:
-        InvalidJob: if the environment contradicts itself; see `weft.train.where`.
-    """
-    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
-    if here.rank is not None:
-        os.environ.update(here.rank)
-        os.environ["MASTER_ADDR"] = reachable(here.rank["MASTER_ADDR"])
-        return job
-    for name in RANK_VARIABLES[:4]:
-        os.environ.pop(name, None)
-    if here.source == "host":
-        return job
-    host, colon, port = here.rendezvous.rpartition(":")
-    rendezvous = reachable(host) + colon + port if host else here.rendezvous or "auto"
-    return replace(job, run={"nodes": here.nodes, "rendezvous": rendezvous})
-
-
-def reachable(host: str) -> str:
-    """The host, or Slurm's address of a node whose name says nothing to this one."""
-    if "SLURM_JOB_ID" in os.environ:
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError:
-            command = ["scontrol", "show", "node", host, "--oneliner"]
-            with suppress(OSError):
-                shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-                if found := re.search(r"NodeAddr=(\S+)", shown):
-                    return found[1]
-    return host
 
 
 def detect_machine(device: str) -> Machine:

@@ -23,20 +23,25 @@ torchrun, which ``LOCAL_RANK`` tells, is its rank whatever ``run.nodes`` says: i
 else.  Without it ``RANK`` may be the number of a pod (Kubeflow's PyTorchJob, which sets ``PET_*``
 as well), and what was asked for by flags goes first.
 
-Nothing here looks anywhere but into the mapping that it is given.
+Nothing but `placed` looks anywhere else than into the mapping that it is given.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace as changed
 from itertools import product
 from math import prod
 from typing import TypeVar
 
-from weft.job import MISSING, InvalidJob, Problem
+from weft.job import MISSING, InvalidJob, Job, Problem, replace
 
 T = TypeVar("T")
 
@@ -106,7 +111,7 @@ def find(environment: Environment, nodes: str = "auto", rendezvous: str = "auto"
     if found.rank is None:
         several = found.nodes != "1"
         place = rendezvous if told else found.rendezvous
-        return replace(found, rendezvous=place if several else "")
+        return changed(found, rendezvous=place if several else "")
     return found
 
 
@@ -121,6 +126,47 @@ def speaks(environment: Environment) -> bool:
     Only Slurm's have one output together, and its job does not outlive its first node.
     """
     return "SLURM_STEP_ID" not in environment or environment.get("SLURM_NODEID", "0") == "0"
+
+
+# --------------------------------------------------------------------------- this process
+
+
+def placed(job: Job) -> Job:
+    """The job with the nodes and the meeting place that the environment says, to be planned.
+
+    What was chosen goes into job.toml, not this: the next start may be elsewhere.  A process that
+    was started as a rank gets torchrun's variables here, whatever they were called, and one that
+    starts ranks has none.
+
+    Raises:
+        InvalidJob: if the environment contradicts itself; see `find`.
+    """
+    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
+    if here.rank is not None:
+        os.environ.update(here.rank)
+        os.environ["MASTER_ADDR"] = reachable(here.rank["MASTER_ADDR"])
+        return job
+    for name in RANK_VARIABLES[:4]:
+        os.environ.pop(name, None)
+    if here.source == "host":
+        return job
+    host, colon, port = here.rendezvous.rpartition(":")
+    rendezvous = reachable(host) + colon + port if host else here.rendezvous or "auto"
+    return replace(job, run={"nodes": here.nodes, "rendezvous": rendezvous})
+
+
+def reachable(host: str) -> str:
+    """The host, or Slurm's address of a node whose name says nothing to this one."""
+    if "SLURM_JOB_ID" in os.environ:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            command = ["scontrol", "show", "node", host, "--oneliner"]
+            with suppress(OSError):
+                shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+                if found := re.search(r"NodeAddr=(\S+)", shown):
+                    return found[1]
+    return host
 
 
 # --------------------------------------------------------------------------- one system each
