@@ -282,7 +282,7 @@ def main() -> None:
         folder = Path(name)
         write_conversations(folder / "chat.jsonl")
         write_model(folder / "theirs", folder / "chat.jsonl")
-        from weft.train.interchange import import_model
+        from weft.interchange.huggingface import import_model
 
         import_model(folder / "theirs", folder / "run", lambda progress: None)
         context = multiprocessing.get_context("spawn")

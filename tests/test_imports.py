@@ -18,8 +18,8 @@ ORDER = [
     {"resilience"},
     {"data", "optim", "checkpoint", "observe"},
     {"train"},
-    {"predict"},
-    {"compare", "launch"},
+    {"predict", "inference"},
+    {"compare", "launch", "interchange"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -811,9 +811,9 @@ def report(options: argparse.Namespace) -> int:
 
 def generate(options: argparse.Namespace) -> int:
     """Print the prompts and their continuations, one alone as it grows."""
+    from weft.inference.generate import Prompt, Sampling, generate, read_prompts, rows_of, speech_of
+    from weft.inference.model import find_checkpoint, lay_out, restore
     from weft.launch.again import on_every_rank
-    from weft.train.generate import Prompt, Sampling, generate, read_prompts, rows_of, speech_of
-    from weft.train.inference import find_checkpoint, lay_out, restore
     from weft.train.setup import Rank
 
     problems = list(options.problems)
@@ -867,13 +867,13 @@ def evaluate(options: argparse.Namespace) -> int:
     """Print losses, or scores of tasks."""
     from dataclasses import asdict
 
+    from weft.inference.evaluate import EVERY, losses_on
+    from weft.inference.generate import speech_of
+    from weft.inference.model import find_checkpoint, lay_out, restore
+    from weft.inference.tasks import read_task, score
     from weft.launch.again import on_every_rank, prepare_to_evaluate, text_to_evaluate
     from weft.observe.terminal import quiet_console
-    from weft.train.evaluate import EVERY, losses_on
-    from weft.train.generate import speech_of
-    from weft.train.inference import find_checkpoint, lay_out, restore
     from weft.train.setup import Rank, joined
-    from weft.train.tasks import read_task, score
 
     problems, tasks = list(options.problems), []
     for path in options.task:
@@ -928,9 +928,9 @@ def rollback(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a checkpoint for others."""
+    from weft.interchange.huggingface import export_checkpoint
     from weft.launch.preparing import showing
     from weft.observe.terminal import quiet_console
-    from weft.train.interchange import export_checkpoint
 
     console = quiet_console(sys.stdout)
     with showing(console) as show:
@@ -942,9 +942,9 @@ def export(options: argparse.Namespace) -> int:
 
 def import_(options: argparse.Namespace) -> int:
     """Make a run of what others have trained."""
+    from weft.interchange.huggingface import import_model
     from weft.launch.preparing import showing
     from weft.observe.terminal import quiet_console
-    from weft.train.interchange import import_model
 
     console = quiet_console(sys.stdout)
     with showing(console) as show:

@@ -18,12 +18,12 @@ from tests.small import Overrides, losses, newest_state, read_state, small_job, 
 from weft.checkpoint.export import write_json
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.data.cache import Progress
+from weft.inference.model import find_checkpoint, load_whole
+from weft.interchange.huggingface import export_checkpoint, import_model
 from weft.job import InvalidJob, to_toml
 from weft.models import FAMILIES, resolve_model
 from weft.models.family import their_name
 from weft.models.huggingface import shapes, to_config
-from weft.train.inference import find_checkpoint, load_whole
-from weft.train.interchange import export_checkpoint, import_model
 
 MODEL: Overrides = [
     ("model.dim", "128"),

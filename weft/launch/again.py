@@ -15,10 +15,10 @@ from rich.console import Console
 
 from weft.data.prepare import prepare_text
 from weft.data.text import Text, open_text
+from weft.inference.model import Found
 from weft.job import InvalidJob, Job, Problem
 from weft.launch.preparing import cache_folder, showing
 from weft.plan.resolve import Plan
-from weft.train.inference import Found
 from weft.train.setup import Rank, connect, joined
 
 

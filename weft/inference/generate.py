@@ -24,9 +24,9 @@ from torch import Tensor
 
 from weft.data.chat import Malformed, Writer, load_template
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
+from weft.inference.model import Found, LanguageModel
 from weft.job import InvalidJob, Problem
 from weft.models.cache import KeyValueCache, caching
-from weft.train.inference import Found, LanguageModel
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from tests.small import this_rank
 from weft.cli import main
 from weft.data.store import open_store
 from weft.data.text import open_text
-from weft.train.evaluate import EVERY, losses_on
-from weft.train.inference import find_checkpoint, lay_out, restore_alone
+from weft.inference.evaluate import EVERY, losses_on
+from weft.inference.model import find_checkpoint, lay_out, restore_alone
 
 ALLOWED = ("parallel.", "pipeline.", "data.", "train.")
 

@@ -14,9 +14,7 @@ from tests.asked import random_run
 from tests.harness import run_ranks
 from tests.small import this_rank
 from weft.cli import main
-from weft.job import InvalidJob, Problem
-from weft.models.cache import caching
-from weft.train.generate import (
+from weft.inference.generate import (
     Row,
     Sampling,
     Speech,
@@ -26,13 +24,15 @@ from weft.train.generate import (
     rows_of,
     speech_of,
 )
-from weft.train.inference import (
+from weft.inference.model import (
     LanguageModel,
     find_checkpoint,
     lay_out,
     restore,
     restore_alone,
 )
+from weft.job import InvalidJob, Problem
+from weft.models.cache import caching
 
 PROMPTS = ["def ", "import os, sys, json\nfor line in sys.stdin:\n    print", "", "x"]
 GREEDY = Sampling(max_tokens=24, temperature=0)

@@ -1,6 +1,6 @@
 """The Language Model Evaluation Harness drives a weft checkpoint::
 
-    python -m weft.train.harness run --model weft --model_args path=runs/demo --tasks arc_easy
+    python -m weft.inference.harness run --model weft --model_args path=runs/demo --tasks arc_easy
 
 takes every option of ``lm_eval`` (pip install 'weft[eval]'); from Python, give
 ``lm_eval.simple_evaluate(model=WeftLM("runs/demo"), tasks=[...])``.  Texts are split into tokens,
@@ -19,10 +19,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 
-from weft.train.generate import Row, Sampling, generate
-from weft.train.generate import speech_of as speech_of_run
-from weft.train.inference import find_checkpoint, restore_alone
-from weft.train.tasks import log_probabilities
+from weft.inference.generate import Row, Sampling, generate
+from weft.inference.generate import speech_of as speech_of_run
+from weft.inference.model import find_checkpoint, restore_alone
+from weft.inference.tasks import log_probabilities
 
 MOST_TOKENS = 256  # of an answer that does not end, where the task does not say
 
@@ -104,7 +104,7 @@ def main() -> None:
     """``lm_eval``, which knows ``--model weft``."""
     from lm_eval.__main__ import cli_evaluate
 
-    model_registry.register("weft", target="weft.train.harness:WeftLM")
+    model_registry.register("weft", target="weft.inference.harness:WeftLM")
     cli_evaluate()
 
 

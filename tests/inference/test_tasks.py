@@ -15,11 +15,11 @@ from tests.asked import random_run
 from tests.harness import run_ranks
 from tests.small import this_rank
 from weft.cli import main
+from weft.inference.generate import speech_of
+from weft.inference.model import find_checkpoint, lay_out, restore, restore_alone
+from weft.inference.tasks import encoded, log_probabilities, read_task, score
+from weft.interchange.huggingface import export_checkpoint
 from weft.job import InvalidJob
-from weft.train.generate import speech_of
-from weft.train.inference import find_checkpoint, lay_out, restore, restore_alone
-from weft.train.interchange import export_checkpoint
-from weft.train.tasks import encoded, log_probabilities, read_task, score
 
 TASK = """
 task: continue_it
@@ -98,7 +98,7 @@ def test_ours_the_harness_s_and_transformers_are_one(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from lm_eval.models.huggingface import HFLM
 
-    from weft.train.harness import WeftLM
+    from weft.inference.harness import WeftLM
 
     mine = ours(run, task_file)
     assert 0.1 < mine["acc"] < 0.9

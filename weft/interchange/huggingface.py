@@ -35,12 +35,12 @@ from weft.checkpoint.storage import create, is_remote
 from weft.data.cache import Progress, Report
 from weft.data.store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer, padded_beyond, separator_id, vocab_entries
+from weft.inference.model import Found, base_of, find_checkpoint
+from weft.interchange.peft import export_adapter, merging
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml
 from weft.models import FAMILIES, Family, load_family
 from weft.models.huggingface import counterpart, from_config, kind_of, shapes, shown, to_config
-from weft.train.adapters import export_adapter, merging
 from weft.train.check import check_writable
-from weft.train.inference import Found, base_of, find_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -38,15 +38,15 @@ from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
 from weft.cli import main
 from weft.data.cache import Progress
 from weft.data.text import open_text
+from weft.inference.generate import Sampling, Speech, generate, rows_of, speech_of
+from weft.inference.model import find_checkpoint, load_whole, restore_alone
+from weft.interchange.huggingface import export_checkpoint, import_model
 from weft.job import WeftError, replace, to_toml
 from weft.models import FAMILIES, resolve_model
 from weft.models.family import their_name
 from weft.models.huggingface import shapes, to_config
 from weft.models.llama import LlamaConfig
 from weft.train.check import check_text, prepare_job
-from weft.train.generate import Sampling, Speech, generate, rows_of, speech_of
-from weft.train.inference import find_checkpoint, load_whole, restore_alone
-from weft.train.interchange import export_checkpoint, import_model
 from weft.train.setup import build
 
 LLAMA = FAMILIES["llama"]

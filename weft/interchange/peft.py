@@ -23,12 +23,12 @@ from weft.checkpoint.export import (
     write_tensors,
 )
 from weft.checkpoint.manifest import read_manifest
+from weft.inference.model import Found, base_of
 from weft.job import InvalidJob, LoraSection, Problem
 from weft.models import load_family
 from weft.models.huggingface import counterpart
 from weft.parallel.quantize import pack, unpack
 from weft.plan.lora import matrices_of, scaling
-from weft.train.inference import Found, base_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -10,9 +10,9 @@ import numpy as np
 from weft.data.loader import evaluation_batches, samples_of
 from weft.data.store import Split, SplitName, Store
 from weft.data.text import Source, Text
+from weft.inference.model import Found, restore_parts
 from weft.job import Job, WeftError, replace
 from weft.plan.resolve import Plan
-from weft.train.inference import Found, restore_parts
 from weft.train.setup import Rank
 from weft.train.step import Engine
 

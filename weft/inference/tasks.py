@@ -3,7 +3,7 @@
 Tasks are files of the Language Model Evaluation Harness (github.com/EleutherAI/
 lm-evaluation-harness, docs/task_guide.md), of which what a local question needs is understood:
 JSON lines, templates or names of fields, and the two accuracies.  What else a file says is refused,
-not overlooked; the harness itself can drive a checkpoint, too: see `weft.train.harness`.
+not overlooked; the harness itself can drive a checkpoint, too: see `weft.inference.harness`.
 
 Shapes in names: B rows, T tokens of a row, N predicted tokens, V vocabulary.
 """
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from weft.inference.generate import Speech
+from weft.inference.model import LanguageModel
 from weft.job import MISSING, InvalidJob, Problem
-from weft.train.generate import Speech
-from weft.train.inference import LanguageModel
 
 Json = dict[str, Any]
 

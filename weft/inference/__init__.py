@@ -1,0 +1,1 @@
+"""A trained model that is asked: what it writes, how likely it finds something."""

@@ -1,0 +1,1 @@
+"""Models in from others, and out to them."""
