@@ -177,6 +177,8 @@ def key(default: Any, description: str, **rules: Any) -> Any:
 
 
 class RunSection(Section):
+    """Where a run lies, and what it runs on."""
+
     dir: Text = key(
         "auto", "folder of the run; auto: runs/<recipe>, plus a short hash of what was overridden"
     )
@@ -209,10 +211,13 @@ class ModelSection(Section):
     preset: str = key("toy", "named size of the family")
 
     def overrides(self) -> dict[str, Any]:
+        """The keys that are fields of the family's configuration."""
         return dict(self.__pydantic_extra__ or {})
 
 
 class DataSection(Section):
+    """What is trained on, and how it becomes rows of tokens; see docs/data.md."""
+
     path: Text = key(
         "python-stdlib",
         "data to train on: a file, a folder or a glob of text, JSONL, Parquet or Arrow, also at "
@@ -265,6 +270,8 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
+    """How much of what is trained for how long, and what is minimised."""
+
     steps: Positive = key(1000, "optimizer steps of the whole run")
     seed: Seed = key(0, "decides the initial weights and the order of the data")
     seq_len: Positive = key(1024, "tokens per sequence")
@@ -308,6 +315,8 @@ class LoraSection(Section):
 
 
 class OptimSection(Section):
+    """The optimizer and its learning rate."""
+
     kind: str = key("adamw", "optimizer: adamw, muon, or module:function of your own")
     states: Literal["float32", "bfloat16", "8bit"] = key(
         "float32", "adamw: what its moments are kept in; 8bit needs weft[torchao]"
@@ -410,6 +419,8 @@ class PipelineSection(Section):
 
 
 class PrecisionSection(Section):
+    """Dtypes of what is computed; weights that are trained are kept in float32."""
+
     compute: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "dtype of forward and backward; auto: bfloat16 on cuda, float32 on cpu"
     )
@@ -426,6 +437,8 @@ class PrecisionSection(Section):
 
 
 class RematSection(Section):
+    """Activations that are computed again, or offloaded, instead of kept; see docs/speed.md."""
+
     kind: Literal["none", "full", "selective", "budget"] = key(
         "none",
         "what blocks compute again in backward: nothing; all; what is cheap; what a budget leaves",
@@ -442,11 +455,15 @@ class RematSection(Section):
 
 
 class CompileSection(Section):
+    """torch.compile, block by block; see docs/speed.md."""
+
     enable: bool = key(False, "compile each block with torch.compile")
     cache: Text = key("~/.cache/weft/compile", "folder for what is compiled, for the next start")
 
 
 class CheckpointSection(Section):
+    """When and where the state of the run is saved; see docs/reliability.md."""
+
     interval: NonNegative | Auto = key(
         100,
         "steps between checkpoints; 0: only at the end; auto: what loses least time, given the "
@@ -486,6 +503,8 @@ class Fault(Section):
 
 
 class ResilienceSection(Section):
+    """What happens when something goes wrong; see docs/reliability.md."""
+
     time_limit: Annotated[float, Field(ge=0)] = key(
         0.0, "seconds of training after which to save and stop, with exit status 75; 0: none"
     )
@@ -528,6 +547,8 @@ class ResilienceSection(Section):
 
 
 class ObserveSection(Section):
+    """What is recorded, and where it goes; see docs/observing.md."""
+
     log_interval: Positive = key(10, "steps between records")
     sinks: tuple[Text, ...] = key(
         ("tensorboard",),

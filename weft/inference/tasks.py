@@ -60,6 +60,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
+    """Questions under a name."""
+
     name: str
     questions: tuple[Question, ...]
 

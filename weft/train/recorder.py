@@ -119,6 +119,7 @@ class Recorder:
             self._stack.enter_context(closing(sink))
 
     def close(self) -> None:
+        """End the sinks."""
         self._stack.close()
 
     def spent(self, kind: str) -> None:
