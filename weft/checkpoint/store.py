@@ -286,8 +286,8 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
     final = checkpoint_path(folder, manifest["step"])
     failed = f"{final}: could not be written"
     # One rank decides: another could already see what the first one does next.
-    temporary, exists = from_rank_0(lambda: _begin(final), failed, group)
-    if exists:
+    temporary = from_rank_0(lambda: _begin(final, manifest["epoch"]), failed, group)
+    if temporary is None:
         return
     try:
         written = gathered(lambda: _write_shards(temporary, boxes), failed, group)
@@ -309,22 +309,35 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
     at("checkpoint.saved")
 
 
-def _begin(final: Path) -> tuple[Path, bool]:
-    """A new folder's name, and whether the checkpoint is there already; clears what others left."""
+def _begin(final: Path, epoch: int) -> Path | None:
+    """A new folder to write into, None if the checkpoint is there already; clears what others left.
+
+    Raises:
+        Superseded: if somebody else has the run, whose unfinished checkpoint that may be.
+    """
     home, unique = final.parent, uuid.uuid4().hex[:8]
+    _look_at_leases(home, epoch)
+    if (final / "manifest.json").is_file() and counts(final, leases(home)):
+        return None
     if is_remote(final):
         for path in home.iterdir() if home.is_dir() else []:
             if NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
                 remove(path)
-        temporary = final / f"{unique}"
-    else:
-        home.mkdir(parents=True, exist_ok=True)
-        for leftover in home.glob(".tmp-*"):
-            remove(leftover)
-        temporary = final.with_name(f".tmp-{final.name}-{unique}")
-        temporary.mkdir()
-    exists = (final / "manifest.json").is_file() and counts(final, leases(home))
-    return temporary, exists
+        return final / unique
+    home.mkdir(parents=True, exist_ok=True)
+    for leftover in home.glob(".tmp-*"):
+        remove(leftover)
+    temporary = final.with_name(f".tmp-{final.name}-{unique}")
+    temporary.mkdir()
+    return temporary
+
+
+def _look_at_leases(home: Path, epoch: int) -> None:
+    """Raise `Superseded` if a later epoch than this one has the run; an epoch of 0 is nobody's."""
+    newest = max((taken for taken, _ in leases(home)), default=0)
+    if newest > epoch > 0:
+        said = (home / f"lease-{newest:06}.json").read_text("utf-8")
+        raise Superseded(f"another process has taken over the run: {said}")
 
 
 def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
@@ -340,10 +353,7 @@ def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
 
 def _commit(temporary: Path, final: Path, manifest: Json) -> None:
     """Make ``temporary`` visible as ``final``."""
-    newest = max((epoch for epoch, _ in leases(final.parent)), default=0)
-    if newest > manifest["epoch"] > 0:
-        said = (final.parent / f"lease-{newest:06}.json").read_text("utf-8")
-        raise Superseded(f"another process has taken over the run: {said}")
+    _look_at_leases(final.parent, manifest["epoch"])
     at("checkpoint.manifest")
     text = manifest_text(manifest).encode()
     if (final / "manifest.json").exists() or (final.exists() and not is_remote(final)):
@@ -370,6 +380,8 @@ def _delete_old(folder: Path, keep: int, base: str | None = None) -> None:
         base: the name of the one that has the weights which are not trained, and stays.
     """
     kept = checkpoints(folder)[-keep:]
+    if not kept:
+        return  # of a run that somebody else went on with, from before them all
     for old in committed(folder):
         if old in kept or old.name == base or checkpoint_step(old) > checkpoint_step(kept[-1]):
             continue
