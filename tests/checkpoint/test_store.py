@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
@@ -51,6 +52,22 @@ def load_newest(folder: str) -> dict[str, torch.Tensor]:
     parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
     load(checkpoints(Path(folder))[-1], parts, optimizer)
     return everything(parts, optimizer)
+
+
+def with_buffers(value: float) -> nn.Module:
+    """A model whose buffers have no parameter beside them."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    model.register_buffer("scale", torch.full((3,), value))
+    model[1].register_buffer("count", torch.full((), value))
+    return model
+
+
+def test_buffers_of_any_module(tmp_path: Path) -> None:
+    saved, loaded = with_buffers(1.0), with_buffers(2.0)
+    save(tmp_path, [saved], torch.optim.AdamW(saved.parameters()), {"step": 1}, 1)
+    load(checkpoints(tmp_path)[0], [loaded], None)
+    for name, tensor in saved.state_dict().items():
+        assert loaded.state_dict()[name].equal(tensor), name
 
 
 def save_many(folder: str) -> None:

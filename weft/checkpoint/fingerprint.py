@@ -70,6 +70,15 @@ def _weighted_sum(rows_RC: Tensor, index_C: Tensor, step: int) -> Tensor:
     return (columns_C * (2 * index_C + 1)).sum() + (sums_R * (2 * step * number_R)).sum()
 
 
+def on_host(marks: Sequence[Tensor]) -> list[int]:
+    """Fingerprints as numbers, after one wait for the GPU if any is there."""
+    if not marks:
+        return []
+    gpu = next((mark.device for mark in marks if mark.device.type != "cpu"), marks[0].device)
+    numbers: list[int] = torch.stack([mark.to(gpu) for mark in marks]).tolist()
+    return numbers
+
+
 def wrapped(value: int) -> int:
     """Modulo 2**64, as int64 has it."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

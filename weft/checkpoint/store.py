@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import fingerprint, wrapped
+from weft.checkpoint.fingerprint import fingerprint, on_host, wrapped
 from weft.checkpoint.local import keep_local, local_folder, read_local
 from weft.checkpoint.manifest import (
     FORMAT,
@@ -73,6 +73,7 @@ from weft.checkpoint.state import (
     copies_of,
     frozen_parameters,
     local_part,
+    mark_of,
     model_state,
     optimizer_state,
     owns,
@@ -229,7 +230,7 @@ class Saver:
             counts_once = local if name in owned else local.new_empty(0)
             marks.append(fingerprint(counts_once, offsets, tensor.shape))
             boxes.append((name, tuple(tensor.shape), tuple(offsets), self._copy(name, local)))
-        numbers = torch.stack(marks).tolist() if marks else []  # waits for the copies, too
+        numbers = on_host(marks)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         staged = [
@@ -603,13 +604,9 @@ def _read(
         raise ValueError(f"it is of another model: {problems[0]}{more}")
 
     def complete(name: str) -> None:  # of live memory, where it has just come from the disk
-        marks[name] = _mark(state[name])
+        marks[name] = int(mark_of(state[name]))
 
     read_shards(folder, contents, wanted, complete)
-
-
-def _mark(tensor: Tensor) -> int:
-    return int(fingerprint(local_part(tensor), shard_offsets(tensor), tensor.shape))
 
 
 def _spread(state: State, copies: dict[str, list[Copies]], marks: dict[str, int]) -> None:
@@ -636,7 +633,7 @@ def _spread(state: State, copies: dict[str, list[Copies]], marks: dict[str, int]
                 if name not in marks:
                     if sent is not part:
                         part.copy_(sent)
-                    marks[name] = _mark(state[name])
+                    marks[name] = int(mark_of(state[name]))
 
 
 def _together(path: object, work: Callable[[], None]) -> None:
