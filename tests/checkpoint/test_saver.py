@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.checkpoint.test_store import everything, stepped
+from tests.checkpoint.test_store import everything, save, stepped
 from tests.harness import ROOT, RankError, run_ranks
 from tests.small import (
     Overrides,
@@ -40,7 +40,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.state import named_parameters
 from weft.checkpoint.storage import put_new
-from weft.checkpoint.store import Saver, _delete_old, save
+from weft.checkpoint.store import Saver, _delete_old
 from weft.data.text import open_text
 from weft.job import CheckpointSection
 from weft.resilience.faults import arm

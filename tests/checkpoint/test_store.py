@@ -16,10 +16,10 @@ from torch import nn
 
 from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
-from weft.checkpoint import store
+from weft.checkpoint.load import load
 from weft.checkpoint.manifest import CheckpointError, DamagedCheckpoint, checkpoints, read_manifest
-from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import load, save
+from weft.checkpoint.state import model_state, named_parameters, optimizer_state
+from weft.checkpoint.store import Saver
 from weft.train.setup import build
 
 JOB = [("run.dir", "/nonexistent")]
@@ -37,8 +37,15 @@ def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
 
 
 def everything(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    state = store.model_state(parts) | store.optimizer_state(parts, optimizer)
+    state = model_state(parts) | optimizer_state(parts, optimizer)
     return {name: whole(tensor).clone() for name, tensor in state.items()}
+
+
+def save(folder: Path, parts: Any, optimizer: Any, manifest: dict[str, Any], keep: int) -> None:
+    """Save one checkpoint and wait for it."""
+    saver = Saver(folder, keep)
+    saver.save(parts, optimizer, manifest)
+    saver.wait()
 
 
 def save_once(folder: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ from weft.checkpoint.manifest import (
     FORMAT,
     CheckpointError,
     DamagedCheckpoint,
+    files_of,
     manifest_text,
     read_manifest,
 )
@@ -37,12 +38,10 @@ from weft.checkpoint.shards import (
     Damaged,
     damaged_file,
     overlaps,
-    parse_contents,
     raw,
     read_shards,
 )
 from weft.checkpoint.storage import create, is_remote, read_range, remove, sync_folder
-from weft.checkpoint.store import folder_of_shards
 from weft.job import WeftError
 
 BLOCK = 1 << 20  # elements of a tensor that are in memory at a time
@@ -62,6 +61,7 @@ class CannotHold(WeftError):
 
 
 def write_json(path: Path, tree: object) -> None:
+    """Write a new file of JSON, for people and programs."""
     with create(path) as file:
         file.write(json.dumps(tree, indent=2).encode() + b"\n")
 
@@ -142,17 +142,13 @@ def open_model(path: Path) -> Model:
     Raises:
         DamagedCheckpoint: if its manifest is damaged.
     """
-    try:
-        manifest = read_manifest(path)
-        contents = parse_contents(manifest)
-    except Damaged as error:
-        raise DamagedCheckpoint(f"{path}: {error}") from error
+    folder, contents = files_of(path, read_manifest(path))
     shapes = {
         name.removeprefix("model."): torch.Size(entry.shape)
         for name, entry in contents.tensors.items()
         if name.startswith("model.")
     }
-    return Model(path, folder_of_shards(path, manifest), contents, shapes)
+    return Model(path, folder, contents, shapes)
 
 
 def write_weights(
@@ -259,7 +255,7 @@ def read_weight(model: Model, name: str) -> Iterator[Tensor]:
             read_shards(model.folder, model.contents, {name: [*overlaps(entry, offsets, rows)]})
             mark += int(fingerprint(rows, offsets, entry.shape))
             yield rows
-    except (Damaged, FileNotFoundError) as error:
+    except Damaged as error:
         raise DamagedCheckpoint(f"{model.path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{model.path}: cannot be read: {error}") from error

@@ -278,8 +278,8 @@ def read_shards(
             last of it, while others read on.
 
     Raises:
-        Damaged: if a file is not as long as it should be.
-        FileNotFoundError, OSError: if it is not there, or cannot be read.
+        Damaged: if a file is not there, or not as long as it should be.
+        OSError: if it cannot be read.
     """
     by_file: dict[str, list[tuple[str, Wanted]]] = {}
     for name, some in wanted.items():
@@ -287,7 +287,10 @@ def read_shards(
             by_file.setdefault(each.shard.file, []).append((name, each))
     requests: list[Request] = []
     for file, pairs in by_file.items():
-        size, expected = (folder / file).stat().st_size, contents.files[file][0]
+        try:
+            size, expected = (folder / file).stat().st_size, contents.files[file][0]
+        except FileNotFoundError as error:
+            raise Damaged(f"{file} is not there") from error
         if size != expected:
             raise Damaged(f"{file} has {size:,} bytes, not {expected:,}")
         requests += joined(file, pairs)
