@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.parallel.init import flat_index
+from weft.parallel.dtensor import flat_index
 
 # Elements at a time: temporaries that stay in a core's caches, and that torch does not spread over
 # threads, of which there may be several here; or that fill a GPU.

@@ -49,7 +49,7 @@ from weft.checkpoint.state import (
     optimizer_state,
     owns,
 )
-from weft.parallel.init import shard_offsets
+from weft.parallel.dtensor import shard_offsets
 from weft.parallel.quantize import keep_numbers, numbers_of
 from weft.resilience.faults import at
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
-from weft.parallel.init import shard_offsets
+from weft.parallel.dtensor import local_of, shard_offsets
 from weft.parallel.private import is_quantized
 
 State = dict[str, torch.Tensor]
@@ -93,7 +93,7 @@ def allocate_optimizer_state(
                 )
             else:
                 # Fused optimizers keep the count beside the parameter.
-                device = param.to_local().device if isinstance(param, DTensor) else param.device
+                device = local_of(param).device
                 state[key.removeprefix(prefix)] = torch.empty(shape, dtype=dtype, device=device)
         optimizer.state[param] = state
 
@@ -161,7 +161,7 @@ def owns(name: str, copies: Iterable[Copies]) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; of one in 8 bits, its values in a tensor of their own."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_of(tensor).detach()
     return local.dequantize() if is_quantized(local) else local
 
 

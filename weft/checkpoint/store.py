@@ -58,7 +58,7 @@ from weft.checkpoint.state import (
     owns,
 )
 from weft.checkpoint.storage import create, is_remote, put_new, remove, sync_folder
-from weft.parallel.init import shard_offsets
+from weft.parallel.dtensor import shard_offsets
 from weft.resilience.faults import at
 
 

@@ -56,6 +56,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.job import ParallelSection
+from weft.parallel.dtensor import local_of
 from weft.parallel.private import (
     all_gather,
     gather_with,
@@ -95,7 +96,8 @@ def shard(
         compute_dtype: of gathered parameters, and so of forward and backward.
         reduce_dtype: of the reduction of gradients, and of their sums until then.
         reshard_after_forward: for the blocks.  A number: ranks that keep a copy among them.
-        node_size: how many consecutive ranks of a shard group share a node; None: all.
+        node_size: how many consecutive ranks of a shard group share a node; None: all, or now
+            more, now less.  Read with ``hierarchical_gather`` only.
         experts: modules of ``blocks`` whose parameters are stacks of matrices.
         expert_mesh: like ``mesh``, for experts that are units of their own; None: their blocks'.
 
@@ -185,8 +187,7 @@ def _evenly(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     half of which would be padding otherwise."""
 
     def placement(param: nn.Parameter) -> Shard | None:
-        local = param.to_local() if isinstance(param, DTensor) else param
-        even = [dim for dim, size in enumerate(local.shape) if size % ranks == 0]
+        even = [dim for dim, size in enumerate(local_of(param).shape) if size % ranks == 0]
         return Shard(even[0]) if param.dim() == 3 and even else None
 
     return placement

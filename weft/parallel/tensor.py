@@ -39,7 +39,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft.models.family import Split
-from weft.parallel.private import hide_exchanges, traceable
+from weft.parallel.dtensor import part_of_whole
+from weft.parallel.private import run_function, traceable
 
 
 def apply_tensor(
@@ -99,9 +100,7 @@ def _cut_weight(
     local = whole.data
     if isinstance(placement, Shard):
         local = local.chunk(tp, dim=placement.dim)[rank].contiguous()
-    cut = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    cut = part_of_whole(local, mesh, [placement], whole.shape)
     module.register_parameter("weight", nn.Parameter(cut, requires_grad=whole.requires_grad))
 
     def weight(self: Any) -> Tensor:
@@ -167,8 +166,8 @@ class _Enter:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> Any:
         if output is None:
-            return (_apply(self.function, args[0], self.group), *args[1:])
-        return _apply(self.function, output, self.group)
+            return (run_function(self.function, args[0], self.group), *args[1:])
+        return run_function(self.function, output, self.group)
 
 
 class _Leave:
@@ -179,11 +178,7 @@ class _Leave:
         self.group = group
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _apply(self.function, output, self.group)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
+        return run_function(self.function, output, self.group)
 
 
 def _gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -257,17 +252,6 @@ class _Add(_Exchange):
         return grad_BTD, None
 
 
-def overlap_exchanges(group: dist.ProcessGroup) -> None:
-    """Let torch.compile hide gathers and scatters of ``group`` behind the products beside them.
-
-    Asynchronous tensor parallelism (arXiv:2105.05720; arXiv:2410.06511, section 2.2): a gather and
-    the product that it feeds become one operator that multiplies pieces while others arrive, over
-    SymmetricMemory.  To be called before anything is compiled, on GPUs that reach each other's
-    memory.
-    """
-    hide_exchanges(group)
-
-
 # --------------------------------------------------------------------------- loss
 
 
@@ -286,7 +270,7 @@ def vocabulary_cross_entropy(
     Returns:
         float32 (B, T), the same on every rank of ``group``; 0 where there is no loss.
     """
-    return _apply(_CrossEntropy, logits_BTV, targets_BT, ignore, group)
+    return run_function(_CrossEntropy, logits_BTV, targets_BT, ignore, group)
 
 
 class _CrossEntropy(torch.autograd.Function):
