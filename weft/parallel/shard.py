@@ -113,19 +113,7 @@ def shard(
         # A process group numbers its ranks in ascending order, and FSDP its shards as the group,
         # where DTensor goes by the mesh.
         raise ValueError(f"the ranks of a shard group must ascend along the mesh, not {ranks}")
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype if compute_dtype != torch.float32 else None,
-        reduce_dtype=reduce_dtype,
-        # Integer tokens and positions are not touched; the blocks' inputs already have the
-        # compute dtype, and a float32 table of rotations must stay what it is.
-        cast_forward_inputs=False,
-    )
-    # Pinned memory needs an accelerator, and is of use only with one.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    options: dict[str, Any] = {
-        "mp_policy": policy,
-        "offload_policy": offload if parallel.cpu_offload else OffloadPolicy(),
-    }
+    options = _policies(parallel, mesh.device_type, compute_dtype, reduce_dtype)
 
     def over(mesh: DeviceMesh) -> DeviceMesh:
         assert mesh.mesh_dim_names is not None
@@ -175,6 +163,25 @@ def shard(
             use_symmetric_memory(unit)
         unit.stays_gathered = unit is model or reshard_blocks is False
     _set_prefetch(model, [[block, *_inside(block, apart)] for block in blocks], parallel.prefetch)
+
+
+def _policies(
+    parallel: ParallelSection, device: str, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> dict[str, Any]:
+    """What every unit computes and reduces in, and where its shards lie."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype if compute_dtype != torch.float32 else None,
+        reduce_dtype=reduce_dtype,
+        # Integer tokens and positions are not touched; the blocks' inputs already have the
+        # compute dtype, and a float32 table of rotations must stay what it is.
+        cast_forward_inputs=False,
+    )
+    # Pinned memory needs an accelerator, and is of use only with one.
+    offload = CPUOffloadPolicy(pin_memory=device != "cpu")
+    return {
+        "mp_policy": precision,
+        "offload_policy": offload if parallel.cpu_offload else OffloadPolicy(),
+    }
 
 
 def _inside(block: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
