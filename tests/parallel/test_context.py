@@ -21,17 +21,8 @@ from tests.harness import run_ranks
 from weft.models import layers
 from weft.models.llama import Llama, LlamaConfig
 from weft.parallel import attention_ops as ops
-from weft.parallel.context import (
-    Method,
-    apply_context,
-    cut,
-    join,
-)
-from weft.parallel.context_blocks import (
-    Blocks,
-    gathered_blocks,
-    ring_blocks,
-)
+from weft.parallel.context import Method, apply_context, cut, join
+from weft.parallel.context_blocks import Blocks, gathered_blocks, ring_blocks
 
 METHODS: list[Method] = ["ring", "allgather", "ulysses"]
 

@@ -46,6 +46,7 @@ class Superseded(CheckpointError):
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies, or will."""
     return folder / f"step-{step:08}"
 
 
@@ -64,6 +65,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def committed(folder: Path) -> list[Path]:
+    """Committed checkpoints in ``folder``, oldest first, those of abandoned branches, too."""
     if not folder.is_dir():
         return []
     found = [
@@ -196,10 +198,12 @@ def files_of(path: Path, manifest: Json) -> tuple[Path, Contents]:
 
 
 def cause(error: BaseException) -> str:
+    """What an error is and says, in a line."""
     return f"{type(error).__name__}: {error}"
 
 
 def own_rank() -> int:
+    """This process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -209,6 +213,10 @@ def from_rank_0(compute: Callable[[], T], failed: str, group: Any = None, *, sou
     Args:
         failed: what an error means, for people.
         source: another rank in the place of rank 0.
+
+    Raises:
+        CheckpointError: on every rank, if ``compute`` raised anything: that, or in the words of
+            ``failed``.
     """
     answer: list[Any] = [None, None]
     if own_rank() == source:

@@ -143,6 +143,7 @@ class Contents(NamedTuple):
     files: dict[str, tuple[int, str]]  # bytes, hash
 
     def without_shards(self) -> Contents:
+        """Its tensors, of which nothing lies anywhere."""
         bare = {name: entry._replace(shards=[]) for name, entry in self.tensors.items()}
         return Contents(bare, {})
 

@@ -180,6 +180,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
+        """The tensor from the rank before; the one that was sent may be written now."""
         for work in self.works:
             work.wait()
         return self.received
@@ -371,7 +372,11 @@ def attend_exchanged(
     v_BLGK: Tensor,
     mask: Any,
 ) -> Tensor:
-    """The *ulysses* ``attend``; see `apply_context`."""
+    """The *ulysses* ``attend``; see `apply_context`.
+
+    Raises:
+        ValueError: if the ranks cannot share the query heads evenly.
+    """
     size, num_heads, num_kv_heads = group.size(), q_BLHK.shape[2], k_BLGK.shape[2]
     if num_heads % size:
         raise ValueError(

@@ -62,6 +62,7 @@ class _Mover:
         self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
     def begin(self, place: int, shared: list[Tensor]) -> _Call:
+        """The block at ``place`` begins its forward pass, with what all blocks are given."""
         # Of the block before, in the same pass.
         before = self.last if place and self.last and self.last.place == place - 1 else None
         self.last = _Call(self, place, before, {t.untyped_storage()._cdata for t in shared})
@@ -78,6 +79,7 @@ class _Call:
         self.reached = False
 
     def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps in place of a tensor."""
         if (
             is_parameter(tensor)
             or tensor.untyped_storage()._cdata in self.shared  # by all blocks, or frozen
@@ -95,6 +97,7 @@ class _Call:
         return moved
 
     def unpack(self, packed: Tensor | Moved) -> Tensor:
+        """The tensor again; the first one of a block calls for those of the blocks before."""
         if isinstance(packed, Tensor):
             return packed
         if not self.reached:
@@ -107,6 +110,7 @@ class _Call:
         return packed.get()
 
     def fetch(self) -> None:
+        """Begin to copy back all that is still wanted."""
         for moved in self.moved.values():
             if (one := moved()) is not None:
                 one.fetch()
@@ -139,6 +143,7 @@ class Moved:
                     self.ready = self.stream.record_event()
 
     def get(self) -> Tensor:
+        """It on its device; the current stream waits until it is there."""
         self.fetch()
         assert self.back is not None
         if self.ready is not None:
@@ -159,5 +164,6 @@ class Moved:
 
     @staticmethod
     def on_host(tensor: Tensor, pin: bool) -> Tensor:
+        """Memory for it on the CPU, uninitialised, with the same strides."""
         shape, stride = tensor.shape, tensor.stride()
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=pin)

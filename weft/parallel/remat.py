@@ -153,6 +153,7 @@ class Budget:
         self._kept: set[tuple[str, int]] | None = None
 
     def keeps(self, name: str, call: int) -> bool:
+        """As `Keep`; nothing before the choice."""
         return (name, call) in (self._kept or ())
 
     def first_call(self, forward: Any, block: nn.Module, args: tuple[Any, ...]) -> Any:
