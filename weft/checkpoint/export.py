@@ -36,6 +36,7 @@ from weft.checkpoint.safetensors import Entry, Malformed, read_table, table
 from weft.checkpoint.shards import (
     Contents,
     Damaged,
+    consecutive,
     damaged_file,
     overlaps,
     raw,
@@ -176,7 +177,7 @@ def write_weights(
         CannotHold: if a weight is not finite in ``dtype``.
     """
     sizes = {n: model.shapes[ours].numel() * dtype.itemsize for n, ours in names.items()}
-    shards = split(sizes, max_shard)
+    shards = consecutive(sizes, max_shard)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(files) > 1 else [SINGLE]
     done = 0
@@ -226,19 +227,6 @@ def write_tensors(
                 done += file.write(raw(rounded))
                 report(before + done)
     return done
-
-
-def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Consecutive names whose sizes add up to at most ``most``, or a single one."""
-    shards: list[list[str]] = []
-    filled = 0
-    for name, size in sizes.items():
-        if not shards or filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
 
 
 def read_weight(model: Model, name: str) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ up over the ranks: all come to the same verdict.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from weft.checkpoint.shards import (
     Damaged,
     Json,
     Wanted,
+    consecutive,
     damaged_file,
     overlaps,
     parse_contents,
@@ -107,27 +108,14 @@ def load_frozen(path: Path, parts: Sequence[nn.Module]) -> None:
             raise ValueError(f"it is of another model: {min(missing)} is not in it")
 
     gathered(all_there, failed)
-    for names in _some_at_a_time(contents):
+    sizes = {name: math.prod(entry.shape) for name, entry in contents.tensors.items()}
+    for names in consecutive(sizes, FROZEN_AT_ONCE):  # the same on every rank
         some = contents._replace(tensors={name: contents.tensors[name] for name in names})
         state = {name: numbers_of(params[name]) for name in names if name in params}
         wrong = _fill_state(failed, folder, some, parts, state, whole=True)
         _refuse(path, folder, contents, wrong)
         for name, numbers in state.items():
             keep_numbers(params[name], numbers)
-
-
-def _some_at_a_time(contents: Contents) -> Iterator[list[str]]:
-    """The names of all tensors in groups of so many elements, the same on every rank."""
-    names: list[str] = []
-    elements = 0
-    for name, entry in contents.tensors.items():
-        if names and elements + math.prod(entry.shape) > FROZEN_AT_ONCE:
-            yield names
-            names, elements = [], 0
-        names.append(name)
-        elements += math.prod(entry.shape)
-    if names:
-        yield names
 
 
 def load_local(

@@ -94,7 +94,8 @@ def _exchanging(
 ) -> Tensor:
     """What experts, of which this rank has some, make of rows: see `Experts.forward`."""
     size = group.size()
-    counts_PL = _all_to_all(counts_E, None, None, group).view(size, -1)
+    each = [len(counts_E) // size] * size
+    counts_PL = _all_to_all(counts_E, each, each, group).view(size, -1)
     sent, received = _sizes(counts_E.view(size, -1).sum(1), counts_PL.sum(1), len(rows_RD))
     rows_QD = run_function(_Exchange, rows_RD, received, sent, group)
     # They come by rank, and for each by expert; a row's place among the P x L groups is found from
@@ -119,11 +120,9 @@ def _sizes(sent_P: Tensor, received_P: Tensor, rows: int) -> tuple[list[int], li
 
 
 def _all_to_all(
-    x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+    x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Without sizes, equally many rows for each."""
-    if received is None or sent is None:
-        received = sent = [len(x) // group.size()] * group.size()
+    """Rows from and to each rank, so many."""
     out = traceable.all_to_all_single(x.contiguous(), received, sent, group.group_name)
     return cast(Tensor, traceable.wait_tensor(out))
 

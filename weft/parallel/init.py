@@ -54,29 +54,21 @@ def init_params(
         stream = _mix_int((seed << 32) ^ zlib.crc32(name.encode()))
         if init.kind in ("ones", "zeros"):
             local.fill_(init.kind == "ones")
-        elif init.kind == "fan_in":
-            edge = 1 / math.sqrt(values.shape[1])
-            _fill_uniform(local, shard_offsets(values), values.shape, stream, edge)
         else:
-            _fill_normal(local, shard_offsets(values), values.shape, stream, init.std)
+            for part, uniform in _uniform(local, shard_offsets(values), values.shape, stream):
+                part.copy_(_spread(uniform, init, values.shape))
         keep_numbers(param, values)
 
 
-def _fill_normal(
-    local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int, std: float
-) -> None:
-    """Fill ``local``, the box of ``shape`` at ``offsets``, with std * N(0, 1) cut at 3 sigma."""
+def _spread(uniform: torch.Tensor, init: Init, shape: torch.Size) -> torch.Tensor:
+    """What becomes of even numbers between -1 and 1 in a parameter of ``shape``.
+
+    Even ones between +-1 / sqrt(inputs), or std * N(0, 1) cut at `TRUNCATE_AT`.
+    """
+    if init.kind == "fan_in":
+        return uniform * (1 / math.sqrt(shape[1]))
     edge = math.erf(TRUNCATE_AT / math.sqrt(2.0))
-    for part, uniform in _uniform(local, offsets, shape, stream):
-        part.copy_(torch.erfinv(uniform * edge) * math.sqrt(2.0) * std)
-
-
-def _fill_uniform(
-    local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int, edge: float
-) -> None:
-    """Fill ``local``, the box of ``shape`` at ``offsets``, evenly between -edge and edge."""
-    for part, uniform in _uniform(local, offsets, shape, stream):
-        part.copy_(uniform * edge)
+    return torch.erfinv(uniform * edge) * math.sqrt(2.0) * init.std
 
 
 def _uniform(
