@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -35,22 +36,19 @@ def apply_offload(blocks: Sequence[nn.Module], ahead: int) -> None:
     """
     mover = _Mover(ahead)
     for place, block in enumerate(blocks[: max(0, len(blocks) - ahead)]):
-        block.forward = MethodType(_Moving(mover, block.forward, place), block)
+        block.forward = MethodType(partial(_moving, mover, block.forward, place), block)
 
 
-class _Moving:
+def _moving(
+    mover: _Mover, forward: Any, place: int, block: nn.Module, x: Tensor, *shared: Any
+) -> Any:
     """A block's forward pass, of which all that autograd keeps is moved."""
-
-    def __init__(self, mover: _Mover, forward: Any, place: int) -> None:
-        self.mover, self.forward, self.place = mover, forward, place
-
-    def __call__(self, block: nn.Module, x: Tensor, *shared: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(x, *shared)
-        call = self.mover.begin(self.place, [t for t in shared if isinstance(t, Tensor)])
-        call.shared |= frozen_storages(block)
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-            return self.forward(x, *shared)
+    if not torch.is_grad_enabled():
+        return forward(x, *shared)
+    call = mover.begin(place, [t for t in shared if isinstance(t, Tensor)])
+    call.shared |= frozen_storages(block)
+    with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+        return forward(x, *shared)
 
 
 class _Mover:

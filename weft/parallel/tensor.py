@@ -60,7 +60,9 @@ def apply_tensor(
     Raises:
         ValueError: if a module with parameters has no entry in ``sharding``.
     """
-    group = mesh.get_group()
+    # Into a region of matrix products, and out of it.
+    functions = (_Gather, _Scatter) if sequence_parallel else (_Copy, _Add)
+    enter, leave = (_Hook(function, mesh.get_group()) for function in functions)
     for name, module in list(model.named_modules()):
         split = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
         if split is None:
@@ -70,11 +72,11 @@ def apply_tensor(
         if split.weight is not None:
             _cut_weight(module, split, mesh, num_kv_heads, sequence_parallel)
         if split.before == "gather":
-            module.register_forward_pre_hook(_Enter(group, sequence_parallel))
+            module.register_forward_pre_hook(enter)
         if split.after == "gather":
-            module.register_forward_hook(_Enter(group, sequence_parallel))
+            module.register_forward_hook(enter)
         if split.after == "scatter":
-            module.register_forward_hook(_Leave(group, sequence_parallel))
+            module.register_forward_hook(leave)
 
 
 def _cut_weight(
@@ -157,27 +159,15 @@ def _look_up(first: int) -> Any:
 # --------------------------------------------------------------------------- exchanges
 
 
-class _Enter:
-    """A hook: into a region of matrix products.  As a pre-hook it works on the first argument."""
+class _Hook:
+    """Exchanges the output of a module; as a pre-hook, its first argument."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-        self.function = _Gather if sequence_parallel else _Copy
-        self.group = group
+    def __init__(self, function: type[torch.autograd.Function], group: dist.ProcessGroup) -> None:
+        self.function, self.group = function, group
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> Any:
         if output is None:
             return (run_function(self.function, args[0], self.group), *args[1:])
-        return run_function(self.function, output, self.group)
-
-
-class _Leave:
-    """A hook: out of a region of matrix products."""
-
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-        self.function = _Scatter if sequence_parallel else _Add
-        self.group = group
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return run_function(self.function, output, self.group)
 
 
