@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from tests.harness import run_ranks
-from tests.parallel.test_shard import (
+from tests.parallel.sharded import (
     UNITS,
     Collectives,
     Layout,
