@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_not_exported(own_run: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
         export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
     (path / name).unlink()
-    with pytest.raises(CheckpointError, match=f"No such file.*{name}"):
+    with pytest.raises(CheckpointError, match=f"{name}: No such file"):
         export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
     flip(path / "manifest.json", 40)
     with pytest.raises(CheckpointError, match="its manifest is damaged"):

@@ -290,7 +290,7 @@ def read_shards(
         try:
             size, expected = (folder / file).stat().st_size, contents.files[file][0]
         except FileNotFoundError as error:
-            raise Damaged(f"{file} is not there") from error
+            raise Damaged(f"{file}: {error.strerror or error}") from error
         if size != expected:
             raise Damaged(f"{file} has {size:,} bytes, not {expected:,}")
         requests += joined(file, pairs)
