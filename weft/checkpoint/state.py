@@ -80,22 +80,23 @@ def allocate_optimizer_state(
     Args:
         saved: shape and dtype of every tensor in the checkpoint, by name.
     """
-    for name, param in named_parameters(parts):
-        prefix = f"optim.{name}."
-        state: dict[str, torch.Tensor] = {}
-        for key in [key for key in saved if key.startswith(prefix)]:
-            shape, dtype = saved[key]
-            if shape == param.shape:
-                # Where they will be rounded, they first come whole, to where there is room.
-                where = "cpu" if hasattr(optimizer, "adopt") else None
-                state[key.removeprefix(prefix)] = torch.empty_like(
-                    param.data, dtype=dtype, device=where
-                )
-            else:
-                # Fused optimizers keep the count beside the parameter.
-                device = local_of(param).device
-                state[key.removeprefix(prefix)] = torch.empty(shape, dtype=dtype, device=device)
-        optimizer.state[param] = state
+    params = dict(named_parameters(parts))
+    states: dict[torch.Tensor, State] = {param: {} for param in params.values()}
+    for full, (shape, dtype) in saved.items():
+        kind, _, rest = full.partition(".")
+        name, _, key = rest.rpartition(".")
+        if kind != "optim" or name not in params:
+            continue
+        param = params[name]
+        if shape == param.shape:
+            # Where they will be rounded, they first come whole, to where there is room.
+            where = "cpu" if hasattr(optimizer, "adopt") else None
+            states[param][key] = torch.empty_like(param.data, dtype=dtype, device=where)
+        else:
+            # Fused optimizers keep the count beside the parameter.
+            device = local_of(param).device
+            states[param][key] = torch.empty(shape, dtype=dtype, device=device)
+    optimizer.state.update(states)
 
 
 class Copies(NamedTuple):
