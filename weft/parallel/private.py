@@ -30,7 +30,7 @@ from torch.distributed.tensor import Placement
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """In this context an attribute of a class or a module is another."""
+    """In this context an attribute that a class, a module or an object has itself is another."""
     # As it is: what `getattr` gives of a class may not be bound to an instance any more.
     original = inspect.getattr_static(owner, name)
     setattr(owner, name, replacement)
