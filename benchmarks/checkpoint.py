@@ -31,9 +31,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from weft.checkpoint.load import load
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import Saver, load
+from weft.checkpoint.store import Saver
 from weft.data.loader import Batch
 from weft.job import read_job
 from weft.plan.resolve import Machine, resolve

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.test_store import everything, stepped
+from tests.checkpoint.test_store import everything, save, stepped
 from tests.harness import RankError, run_ranks
 from weft.checkpoint import shards
 from weft.checkpoint.fingerprint import fingerprint, wrapped
+from weft.checkpoint.load import load
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -26,7 +27,6 @@ from weft.checkpoint.manifest import (
     read_manifest,
 )
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import load, save
 from weft.train.position import resume
 
 SHAPE = (5, 6, 7)

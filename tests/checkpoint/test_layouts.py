@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoint.test_store import save
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.parallel.test_layouts import TOLERANCE
 from tests.small import Overrides, loader_of, plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint.manifest import checkpoints
 from weft.checkpoint.state import model_state, named_parameters, optimizer_state
-from weft.checkpoint.store import save
 from weft.data.text import open_text
 from weft.job import Job
 from weft.optim.optimizer import set_learning_rate

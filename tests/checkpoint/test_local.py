@@ -15,8 +15,9 @@ import torch.distributed as dist
 from tests.harness import RankError, run_ranks
 from tests.resilience.test_anomaly import faults
 from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
+from weft.checkpoint.load import load
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
-from weft.checkpoint.store import Saver, load
+from weft.checkpoint.store import Saver
 from weft.train.setup import build
 
 # At home after steps 4 and 8, on the nodes after every step; killed before step 7.

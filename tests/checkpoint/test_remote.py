@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests import s3
-from tests.checkpoint.test_store import everything, stepped
+from tests.checkpoint.test_store import everything, save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, small_job, train_rank
+from weft.checkpoint.load import load
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
     checkpoint_step,
@@ -25,7 +26,6 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.shards import overlaps, parse_contents, read_shards
 from weft.checkpoint.storage import open_folder, put_new
-from weft.checkpoint.store import load, save
 from weft.cli import main
 from weft.job import to_toml
 from weft.train.position import resume

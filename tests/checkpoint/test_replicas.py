@@ -31,6 +31,12 @@ def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> N
             [("parallel.dp_replicate", "3"), ("train.global_batch", "6")],
             "rank 1 differs from the other replicas in model.embed_tokens.weight",
         ),
+        # Whole on each rank, and no DTensor.
+        (
+            2,
+            [("train.canonical", "true"), ("train.microbatch", "1")],
+            "one of ranks 0, 1 differs from its replica in model.embed_tokens.weight",
+        ),
         # Of tensor parallel only the gains are on every rank.
         (2, [("parallel.tp", "2")], r"one of ranks 0, 1 differs .*\.input_layernorm\.weight"),
         pytest.param(
@@ -63,7 +69,7 @@ def test_not_if_it_is_switched_off(store_path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (2, []),  # nothing has a copy
+        (2, []),  # nothing but step counts has a copy
         pytest.param(4, [*TWO, ("parallel.tp", "2")], marks=pytest.mark.slow),
         pytest.param(4, [*TWO, ("parallel.cp", "2")], marks=pytest.mark.slow),
         pytest.param(

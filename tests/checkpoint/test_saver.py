@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.checkpoint.test_store import everything, stepped
+from tests.checkpoint.test_store import everything, save, stepped
 from tests.harness import ROOT, RankError, run_ranks
 from tests.small import (
     Overrides,
@@ -33,12 +33,14 @@ from weft.checkpoint.manifest import (
     Superseded,
     checkpoint_step,
     checkpoints,
+    committed,
     leases,
     read_manifest,
     take,
 )
 from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import Saver, save
+from weft.checkpoint.storage import put_new
+from weft.checkpoint.store import Saver, _delete_old
 from weft.data.text import open_text
 from weft.job import CheckpointSection
 from weft.resilience.faults import arm
@@ -276,7 +278,8 @@ def be_superseded(folder: str) -> str:
     saver.take(0)
     saver.save(parts, optimizer, {"step": 1})
     saver.wait()
-    take(home, 1)  # another incarnation, while this one was asleep
+    take(home, 1)  # another incarnation, while this one was asleep ...
+    (home / ".tmp-step-00000002-theirs").mkdir(exist_ok=True)  # ... which is saving, too
     saver.save(parts, optimizer, {"step": 2})
     with pytest.raises(Superseded) as caught:
         saver.wait()
@@ -290,6 +293,7 @@ def test_an_old_incarnation_cannot_commit(tmp_path: Path) -> None:
         assert "another process has taken over the run" in message
         assert '"process": ' in message
     assert sorted(os.listdir(tmp_path)) == [
+        ".tmp-step-00000002-theirs",
         "lease-000001.json",
         "lease-000002.json",
         "step-00000001",
@@ -301,6 +305,14 @@ def test_a_commit_that_comes_too_late_does_not_count(tmp_path: Path) -> None:
     run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
     take(tmp_path, 2)
     assert saves_of(tmp_path) == [(1, 1), (2, 1)]
+
+
+def test_nothing_is_deleted_of_a_run_that_was_taken_from_its_beginning(tmp_path: Path) -> None:
+    """After the last look at the leases, and before older checkpoints go."""
+    run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
+    take(tmp_path, 0)
+    _delete_old(tmp_path, 2)
+    assert [checkpoint_step(path) for path in committed(tmp_path)] == [1, 2, 3]
 
 
 def test_a_damaged_lease_is_told(tmp_path: Path) -> None:
@@ -320,6 +332,24 @@ def test_of_several_who_take_the_run_each_has_its_own_epoch(tmp_path: Path) -> N
     taken = run_ranks(take_many, 3, str(tmp_path))
     assert sorted(epoch for rank in taken for epoch in rank) == list(range(1, 61))
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_of_two_who_write_a_file_at_once_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they have the same process id, as in two containers."""
+    path, link = tmp_path / "lease", os.link
+
+    def meanwhile(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        put_new(path, b"theirs")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", meanwhile)
+    with pytest.raises(FileExistsError):
+        put_new(path, b"ours")
+    assert path.read_bytes() == b"theirs"
+    assert os.listdir(tmp_path) == ["lease"]
 
 
 @pytest.mark.slow

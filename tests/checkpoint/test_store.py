@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
-from weft.checkpoint import store
+from weft.checkpoint.load import load
 from weft.checkpoint.manifest import CheckpointError, DamagedCheckpoint, checkpoints, read_manifest
-from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import load, save
+from weft.checkpoint.state import model_state, named_parameters, optimizer_state
+from weft.checkpoint.store import Saver
 from weft.train.setup import build
 
 JOB = [("run.dir", "/nonexistent")]
@@ -36,8 +37,15 @@ def stepped(value: float, *overrides: tuple[str, str]) -> tuple[Any, Any]:
 
 
 def everything(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    state = store.model_state(parts) | store.optimizer_state(parts, optimizer)
+    state = model_state(parts) | optimizer_state(parts, optimizer)
     return {name: whole(tensor).clone() for name, tensor in state.items()}
+
+
+def save(folder: Path, parts: Any, optimizer: Any, manifest: dict[str, Any], keep: int) -> None:
+    """Save one checkpoint and wait for it."""
+    saver = Saver(folder, keep)
+    saver.save(parts, optimizer, manifest)
+    saver.wait()
 
 
 def save_once(folder: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
@@ -51,6 +59,22 @@ def load_newest(folder: str) -> dict[str, torch.Tensor]:
     parts, _, _, optimizer, _ = build(job, plan_here(job), this_rank())
     load(checkpoints(Path(folder))[-1], parts, optimizer)
     return everything(parts, optimizer)
+
+
+def with_buffers(value: float) -> nn.Module:
+    """A model whose buffers have no parameter beside them."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    model.register_buffer("scale", torch.full((3,), value))
+    model[1].register_buffer("count", torch.full((), value))
+    return model
+
+
+def test_buffers_of_any_module(tmp_path: Path) -> None:
+    saved, loaded = with_buffers(1.0), with_buffers(2.0)
+    save(tmp_path, [saved], torch.optim.AdamW(saved.parameters()), {"step": 1}, 1)
+    load(checkpoints(tmp_path)[0], [loaded], None)
+    for name, tensor in saved.state_dict().items():
+        assert loaded.state_dict()[name].equal(tensor), name
 
 
 def save_many(folder: str) -> None:

@@ -33,8 +33,9 @@ from tests.small import (
     train_rank,
 )
 from weft.checkpoint import export
-from weft.checkpoint.export import INDEX, publishing, split, write_model
+from weft.checkpoint.export import INDEX, publishing, write_model
 from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
+from weft.checkpoint.shards import consecutive
 from weft.cli import main
 from weft.data.cache import Progress
 from weft.data.text import open_text
@@ -230,9 +231,9 @@ def test_shards_index_and_dtype(dtype: torch.dtype, run: Path, tmp_path: Path) -
 
 def test_split() -> None:
     sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 5, "f": 1}
-    assert split(sizes, 6) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert split(sizes, 100) == [list("abcdef")]
-    assert split(sizes, 1) == [[name] for name in sizes]
+    assert consecutive(sizes, 6) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert consecutive(sizes, 100) == [list("abcdef")]
+    assert consecutive(sizes, 1) == [[name] for name in sizes]
 
 
 def flip(path: Path, position: int) -> None:
@@ -250,7 +251,7 @@ def test_a_damaged_checkpoint_is_not_exported(own_run: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
         export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
     (path / name).unlink()
-    with pytest.raises(CheckpointError, match=f"No such file.*{name}"):
+    with pytest.raises(CheckpointError, match=f"{name}: No such file"):
         export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
     flip(path / "manifest.json", 40)
     with pytest.raises(CheckpointError, match="its manifest is damaged"):

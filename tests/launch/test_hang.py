@@ -27,7 +27,7 @@ from weft.job import InvalidJob
 from weft.launch import HUNG
 from weft.launch.hang import explain, seen_in_dump
 from weft.launch.watchdog import Call, Seen, verdict, write_evidence
-from weft.parallel.private import record_flights
+from weft.parallel.private_watch import record_flights
 from weft.resilience.heartbeat import process_began, ranks_text
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up

@@ -110,7 +110,7 @@ def like(param: Any, grad: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole gradient."""
     if not hasattr(param, "placements"):
         return grad
-    from weft.parallel.init import shard_offsets
+    from weft.parallel.dtensor import shard_offsets
 
     part = grad
     shape = param.to_local().shape

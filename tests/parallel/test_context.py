@@ -21,15 +21,8 @@ from tests.harness import run_ranks
 from weft.models import layers
 from weft.models.llama import Llama, LlamaConfig
 from weft.parallel import attention_ops as ops
-from weft.parallel.context import (
-    Blocks,
-    Method,
-    apply_context,
-    cut,
-    gathered_blocks,
-    join,
-    ring_blocks,
-)
+from weft.parallel.context import Method, apply_context, cut, join
+from weft.parallel.context_blocks import Blocks, gathered_blocks, ring_blocks
 
 METHODS: list[Method] = ["ring", "allgather", "ulysses"]
 
@@ -346,7 +339,7 @@ def refusals() -> list[str]:
 
 
 def without_attention(group: dist.ProcessGroup) -> None:
-    apply_context(nn.Linear(2, 2), group, "ring", True)
+    apply_context(nn.Linear(2, 2), group, "ring", True, compiled=False)
 
 
 def with_odd_heads(group: dist.ProcessGroup) -> None:
@@ -491,7 +484,7 @@ def compiled_graphs() -> tuple[list[int], float]:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     one, many = small_llama(tied=False), small_llama(tied=False)
-    apply_context(many, dist.new_group(), "ring", True)
+    apply_context(many, dist.new_group(), "ring", True, compiled=True)
     for block in many.layers.values():
         block.compile(backend="eager")
     graphs = []

@@ -6,7 +6,7 @@ import inspect
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, placement_types
 from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
-from weft.parallel import private
+from weft.parallel import private, private_watch
 from weft.parallel.private import compile_each_shape, is_quantized, quiet_import
 from weft.train.setup import build
 
@@ -213,7 +213,7 @@ def test_collectives_under_their_new_names() -> None:
     assert renamed == (torch.__version__ >= "2.13")
 
 
-def leave_one_open() -> list[private.Collective]:
+def leave_one_open() -> list[private_watch.Collective]:
     """Rank 0 begins one more than rank 1, which keeps it waiting."""
     dist.all_reduce(torch.zeros(2))
     group = dist.new_group([0, 1])
@@ -221,7 +221,7 @@ def leave_one_open() -> list[private.Collective]:
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.zeros(3, 5), group=group, async_op=True)
     deadline = time.monotonic() + 10  # it takes it a moment to note what is done
-    while len(found := [c for c in private.collectives() if c.open]) > (dist.get_rank() == 0):
+    while len(found := [c for c in private_watch.collectives() if c.open]) > (dist.get_rank() == 0):
         assert time.monotonic() < deadline, found
         time.sleep(0.01)
     dist.barrier()
@@ -252,7 +252,7 @@ def marked_collectives() -> list[list[int]]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[dist.get_rank() // 2]
     value = torch.ones(2)
-    with private.around_collectives(mark):
+    with private_watch.around_collectives(mark):
         dist.all_reduce(value)
         later = dist.all_reduce(value, group=pair, async_op=True)
         dist.barrier()
@@ -274,6 +274,22 @@ def marked_collectives() -> list[list[int]]:
 
 def test_collectives_and_waits_are_marked() -> None:
     run_ranks(marked_collectives, 4)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "inside"),
+    [
+        (dist.Work, "wait", lambda: private_watch.waiting_for_others(print)),
+        (dist.Work, "wait", lambda: private_watch.around_collectives(nullcontext)),
+        (torch.UntypedStorage, "resize_", lambda: private_watch.watching_resizes(print)),
+    ],
+)
+def test_what_is_replaced_is_put_back(owner: Any, name: str, inside: Any) -> None:
+    """As it was: bound to an instance or not."""
+    before = inspect.getattr_static(owner, name)
+    with inside():
+        assert inspect.getattr_static(owner, name) is not before
+    assert inspect.getattr_static(owner, name) is before
 
 
 def test_what_a_gpus_memory_is_taken_by() -> None:

@@ -2,200 +2,43 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from tests.harness import run_ranks
-from weft.job import ParallelSection
-from weft.models.llama import Llama, LlamaConfig, blocks, keep
-from weft.parallel.shard import TwoStageGather, reshard, set_gradient_sync, shard
-
-# No size but the norms' is a multiple of every group's, so that shards are padded.
-CONFIG = LlamaConfig(
-    num_layers=3,
-    dim=24,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_dim=42,
-    vocab_size=61,
-    max_seq_len=16,
-    rope_scaling=False,
+from tests.parallel.sharded import (
+    AXES,
+    CONFIG,
+    PERSIST,
+    UNITS,
+    Collectives,
+    Layout,
+    assert_equal,
+    build,
+    build_model,
+    data,
+    one_process,
+    step,
+    whole_gradients,
 )
-UNITS = 4  # three blocks and the root
-ROWS, TOKENS = 16, 12
-AXES = ("dp_replicate", "dp_shard")
-
-
-class Layout(NamedTuple):
-    replicas: int = 1
-    shards: int = 2
-    reshard_after_forward: bool | int = True
-    sync: str = "step"
-    node_size: int | None = None
-    remat: bool = False
-    microbatches: int = 2
-    compute: torch.dtype = torch.float32
-    keys: dict[str, Any] = {}  # of ParallelSection  # noqa: RUF012 - never changed
-
-    @property
-    def ranks(self) -> int:
-        return self.replicas * self.shards
-
-
-# --------------------------------------------------------------------------- in a rank
-
-
-def build_model() -> Llama:
-    """The same model everywhere, with gains that matter."""
-    torch.manual_seed(1)
-    model = Llama(CONFIG)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if name.endswith("norm.weight"):
-                param.uniform_(0.5, 1.5)
-    return model
-
-
-def data() -> tuple[Tensor, Tensor]:
-    """Tokens and targets, ``[ROWS, TOKENS]`` each."""
-    generator = torch.Generator().manual_seed(2)
-    shape = (2, ROWS, TOKENS)
-    tokens_BT, targets_BT = torch.randint(CONFIG.vocab_size, shape, generator=generator)
-    return tokens_BT, targets_BT
-
-
-def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """This part's share of the mean over the whole batch."""
-    flat = logits_BTV.flatten(0, 1).float()
-    return F.cross_entropy(flat, targets_BT.flatten(), reduction="sum") / (ROWS * TOKENS)
-
-
-def recompute(module: nn.Module) -> None:
-    """Checkpoint a module's activations, without a wrapper in its parameters' names."""
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-
-
-def build(layout: Layout, mesh: DeviceMesh | None = None, model: Llama | None = None) -> Llama:
-    """The model, sharded."""
-    if mesh is None:
-        mesh = init_device_mesh("cpu", (layout.replicas, layout.shards), mesh_dim_names=AXES)
-    model = model or build_model()
-    if layout.remat:
-        for block in blocks(model):
-            recompute(block)
-    shard(
-        model,
-        blocks(model),
-        mesh,
-        ParallelSection(**layout.keys),
-        compute_dtype=layout.compute,
-        reduce_dtype=torch.float32,
-        reshard_after_forward=layout.reshard_after_forward,
-        node_size=layout.node_size,
-    )
-    return model
-
-
-def step(model: Llama, layout: Layout) -> Tensor:
-    """Forward and backward of this rank's rows; its share of the loss."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    tokens_BT, targets_BT = (x[rank::ranks].chunk(layout.microbatches) for x in data())
-    total = torch.zeros(())
-    for i, (tokens, targets) in enumerate(zip(tokens_BT, targets_BT, strict=True)):
-        set_gradient_sync(model, i == layout.microbatches - 1, layout.sync)  # type: ignore[arg-type]
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    grads = {}
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor), f"{name} is still gathered"
-        assert isinstance(param.grad, DTensor), f"{name} has no gradient"
-        grads[name] = param.grad.full_tensor()
-    return grads
-
-
-class Seen(NamedTuple):
-    """A collective."""
-
-    kind: str
-    ranks: tuple[int, ...]  # of its group
-    numel: int  # that it was given
-    dtype: torch.dtype
-
-
-class Collectives(TorchDispatchMode):
-    """Records every collective while it is entered."""
-
-    KINDS = ("reduce_scatter", "allgather", "allreduce")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Seen] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            kind = next(kind for kind in self.KINDS if kind in func.__name__)
-            group = next(a for a in args if isinstance(a, torch.ScriptObject))
-            ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-            # all_reduce and the all_gather of lists take lists of tensors.
-            given = args[0] if kind == "allreduce" else args[1]
-            tensor = given[0] if isinstance(given, list) else given
-            self.seen.append(Seen(kind, ranks, tensor.numel(), tensor.dtype))
-        return func(*args, **(kwargs or {}))
-
-
-# --------------------------------------------------------------------------- one process
-
-
-def one_process() -> dict[str, Any]:
-    model = build_model()
-    tokens_BT, targets_BT = data()
-    loss = loss_of(model(tokens_BT), targets_BT)
-    loss.backward()
-    grads = {name: param.grad for name, param in model.named_parameters()}
-    return {"loss": loss.item(), "grads": grads}
+from weft.job import ParallelSection
+from weft.models.llama import Llama
+from weft.parallel.shard import reshard, set_gradient_sync, shard
 
 
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
     return one_process()
-
-
-def assert_equal(many: dict[str, Any], one: dict[str, Any], tolerance: float = 2e-6) -> None:
-    """Gradients within ``tolerance`` of each one's largest element."""
-    assert many["grads"].keys() == one["grads"].keys()
-    for name, grad in one["grads"].items():
-        scale = grad.abs().max()
-        torch.testing.assert_close(
-            many["grads"][name] / scale,
-            grad / scale,
-            rtol=0,
-            atol=tolerance,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
-    if "loss" in many:
-        assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
 
 
 # --------------------------------------------------------------------------- gradients
@@ -214,7 +57,6 @@ def gradients(layouts: list[Layout]) -> list[dict[str, Any]]:
     return found
 
 
-PERSIST = {"persist_below": 100}  # the norms' gains have 24 elements, the matrices 288 or more
 TWO_HOPS = Layout(replicas=2, shards=2, sync="microbatch")
 
 LAYOUTS = {
@@ -551,213 +393,6 @@ def plain_model() -> None:
 
 def test_an_unsharded_model_is_left_alone() -> None:
     plain_model()
-
-
-# --------------------------------------------------------------------------- hierarchical gather
-
-
-def gather_both_ways(cases: list[tuple[tuple[int, int, int], int]]) -> None:
-    """Two-stage gathers equal plain ones bitwise; a case: axes' sizes, ranks on a node."""
-    for shape, node_size in cases:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp_shard", "tp"))
-        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-            compare_gathers(mesh["dp_shard"], node_size, dtype)
-
-
-def compare_gathers(mesh: DeviceMesh, node_size: int, dtype: torch.dtype) -> None:
-    gather, group = TwoStageGather(mesh, node_size), mesh.get_group()
-    mine = (torch.arange(5) + 5 * dist.get_rank()).to(dtype)
-    plain = gather.allocate((mesh.size() * 5,), dtype=dtype, device=torch.device("cpu"))
-    dist.all_gather(list(plain.view(mesh.size(), 5)), mine, group=group)
-    for async_op in (False, True):
-        for in_place in (False, True):  # FSDP's input is a part of the output
-            staged = torch.zeros_like(plain)
-            given = mine
-            if in_place:
-                given = staged.view(mesh.size(), 5)[group.rank()]
-                given.copy_(mine)
-            work = gather(staged, given, group, async_op)
-            assert (work is not None) == async_op
-            if work is not None:
-                with Collectives() as inside_nodes:
-                    work.wait()
-                    work.wait()  # nothing more happens
-                assert len(inside_nodes.seen) == mesh.size() // node_size
-            assert torch.equal(staged, plain)
-
-
-def test_two_stages_gather_what_one_does() -> None:
-    run_ranks(gather_both_ways, 4, [((1, 4, 1), 2)])
-    beside = [((2, 4, 1), 2), ((1, 4, 2), 2)]
-    run_ranks(gather_both_ways, 8, [*beside, ((1, 8, 1), 2), ((1, 8, 1), 4)])
-
-
-def stages() -> list[Seen]:
-    """Collectives of one gather of 80 elements by 8 ranks in 4 nodes."""
-    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp_shard",))
-    gather = TwoStageGather(mesh, 2)
-    with Collectives() as collectives:
-        gather(torch.empty(80), torch.zeros(10), mesh.get_group())
-    return collectives.seen
-
-
-def test_each_byte_enters_a_node_once() -> None:
-    nodes, node_size = 4, 2
-    received: Counter[int] = Counter()  # of each node, from others
-    for rank, seen in enumerate(run_ranks(stages, 8)):
-        node = rank // node_size
-        for _, ranks, numel, _ in seen:
-            received[node] += numel * sum(other // node_size != node for other in ranks)
-        # One gather across the nodes, then one inside for every node's rows.
-        across, *inside = [ranks for _, ranks, *_ in seen]
-        assert across == tuple(range(rank % node_size, 8, node_size))
-        assert inside == [(2 * node, 2 * node + 1)] * nodes
-    assert received == dict.fromkeys(range(nodes), 80 * (nodes - 1) // nodes)
-
-
-def gather_groups(settings: list[tuple[bool, int | None]]) -> list[set[tuple[int, ...]]]:
-    found = []
-    for hierarchical, node_size in settings:
-        keys = {"hierarchical_gather": hierarchical}
-        model = build(Layout(shards=4, node_size=node_size, keys=keys))
-        with Collectives() as collectives:
-            model(data()[0][:1])
-        found.append({ranks for _, ranks, *_ in collectives.seen})
-    return found
-
-
-def test_two_stages_only_across_nodes() -> None:
-    settings = [(True, 2), (False, 2), (True, None), (True, 4), (True, 8), (True, 1)]
-    across, *plain = run_ranks(gather_groups, 4, settings)[0]
-    assert across == {(0, 1), (0, 2)}
-    # Not asked for; all on one node; nothing inside of a node.
-    assert plain == [{(0, 1, 2, 3)}] * 5
-
-
-def unsharded_ahead() -> dict[str, Any]:
-    """Gathers of all units under way at the same time, as a schedule of several stages does it."""
-    keys = {"hierarchical_gather": True}
-    layout = Layout(shards=4, node_size=2, microbatches=1, keys=keys)
-    model = build(layout)
-    with Collectives() as collectives:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard(async_op=True)
-    # Under way is the stage between nodes; what is left is done when it is waited for.
-    assert [ranks for _, ranks, *_ in collectives.seen] == [
-        (dist.get_rank() % 2, dist.get_rank() % 2 + 2)
-    ] * UNITS
-    step(model, layout)
-    return {"grads": whole_gradients(model)}
-
-
-def test_asynchronous_two_stages(one: dict[str, Any]) -> None:
-    for many in run_ranks(unsharded_ahead, 4):
-        assert_equal(many, one)
-
-
-def test_pytorch_still_calls_a_gather_so() -> None:
-    """The abstract class is private; its methods are what ours stand in for."""
-    assert AllGather.__abstractmethods__ == {"allocate", "__call__"}
-    for method in ("allocate", "__call__"):
-        theirs, ours = (
-            inspect.signature(getattr(cls, method)).parameters
-            for cls in (AllGather, TwoStageGather)
-        )
-        assert [(p.name, p.kind, p.default) for p in ours.values()] == [
-            (p.name, p.kind, p.default) for p in theirs.values()
-        ]
-
-
-# --------------------------------------------------------------------------- larger meshes
-
-
-# Units: the embedding, three blocks, the head.
-TWO_STAGES = [range(0, 2), range(2, 5)]
-FOUR_STAGES = [range(0, 1), range(1, 2), range(2, 3), range(3, 5)]
-
-
-def pipeline(name: str, layout: Layout) -> dict[str, Any]:
-    """Two pipeline ranks; the others share the rows and the parameters."""
-    mesh = init_device_mesh("cpu", (2, *layout[:2]), mesh_dim_names=("pp", *AXES))
-    kind: Any = get_schedule_class(name)
-    ranges = TWO_STAGES if issubclass(kind, PipelineScheduleSingle) else FOUR_STAGES
-    mine, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
-    stages = []
-    for i in range(mine, len(ranges), 2):
-        model = build_model()
-        keep(model, ranges[i])
-        build(layout, mesh[AXES], model)
-        device = torch.device("cpu")
-        stages.append(PipelineStage(model, i, len(ranges), device, group=group))
-    schedule = kind(stages if len(stages) > 1 else stages[0], 4, loss_fn=loss_of, scale_grads=False)
-    at = mesh[AXES].get_coordinate()
-    index, ranks = at[0] * layout.shards + at[1], layout.ranks
-    tokens_BT, targets_BT = (x[index::ranks].contiguous() for x in data())
-    for _ in range(2):  # the second step finds what the first one left
-        for stage in stages:
-            stage.submod.zero_grad()
-        schedule.step(*([tokens_BT] if mine == 0 else []), target=targets_BT)
-    grads = {}
-    for stage in stages:
-        grads |= whole_gradients(stage.submod)
-    return {"grads": grads}
-
-
-PIPELINES = [
-    ("1F1B", Layout(shards=2, reshard_after_forward=False)),
-    ("1F1B", Layout(shards=2, keys={"prefetch": 2, **PERSIST})),
-    ("1F1B", Layout(shards=4, reshard_after_forward=2)),
-    ("Interleaved1F1B", Layout(shards=2, reshard_after_forward=False, keys=PERSIST)),
-    pytest.param("Interleaved1F1B", Layout(shards=2, keys=PERSIST), marks=pytest.mark.slow),
-    pytest.param(
-        "InterleavedZeroBubble",
-        Layout(shards=2, reshard_after_forward=False, keys=PERSIST),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        "Interleaved1F1B",
-        Layout(2, 2, False, keys={"cpu_offload": True, **PERSIST}),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        "Interleaved1F1B",
-        Layout(1, 4, False, node_size=2, keys={"hierarchical_gather": True}),
-        marks=pytest.mark.slow,
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "layout"), PIPELINES)
-def test_pipeline_stages(name: str, layout: Layout, one: dict[str, Any]) -> None:
-    parts = run_ranks(pipeline, 2 * layout.ranks, name, layout)
-    for first, last in zip(parts[: layout.ranks], parts[layout.ranks :], strict=True):
-        assert_equal({"grads": first["grads"] | last["grads"]}, one)
-
-
-def middle_stage() -> None:
-    """A part with neither embedding nor head: the root has nothing of its own."""
-    rows_BTD = torch.randn(ROWS, TOKENS, CONFIG.dim, requires_grad=True)
-    alone = build_model()
-    keep(alone, range(2, 3))
-    alone(rows_BTD).square().sum().backward()
-    for keys in ({}, PERSIST):
-        model = build_model()
-        keep(model, range(2, 3))
-        layout = Layout(keys=keys, microbatches=1)
-        build(layout, model=model)
-        mine_BTD = rows_BTD.detach()[dist.get_rank() :: 2].requires_grad_()
-        set_gradient_sync(model, True, "step")
-        model(mine_BTD).square().sum().backward()
-        assert_equal(
-            {"grads": whole_gradients(model)},
-            {"grads": {name: param.grad for name, param in alone.named_parameters()}},
-        )
-        torch.testing.assert_close(mine_BTD.grad, rows_BTD.grad[dist.get_rank() :: 2])  # type: ignore[index]
-
-
-def test_a_stage_without_embedding_and_head() -> None:
-    run_ranks(middle_stage, 2)
 
 
 # --------------------------------------------------------------------------- refusals

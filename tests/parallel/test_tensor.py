@@ -17,7 +17,8 @@ from tests.harness import RankError, run_ranks
 from tests.small import whole
 from weft.models.family import Split
 from weft.models.llama import SHARDING, Llama, LlamaConfig
-from weft.parallel.tensor import apply_tensor, overlap_exchanges, vocabulary_cross_entropy
+from weft.parallel.private import hide_exchanges
+from weft.parallel.tensor import apply_tensor, vocabulary_cross_entropy
 
 
 def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
@@ -169,7 +170,7 @@ def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
     model.load_state_dict(plain.state_dict())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     apply_tensor(model, mesh, SHARDING, WIDE.num_kv_heads, sequence_parallel=True)
-    overlap_exchanges(mesh.get_group())
+    hide_exchanges(mesh.get_group())
     block, expected = model.layers["0"], plain.layers["0"]
     block.compile(fullgraph=True)
     x_BTD = torch.randn(2, 32, WIDE.dim)

@@ -24,7 +24,7 @@ from tests.small import plan_here, small_job, this_rank
 from weft.checkpoint.state import named_parameters
 from weft.job import RECIPES, Job, recipe_names
 from weft.models import load_family
-from weft.parallel.private import forget_meshes
+from weft.parallel.private_watch import forget_meshes
 from weft.plan.placement import AXES, coordinates, groups, rank_of
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan

@@ -16,7 +16,7 @@ from weft.checkpoint.state import named_parameters
 from weft.job import Job
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
-from weft.parallel.private import forget_meshes
+from weft.parallel.private_watch import forget_meshes
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.predict import trace as tracing
 from weft.predict.expand import Expansion, NotAlike

@@ -28,6 +28,7 @@ from weft.checkpoint.manifest import (
     FORMAT,
     CheckpointError,
     DamagedCheckpoint,
+    files_of,
     manifest_text,
     read_manifest,
 )
@@ -35,14 +36,13 @@ from weft.checkpoint.safetensors import Entry, Malformed, read_table, table
 from weft.checkpoint.shards import (
     Contents,
     Damaged,
+    consecutive,
     damaged_file,
     overlaps,
-    parse_contents,
     raw,
     read_shards,
 )
 from weft.checkpoint.storage import create, is_remote, read_range, remove, sync_folder
-from weft.checkpoint.store import folder_of_shards
 from weft.job import WeftError
 
 BLOCK = 1 << 20  # elements of a tensor that are in memory at a time
@@ -62,6 +62,7 @@ class CannotHold(WeftError):
 
 
 def write_json(path: Path, tree: object) -> None:
+    """Write a new file of JSON, for people and programs."""
     with create(path) as file:
         file.write(json.dumps(tree, indent=2).encode() + b"\n")
 
@@ -142,17 +143,13 @@ def open_model(path: Path) -> Model:
     Raises:
         DamagedCheckpoint: if its manifest is damaged.
     """
-    try:
-        manifest = read_manifest(path)
-        contents = parse_contents(manifest)
-    except Damaged as error:
-        raise DamagedCheckpoint(f"{path}: {error}") from error
+    folder, contents = files_of(path, read_manifest(path))
     shapes = {
         name.removeprefix("model."): torch.Size(entry.shape)
         for name, entry in contents.tensors.items()
         if name.startswith("model.")
     }
-    return Model(path, folder_of_shards(path, manifest), contents, shapes)
+    return Model(path, folder, contents, shapes)
 
 
 def write_weights(
@@ -180,7 +177,7 @@ def write_weights(
         CannotHold: if a weight is not finite in ``dtype``.
     """
     sizes = {n: model.shapes[ours].numel() * dtype.itemsize for n, ours in names.items()}
-    shards = split(sizes, max_shard)
+    shards = consecutive(sizes, max_shard)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(files) > 1 else [SINGLE]
     done = 0
@@ -232,19 +229,6 @@ def write_tensors(
     return done
 
 
-def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Consecutive names whose sizes add up to at most ``most``, or a single one."""
-    shards: list[list[str]] = []
-    filled = 0
-    for name, size in sizes.items():
-        if not shards or filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
 def read_weight(model: Model, name: str) -> Iterator[Tensor]:
     """The rows of a weight, put together from wherever they lie, and verified at the end.
 
@@ -259,7 +243,7 @@ def read_weight(model: Model, name: str) -> Iterator[Tensor]:
             read_shards(model.folder, model.contents, {name: [*overlaps(entry, offsets, rows)]})
             mark += int(fingerprint(rows, offsets, entry.shape))
             yield rows
-    except (Damaged, FileNotFoundError) as error:
+    except Damaged as error:
         raise DamagedCheckpoint(f"{model.path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{model.path}: cannot be read: {error}") from error

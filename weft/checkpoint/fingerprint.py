@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.parallel.init import flat_index
+from weft.parallel.dtensor import flat_index
 
 # Elements at a time: temporaries that stay in a core's caches, and that torch does not spread over
 # threads, of which there may be several here; or that fill a GPU.
@@ -68,6 +68,15 @@ def _weighted_sum(rows_RC: Tensor, index_C: Tensor, step: int) -> Tensor:
         torch.sum(part, 1, out=sums_R[begin : begin + at_a_time])
     number_R = torch.arange(height, device=rows_RC.device)
     return (columns_C * (2 * index_C + 1)).sum() + (sums_R * (2 * step * number_R)).sum()
+
+
+def on_host(marks: Sequence[Tensor]) -> list[int]:
+    """Fingerprints as numbers, after one wait for the GPU if any is there."""
+    if not marks:
+        return []
+    gpu = next((mark.device for mark in marks if mark.device.type != "cpu"), marks[0].device)
+    numbers: list[int] = torch.stack([mark.to(gpu) for mark in marks]).tolist()
+    return numbers
 
 
 def wrapped(value: int) -> int:

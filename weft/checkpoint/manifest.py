@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import xxhash
 
-from weft.checkpoint.shards import Json
+from weft.checkpoint.shards import Contents, Damaged, Json, parse_contents
 from weft.checkpoint.storage import is_remote, put_new
 from weft.job import WeftError
 
@@ -46,6 +46,7 @@ class Superseded(CheckpointError):
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies, or will."""
     return folder / f"step-{step:08}"
 
 
@@ -64,6 +65,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def committed(folder: Path) -> list[Path]:
+    """Committed checkpoints in ``folder``, oldest first, those of abandoned branches, too."""
     if not folder.is_dir():
         return []
     found = [
@@ -177,14 +179,31 @@ def manifest_text(manifest: Json) -> str:
     return text(manifest | {"hash": xxhash.xxh3_128_hexdigest(text(manifest).encode())}) + "\n"
 
 
+def files_of(path: Path, manifest: Json) -> tuple[Path, Contents]:
+    """The folder of a checkpoint's files, its own or one inside of it, and what lies in them.
+
+    Raises:
+        DamagedCheckpoint: if its manifest makes no sense.
+    """
+    inside = str(manifest.get("inside", ""))
+    try:
+        if inside and not re.fullmatch("[0-9a-f]{8}", inside):
+            raise Damaged(f"a folder that is none: {inside!r}")
+        return path / inside if inside else path, parse_contents(manifest)
+    except Damaged as error:
+        raise DamagedCheckpoint(f"{path}: {error}") from error
+
+
 # --------------------------------------------------------------------------- one for all
 
 
 def cause(error: BaseException) -> str:
+    """What an error is and says, in a line."""
     return f"{type(error).__name__}: {error}"
 
 
 def own_rank() -> int:
+    """This process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -194,6 +213,10 @@ def from_rank_0(compute: Callable[[], T], failed: str, group: Any = None, *, sou
     Args:
         failed: what an error means, for people.
         source: another rank in the place of rank 0.
+
+    Raises:
+        CheckpointError: on every rank, if ``compute`` raised anything: that, or in the words of
+            ``failed``.
     """
     answer: list[Any] = [None, None]
     if own_rank() == source:
@@ -218,21 +241,24 @@ def gathered(work: Callable[[], T], failed: str, group: Any = None) -> list[T]:
         failed: what an error means, for people.
 
     Raises:
-        CheckpointError: on every rank, if any failed.
+        DamagedCheckpoint, CheckpointError: on every rank, if any failed: the first one's error,
+            and whether that was `Damaged`.
     """
+    mine: tuple[Any, CheckpointError | None]
     try:
-        mine: tuple[Any, str] = work(), ""
+        mine = work(), None
     except Exception as error:
-        mine = None, f"rank {own_rank()}: {cause(error)}"
+        kind = DamagedCheckpoint if isinstance(error, Damaged) else CheckpointError
+        mine = None, kind(f"{failed}: rank {own_rank()}: {cause(error)}")
     ranks: list[Any] = [mine]
     if dist.is_initialized():
         ranks = ranks * dist.get_world_size(group)
         dist.gather_object(mine, ranks if own_rank() == 0 else None, group=group, group_dst=0)
 
     def all_right() -> None:
-        for _, failure in ranks:
-            if failure:
-                raise CheckpointError(f"{failed}: {failure}")
+        for _, error in ranks:
+            if error is not None:
+                raise error
 
     from_rank_0(all_right, failed, group)
     return [value for value, _ in ranks]

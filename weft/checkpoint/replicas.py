@@ -6,32 +6,24 @@ or not, by the accident of which copy is written, and gradients of different wei
 up.  Each rank takes the fingerprints of what it holds, a pass over memory, and exchanges 8 bytes
 with the ranks that should hold the same; only if those differ, the fingerprints of every tensor.
 
-What has no copy cannot be compared: sharded over all ranks (``dp_shard`` alone), nothing has one.
+What has no copy cannot be compared: sharded over all ranks (``dp_shard`` alone), only buffers and
+step counts have one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import fingerprint
-from weft.checkpoint.state import (
-    beside,
-    local_part,
-    model_state,
-    named_buffers,
-    named_parameters,
-    optimizer_state,
-)
+from weft.checkpoint.fingerprint import on_host
+from weft.checkpoint.state import copies_of, mark_of, model_state, optimizer_state
 from weft.job import WeftError
-from weft.parallel.init import shard_offsets
 
 
 class ReplicasDiffer(WeftError):
@@ -46,46 +38,36 @@ def compare_replicas(parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
     Raises:
         ReplicasDiffer: on the ranks of a group that differs.
     """
-    copied: dict[tuple[DeviceMesh, int], dict[str, Tensor]] = {}
-    for name, tensor in (model_state(parts) | optimizer_state(parts, optimizer)).items():
-        if isinstance(tensor, DTensor):
-            for axis, placement in enumerate(tensor.placements):
-                if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
-                    copied.setdefault((tensor.device_mesh, axis), {})[name] = tensor
-    params = dict(named_parameters(parts))
-    for name, buffer in named_buffers(parts):
-        if isinstance(param := beside(name, params), DTensor):
-            for axis in range(param.device_mesh.ndim):
-                if param.device_mesh.size(axis) > 1:
-                    copied.setdefault((param.device_mesh, axis), {})[f"model.{name}"] = buffer
-    marks: dict[str, Tensor] = {}
-    for (mesh, axis), tensors in copied.items():
-        for name, tensor in tensors.items():
-            if name not in marks:
-                marks[name] = fingerprint(local_part(tensor), shard_offsets(tensor), tensor.shape)
-        mine, group = torch.stack([marks[name] for name in tensors]), mesh.get_group(axis)
-        if len(set(_gather(mine.sum(), group))) > 1:
+    state = model_state(parts) | optimizer_state(parts, optimizer)
+    copied: dict[dist.ProcessGroup | None, list[str]] = {}
+    for name, axes in copies_of(parts, state).items():
+        for copies in axes:
+            if copies.size > 1:
+                copied.setdefault(copies.group, []).append(name)
+    names = list(dict.fromkeys(chain(*copied.values())))
+    marks = dict(zip(names, on_host([mark_of(state[name]) for name in names]), strict=True))
+    for group, some in copied.items():
+        mine = torch.tensor([marks[name] for name in some])
+        if len(set(_gather(mine.sum(0, keepdim=True), group))) > 1:
             ranks = dist.get_process_group_ranks(group)
-            raise ReplicasDiffer(_describe(list(tensors), _gather(mine, group), ranks))
+            raise ReplicasDiffer(_describe(some, _gather(mine, group), ranks))
 
 
-def _gather(value: Tensor, group: dist.ProcessGroup) -> list[bytes]:
-    """The bytes of every rank's int64 tensor, in the order of the group."""
-    every = [torch.empty_like(value) for _ in range(group.size())]
-    dist.all_gather(every, value, group=group)
-    return [each.cpu().numpy().tobytes() for each in every]
+def _gather(numbers: Tensor, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+    """The numbers of every rank, in the order of the group."""
+    every = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, numbers, group=group)
+    return [tuple(each.tolist()) for each in every]
 
 
-def _describe(names: list[str], marks: list[bytes], ranks: list[int]) -> str:
+def _describe(names: list[str], marks: list[tuple[int, ...]], ranks: list[int]) -> str:
     """Which ranks hold something else than most do, and the first tensor that differs.
 
     Args:
-        marks: of each rank, 8 bytes for each name.
+        marks: of each rank, one for each name.
     """
-    (most, count), *others = Counter(marks).most_common()
-    reference = others[0][0] if others else most
-    spans = [slice(8 * i, 8 * i + 8) for i in range(len(names))]
-    differing = [name for name, at in zip(names, spans, strict=True) if most[at] != reference[at]]
+    (most, count), (other, _), *_ = Counter(marks).most_common()
+    differing = [name for name, a, b in zip(names, most, other, strict=True) if a != b]
     if 2 * count > len(ranks):
         wrong = [rank for rank, mark in zip(ranks, marks, strict=True) if mark != most]
         who = f"rank {', '.join(map(str, wrong))} differs from the other replicas"

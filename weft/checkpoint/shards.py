@@ -27,29 +27,15 @@ import torch
 import xxhash
 from torch import Tensor
 
+from weft.checkpoint import safetensors
 from weft.checkpoint.fingerprint import wrapped
 from weft.checkpoint.storage import read_pieces, read_range, room
 
 Json = dict[str, Any]
 
 FILE_NAME = re.compile(r"shard-\d{5,}\.bin")
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+# By torch's names.
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in safetensors.DTYPES.values()}
 
 READ_BYTES = 16 << 20  # from here on a request serves one box only
 WASTE = 0.05  # of a request, at most, that is read for nothing
@@ -64,6 +50,19 @@ def raw(tensor: Tensor) -> memoryview:
     """The elements of a tensor on the CPU as bytes, sharing memory if it is contiguous."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def consecutive(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Names in groups, in their order: sizes that add up to at most ``most``, or a single one."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not groups or filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
 
 
 # --------------------------------------------------------------------------- writing
@@ -143,6 +142,7 @@ class Contents(NamedTuple):
     files: dict[str, tuple[int, str]]  # bytes, hash
 
     def without_shards(self) -> Contents:
+        """Its tensors, of which nothing lies anywhere."""
         bare = {name: entry._replace(shards=[]) for name, entry in self.tensors.items()}
         return Contents(bare, {})
 
@@ -278,8 +278,8 @@ def read_shards(
             last of it, while others read on.
 
     Raises:
-        Damaged: if a file is not as long as it should be.
-        FileNotFoundError, OSError: if it is not there, or cannot be read.
+        Damaged: if a file is not there, or not as long as it should be.
+        OSError: if it cannot be read.
     """
     by_file: dict[str, list[tuple[str, Wanted]]] = {}
     for name, some in wanted.items():
@@ -287,7 +287,10 @@ def read_shards(
             by_file.setdefault(each.shard.file, []).append((name, each))
     requests: list[Request] = []
     for file, pairs in by_file.items():
-        size, expected = (folder / file).stat().st_size, contents.files[file][0]
+        try:
+            size, expected = (folder / file).stat().st_size, contents.files[file][0]
+        except FileNotFoundError as error:
+            raise Damaged(f"{file}: {error.strerror or error}") from error
         if size != expected:
             raise Damaged(f"{file} has {size:,} bytes, not {expected:,}")
         requests += joined(file, pairs)

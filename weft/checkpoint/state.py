@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from weft.checkpoint.fingerprint import fingerprint
+from weft.parallel.dtensor import local_of, shard_offsets
 from weft.parallel.private import is_quantized
 
 State = dict[str, torch.Tensor]
@@ -59,7 +61,7 @@ def optimizer_state(parts: Iterable[nn.Module], optimizer: Optimizer) -> State:
     state: State = {}
     for name, param in named_parameters(parts):
         # A gathered parameter in the place of its shard would lose its state in silence.
-        assert param in known or not param.requires_grad, f"{name} is not the optimizer's"
+        assert param in known, f"{name} is not the optimizer's"
         for key, value in optimizer.state.get(param, {}).items():
             state[f"optim.{name}.{key}"] = value
     return state
@@ -78,22 +80,23 @@ def allocate_optimizer_state(
     Args:
         saved: shape and dtype of every tensor in the checkpoint, by name.
     """
-    for name, param in named_parameters(parts):
-        prefix = f"optim.{name}."
-        state: dict[str, torch.Tensor] = {}
-        for key in [key for key in saved if key.startswith(prefix)]:
-            shape, dtype = saved[key]
-            if shape == param.shape:
-                # Where they will be rounded, they first come whole, to where there is room.
-                where = "cpu" if hasattr(optimizer, "adopt") else None
-                state[key.removeprefix(prefix)] = torch.empty_like(
-                    param.data, dtype=dtype, device=where
-                )
-            else:
-                # Fused optimizers keep the count beside the parameter.
-                device = param.to_local().device if isinstance(param, DTensor) else param.device
-                state[key.removeprefix(prefix)] = torch.empty(shape, dtype=dtype, device=device)
-        optimizer.state[param] = state
+    params = dict(named_parameters(parts))
+    states: dict[torch.Tensor, State] = {param: {} for param in params.values()}
+    for full, (shape, dtype) in saved.items():
+        kind, _, rest = full.partition(".")
+        name, _, key = rest.rpartition(".")
+        if kind != "optim" or name not in params:
+            continue
+        param = params[name]
+        if shape == param.shape:
+            # Where they will be rounded, they first come whole, to where there is room.
+            where = "cpu" if hasattr(optimizer, "adopt") else None
+            states[param][key] = torch.empty_like(param.data, dtype=dtype, device=where)
+        else:
+            # Fused optimizers keep the count beside the parameter.
+            device = local_of(param).device
+            states[param][key] = torch.empty(shape, dtype=dtype, device=device)
+    optimizer.state.update(states)
 
 
 class Copies(NamedTuple):
@@ -111,7 +114,7 @@ def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies
     for name, tensor in state.items():
         kind, _, rest = name.partition(".")
         place = rest if kind == "model" else rest.rpartition(".")[0]
-        param = params[place] if place in params else beside(place, params)
+        param = params[place] if place in params else _beside(place, params)
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             axes = [axis for axis, p in enumerate(tensor.placements) if p.is_replicate()]
@@ -129,10 +132,19 @@ def copies_of(parts: Iterable[nn.Module], state: State) -> dict[str, list[Copies
     return found
 
 
-def beside(buffer: str, params: Mapping[str, nn.Parameter]) -> nn.Parameter:
-    """A parameter of the module that has a buffer, which every rank that has it holds whole."""
-    module = buffer.rpartition(".")[0] + "."
-    return next(param for name, param in params.items() if name.startswith(module))
+def _beside(buffer: str, params: Mapping[str, nn.Parameter]) -> nn.Parameter:
+    """A parameter of the module that has a buffer, or of the nearest one around it.
+
+    The ranks of its mesh are those that have the buffer, each of them whole.
+    """
+    around = buffer
+    while around:
+        around = around.rpartition(".")[0]
+        prefix = around and f"{around}."
+        for name, param in params.items():
+            if name.startswith(prefix):
+                return param
+    raise ValueError(f"there is no parameter beside the buffer {buffer}")
 
 
 def owns(name: str, copies: Iterable[Copies]) -> bool:
@@ -150,5 +162,10 @@ def owns(name: str, copies: Iterable[Copies]) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; of one in 8 bits, its values in a tensor of their own."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_of(tensor).detach()
     return local.dequantize() if is_quantized(local) else local
+
+
+def mark_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The fingerprint of what this rank holds: see `weft.checkpoint.fingerprint`."""
+    return fingerprint(local_part(tensor), shard_offsets(tensor), tensor.shape)

@@ -18,6 +18,7 @@ import errno
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -110,8 +111,9 @@ def put_new(path: Path, content: bytes) -> None:
             if found != content:
                 raise FileExistsError(f"{path} is there already") from error
         return
-    # In one step with its contents: a reader must not see it empty.
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    # In one step with its contents: a reader must not see it empty.  By a name of its own: on other
+    # hosts, and in other containers, processes have the same numbers.
+    temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()

@@ -15,13 +15,11 @@ same verdict.
 
 from __future__ import annotations
 
-import math
-import re
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,13 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import fingerprint, wrapped
-from weft.checkpoint.local import keep_local, local_folder, read_local
+from weft.checkpoint.fingerprint import fingerprint, on_host
+from weft.checkpoint.local import keep_local, local_folder
 from weft.checkpoint.manifest import (
     FORMAT,
     NAME,
     CheckpointError,
-    DamagedCheckpoint,
     Superseded,
     cause,
     checkpoint_path,
@@ -50,42 +47,19 @@ from weft.checkpoint.manifest import (
     leases,
     manifest_text,
     own_rank,
-    read_manifest,
     take,
 )
-from weft.checkpoint.shards import (
-    Contents,
-    Damaged,
-    Json,
-    Staged,
-    Wanted,
-    damaged_file,
-    overlaps,
-    parse_contents,
-    read_shards,
-    table_of_contents,
-    write_shards,
-)
+from weft.checkpoint.shards import Json, Staged, table_of_contents, write_shards
 from weft.checkpoint.state import (
-    Copies,
-    State,
-    allocate_optimizer_state,
     copies_of,
-    frozen_parameters,
     local_part,
     model_state,
     optimizer_state,
     owns,
 )
 from weft.checkpoint.storage import create, is_remote, put_new, remove, sync_folder
-from weft.parallel.init import shard_offsets
-from weft.parallel.quantize import keep_numbers, numbers_of
+from weft.parallel.dtensor import shard_offsets
 from weft.resilience.faults import at
-
-# Elements of the whole model that are read at a time in float32, to be rounded.
-FROZEN_AT_ONCE = 1 << 28
-
-# --------------------------------------------------------------------------- saving
 
 
 class Saver:
@@ -149,7 +123,7 @@ class Saver:
             home: whether into ``folder``, or on the nodes only.
         """
         began = time.perf_counter()
-        self._join()
+        self.close()
         self._tell()
         at("checkpoint")
         boxes, owned = self._stage(parts, optimizer)
@@ -158,7 +132,7 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=work, daemon=True)
         self._thread.start()
         if not self.background:
-            self._join()
+            self.close()
         self.stall_seconds = time.perf_counter() - began
 
     def wait(self) -> None:
@@ -167,7 +141,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank, whichever failed.  Nothing half-written stays behind.
         """
-        self._join()
+        self.close()
         if self._error is not None:
             raise self._error
         if self.local is not None:  # it is at home now
@@ -175,7 +149,9 @@ class Saver:
 
     def close(self) -> None:
         """Let a save that is under way come to its end, whatever that is."""
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def busy(self) -> bool:
         """Whether a save is under way."""
@@ -202,11 +178,6 @@ class Saver:
             self._say(f"warning: {error}; going on without it")
         return bool(untold)
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
     def _stage(
         self, parts: Sequence[nn.Module], optimizer: Optimizer
     ) -> tuple[list[Staged], set[str]]:
@@ -229,7 +200,7 @@ class Saver:
             counts_once = local if name in owned else local.new_empty(0)
             marks.append(fingerprint(counts_once, offsets, tensor.shape))
             boxes.append((name, tuple(tensor.shape), tuple(offsets), self._copy(name, local)))
-        numbers = torch.stack(marks).tolist() if marks else []  # waits for the copies, too
+        numbers = on_host(marks)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         staged = [
@@ -271,23 +242,13 @@ class Saver:
         self.write_seconds = time.perf_counter() - began
 
 
-def save(
-    folder: Path, parts: Sequence[nn.Module], optimizer: Optimizer, manifest: Json, keep: int
-) -> Path:
-    """Save one checkpoint and wait for it; see `Saver`, whose errors it raises."""
-    saver = Saver(folder, keep)
-    saver.save(parts, optimizer, manifest)
-    saver.wait()
-    return checkpoint_path(folder, manifest["step"])
-
-
 def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: Any) -> None:
     """Every rank writes its boxes; rank 0 commits."""
     final = checkpoint_path(folder, manifest["step"])
     failed = f"{final}: could not be written"
     # One rank decides: another could already see what the first one does next.
-    temporary, exists = from_rank_0(lambda: _begin(final), failed, group)
-    if exists:
+    temporary = from_rank_0(lambda: _begin(final, manifest["epoch"]), failed, group)
+    if temporary is None:
         return
     try:
         written = gathered(lambda: _write_shards(temporary, boxes), failed, group)
@@ -309,22 +270,35 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
     at("checkpoint.saved")
 
 
-def _begin(final: Path) -> tuple[Path, bool]:
-    """A new folder's name, and whether the checkpoint is there already; clears what others left."""
+def _begin(final: Path, epoch: int) -> Path | None:
+    """A new folder to write into, None if the checkpoint is there already; clears what others left.
+
+    Raises:
+        Superseded: if somebody else has the run, whose unfinished checkpoint that may be.
+    """
     home, unique = final.parent, uuid.uuid4().hex[:8]
+    _look_at_leases(home, epoch)
+    if (final / "manifest.json").is_file() and counts(final, leases(home)):
+        return None
     if is_remote(final):
         for path in home.iterdir() if home.is_dir() else []:
             if NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
                 remove(path)
-        temporary = final / f"{unique}"
-    else:
-        home.mkdir(parents=True, exist_ok=True)
-        for leftover in home.glob(".tmp-*"):
-            remove(leftover)
-        temporary = final.with_name(f".tmp-{final.name}-{unique}")
-        temporary.mkdir()
-    exists = (final / "manifest.json").is_file() and counts(final, leases(home))
-    return temporary, exists
+        return final / unique
+    home.mkdir(parents=True, exist_ok=True)
+    for leftover in home.glob(".tmp-*"):
+        remove(leftover)
+    temporary = final.with_name(f".tmp-{final.name}-{unique}")
+    temporary.mkdir()
+    return temporary
+
+
+def _look_at_leases(home: Path, epoch: int) -> None:
+    """Raise `Superseded` if a later epoch than this one has the run; an epoch of 0 is nobody's."""
+    newest = max((taken for taken, _ in leases(home)), default=0)
+    if newest > epoch > 0:
+        said = (home / f"lease-{newest:06}.json").read_text("utf-8")
+        raise Superseded(f"another process has taken over the run: {said}")
 
 
 def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
@@ -340,10 +314,7 @@ def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
 
 def _commit(temporary: Path, final: Path, manifest: Json) -> None:
     """Make ``temporary`` visible as ``final``."""
-    newest = max((epoch for epoch, _ in leases(final.parent)), default=0)
-    if newest > manifest["epoch"] > 0:
-        said = (final.parent / f"lease-{newest:06}.json").read_text("utf-8")
-        raise Superseded(f"another process has taken over the run: {said}")
+    _look_at_leases(final.parent, manifest["epoch"])
     at("checkpoint.manifest")
     text = manifest_text(manifest).encode()
     if (final / "manifest.json").exists() or (final.exists() and not is_remote(final)):
@@ -370,6 +341,8 @@ def _delete_old(folder: Path, keep: int, base: str | None = None) -> None:
         base: the name of the one that has the weights which are not trained, and stays.
     """
     kept = checkpoints(folder)[-keep:]
+    if not kept:
+        return  # of a run that somebody else went on with, from before them all
     for old in committed(folder):
         if old in kept or old.name == base or checkpoint_step(old) > checkpoint_step(kept[-1]):
             continue
@@ -392,283 +365,3 @@ def set_aside(path: Path, why: str) -> None:
         manifest.unlink()
     else:
         path.rename(path.with_name(f"{why}-{path.name}-{time.time_ns()}"))
-
-
-# --------------------------------------------------------------------------- loading
-
-
-def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) -> Json:
-    """Load ``path`` in place, into any layout; every rank of the process group calls it.
-
-    Without an optimizer only the parameters are read.  Works without a process group, too.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        DamagedCheckpoint: if it does not hold what was saved; the parameters are undefined then.
-        CheckpointError: if it is of another model, or cannot be read.
-    """
-    at("load")
-    manifest, contents = _open(path)
-    folder = folder_of_shards(path, manifest)
-    wrong = _fill(path, folder, contents, parts, optimizer, whole=True)
-    _refuse(path, folder, contents, wrong)
-    return manifest
-
-
-def _open(path: Path) -> tuple[Json, Contents]:
-    manifest = from_rank_0(lambda: read_manifest(path), f"{path}: could not be read")
-    try:
-        return manifest, parse_contents(manifest)  # every rank has the same one to judge
-    except Damaged as error:
-        raise DamagedCheckpoint(f"{path}: {error}") from error
-
-
-def _refuse(path: Path, folder: Path, contents: Contents, wrong: list[str]) -> None:
-    """Raise if any tensor is not what was saved."""
-    if wrong:
-        named = from_rank_0(lambda: damaged_file(folder, contents), f"{path}: could not be read")
-        reason = named or f"{wrong[0]} is not what was saved, though its file is as it was written"
-        raise DamagedCheckpoint(f"{path}: {reason}")
-
-
-def load_frozen(path: Path, parts: Sequence[nn.Module]) -> None:
-    """Load the parameters that are not trained from a checkpoint of the whole model.
-
-    Every rank calls it.  Some tensors at a time are read in float32, compared with what was saved,
-    and rounded to what they are kept in.
-
-    Raises:
-        DamagedCheckpoint, CheckpointError: as `load`.
-    """
-    manifest, contents = _open(path)
-    folder = folder_of_shards(path, manifest)
-    params = {f"model.{name}": param for name, param in frozen_parameters(parts)}
-
-    def all_there() -> None:
-        if missing := params.keys() - contents.tensors.keys():
-            raise ValueError(f"it is of another model: {min(missing)} is not in it")
-
-    _together(path, all_there)
-    for names in _some_at_a_time(contents):
-        some = contents._replace(tensors={name: contents.tensors[name] for name in names})
-        state = {name: numbers_of(params[name]) for name in names if name in params}
-        wrong = _fill_state(path, folder, some, state, copies_of(parts, state), whole=True)
-        _refuse(path, folder, contents, wrong)
-        for name, numbers in state.items():
-            keep_numbers(params[name], numbers)
-
-
-def _some_at_a_time(contents: Contents) -> Iterator[list[str]]:
-    """The names of all tensors in groups of so many elements, the same on every rank."""
-    names: list[str] = []
-    elements = 0
-    for name, entry in contents.tensors.items():
-        if names and elements + math.prod(entry.shape) > FROZEN_AT_ONCE:
-            yield names
-            names, elements = [], 0
-        names.append(name)
-        elements += math.prod(entry.shape)
-    if names:
-        yield names
-
-
-def load_local(
-    folder: Path, step: int, epoch: int, parts: Sequence[nn.Module], optimizer: Optimizer
-) -> Json:
-    """`load` what the nodes have kept of a step.
-
-    Raises:
-        DamagedCheckpoint: also if they do not have all of it any more.
-    """
-    at("load")
-    name = f"step {step} in {folder} of the nodes"
-    found: list[tuple[Path, Json, Contents] | None] = []
-    _together(name, lambda: found.append(read_local(folder, step, epoch)))
-    everywhere = [found[0] is not None]
-    if dist.is_initialized():
-        everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, found[0] is not None)
-    if True not in everywhere:
-        raise DamagedCheckpoint(f"{name}: no node has it any more")
-    source = everywhere.index(True)
-    manifest = from_rank_0(lambda: found[0][1] if found[0] else {}, name, source=source)
-    place, contents = folder, parse_contents(manifest, whole=False).without_shards()
-    if found[0] is not None:
-        place, _, contents = found[0]
-    wrong = _fill(name, place, contents, parts, optimizer, whole=False)
-    if wrong:
-        raise DamagedCheckpoint(f"{name}: {wrong[0]} is not what was saved")
-    return manifest
-
-
-def _fill(
-    what: object,
-    folder: Path,
-    contents: Contents,
-    parts: Sequence[nn.Module],
-    optimizer: Optimizer | None,
-    whole: bool,
-) -> list[str]:
-    """Load into live tensors, and compare.
-
-    Args:
-        whole: whether all of it is in ``folder``: then each part is read by one rank; else by all
-            that find it there.
-
-    Returns:
-        The tensors that are not what was saved.
-    """
-    state: State = model_state(parts)
-    if optimizer is not None:
-        saved = {
-            name: (torch.Size(entry.shape), entry.dtype) for name, entry in contents.tensors.items()
-        }
-        allocate_optimizer_state(parts, optimizer, saved)
-        state |= optimizer_state(parts, optimizer)
-    wrong = _fill_state(what, folder, contents, state, copies_of(parts, state), whole)
-    if adopt := getattr(optimizer, "adopt", None):
-        adopt()
-    return wrong
-
-
-def _fill_state(
-    what: object,
-    folder: Path,
-    contents: Contents,
-    state: State,
-    copies: dict[str, list[Copies]],
-    whole: bool,
-) -> list[str]:
-    """`_fill` of these tensors."""
-    owned = {name for name in state if owns(name, copies[name])}
-    marks: dict[str, int] = {}
-    _together(what, lambda: _read(folder, contents, state, owned if whole else None, marks))
-    _spread(state, copies, marks)
-
-    def all_there() -> None:  # or a tensor of zeros would have the right fingerprint
-        if missing := state.keys() - marks.keys():
-            raise Damaged(f"{min(missing)} is not there any more, or not as a whole")
-
-    _together(what, all_there)
-    return _other_than(contents, state, copies, owned, marks)
-
-
-def folder_of_shards(path: Path, manifest: Json) -> Path:
-    """Where the files of a checkpoint lie: beside its manifest, or in a folder of their own."""
-    inside = str(manifest.get("inside", ""))
-    if inside and not re.fullmatch("[0-9a-f]{8}", inside):
-        raise DamagedCheckpoint(f"{path}: a folder that is none: {inside!r}")
-    return path / inside if inside else path
-
-
-def _read(
-    folder: Path, contents: Contents, state: State, names: set[str] | None, marks: dict[str, int]
-) -> None:
-    """Fill this rank's part of some tensors, and take the fingerprints of what is there then.
-
-    Args:
-        names: of those tensors; None: of all whose part is in the table.
-    """
-    wanted: dict[str, list[Wanted]] = {}
-    problems = []
-    for name, tensor in state.items():
-        entry = contents.tensors.get(name)
-        if entry is None:
-            problems.append(f"{name} is not in it")
-        elif entry.shape != tuple(tensor.shape):
-            problems.append(f"{name} has shape {entry.shape} in it, not {tuple(tensor.shape)}")
-        elif names is None or name in names:
-            part = local_part(tensor)
-            pieces = list(overlaps(entry, shard_offsets(tensor), part))
-            if part.numel() == 0:
-                marks[name] = 0
-            elif sum(each.target.numel() for each in pieces) == part.numel():
-                wanted[name] = pieces
-    if problems:
-        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise ValueError(f"it is of another model: {problems[0]}{more}")
-
-    def complete(name: str) -> None:  # of live memory, where it has just come from the disk
-        marks[name] = _mark(state[name])
-
-    read_shards(folder, contents, wanted, complete)
-
-
-def _mark(tensor: Tensor) -> int:
-    return int(fingerprint(local_part(tensor), shard_offsets(tensor), tensor.shape))
-
-
-def _spread(state: State, copies: dict[str, list[Copies]], marks: dict[str, int]) -> None:
-    """Send what one rank has to those that hold copies of it, along one axis after the other.
-
-    Args:
-        marks: fingerprints of what this rank has; those of what it got are added.
-    """
-    for depth in range(max((len(each) for each in copies.values()), default=0)):
-        groups: dict[Any, list[str]] = {}
-        for name, each in copies.items():
-            if depth < len(each) and each[depth].size > 1:
-                groups.setdefault(each[depth].group, []).append(name)
-        for group, names in groups.items():
-            have = torch.tensor([name in marks for name in names], dtype=torch.uint8)
-            every = [torch.empty_like(have) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(every, have, group=group)
-            for name, held in zip(names, torch.stack(every, 1).tolist(), strict=True):
-                if not any(held) or all(held):
-                    continue
-                part = local_part(state[name])
-                sent = part.contiguous()
-                dist.broadcast(sent, group=group, group_src=held.index(1))
-                if name not in marks:
-                    if sent is not part:
-                        part.copy_(sent)
-                    marks[name] = _mark(state[name])
-
-
-def _together(path: object, work: Callable[[], None]) -> None:
-    """Do something on every rank; if it fails on any, all raise the same."""
-    failure: tuple[str, str] | None = None
-    try:
-        work()
-    except (Damaged, FileNotFoundError) as error:
-        failure = "damaged", cause(error)
-    except Exception as error:
-        failure = "failed", cause(error)
-    found = [failure]
-    if dist.is_initialized():
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, failure)
-    for rank, each in enumerate(found):
-        if each is not None:
-            kind, why = each
-            error_kind = DamagedCheckpoint if kind == "damaged" else CheckpointError
-            raise error_kind(f"{path}: could not be loaded: rank {rank}: {why}")
-
-
-def _other_than(
-    contents: Contents,
-    state: State,
-    copies: dict[str, list[Copies]],
-    owned: set[str],
-    marks: dict[str, int],
-) -> list[str]:
-    """The tensors of which a copy does not have the fingerprint that was saved."""
-    # Of those that count once, of all copies, and how many there are: one is wrong, or others are.
-    # What no rank loaded (the optimizer's, where only the model is wanted) is not judged.
-    rows = []
-    for name in contents.tensors:
-        mark, many = marks.get(name, 0), math.prod(each.size for each in copies.get(name, ()))
-        rows.append([mark * (name in owned), mark, name in state, many * (name in state)])
-    sums = torch.tensor(rows).T.contiguous()
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    wrong = []
-    for (name, entry), once, each, ranks, held in zip(
-        contents.tensors.items(), *sums.tolist(), strict=True
-    ):
-        every = wrapped(entry.fingerprint * (held // max(ranks, 1)))
-        if ranks and (once, each) != (entry.fingerprint, every):
-            wrong.append(name)
-    return wrong

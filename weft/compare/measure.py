@@ -54,7 +54,7 @@ from weft.models import load_family
 from weft.observe.statistics import watching
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
-from weft.parallel.init import shard_offsets
+from weft.parallel.dtensor import shard_offsets
 from weft.parallel.mesh import Mesh
 from weft.plan.resolve import Plan
 from weft.train.loop import naming

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.checkpoint.load import load, load_frozen
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
-from weft.checkpoint.store import load, load_frozen
 from weft.job import InvalidJob, Job, Problem, Section, read_job, replace
 from weft.models import Family, load_family, resolve_model
 from weft.parallel.apply import build_parts

@@ -42,7 +42,7 @@ from weft.launch.watchdog import (
 )
 from weft.observe.files import read_records
 from weft.observe.history import job_of
-from weft.parallel.private import collectives_in
+from weft.parallel.private_watch import collectives_in
 from weft.resilience.heartbeat import Contact, process_began, ranks_text
 from weft.train.position import home_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from weft.job import Job, WeftError
-from weft.parallel.private import dump_memory
+from weft.parallel.private_watch import dump_memory
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 

@@ -25,7 +25,7 @@ from weft.job import Job, steps_of
 from weft.observe import breakdown, spans
 from weft.observe.files import replace_text
 from weft.observe.memory import expected_of
-from weft.parallel.private import around_collectives, dump_memory, record_memory
+from weft.parallel.private_watch import around_collectives, dump_memory, record_memory
 from weft.plan.placement import AXES
 from weft.plan.resolve import Plan
 from weft.resilience.faults import at as reach

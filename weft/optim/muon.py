@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.init import shard_offsets
+from weft.parallel.dtensor import shard_offsets
 from weft.parallel.private import flat_group
 
 STEPS = 5

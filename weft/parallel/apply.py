@@ -20,9 +20,10 @@ from weft.parallel.float8 import apply_float8
 from weft.parallel.lora import apply_lora, with_adapters
 from weft.parallel.mesh import Mesh
 from weft.parallel.offload import apply_offload
+from weft.parallel.private import hide_exchanges
 from weft.parallel.remat import apply_remat
 from weft.parallel.shard import shard
-from weft.parallel.tensor import apply_tensor, overlap_exchanges, take_parts_outside
+from weft.parallel.tensor import apply_tensor, take_parts_outside
 from weft.plan.float8 import float8_matrices
 from weft.plan.resolve import Plan
 
@@ -82,13 +83,19 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
     if mesh.experts is not None:
         apply_experts([layer.experts for layer in routed], mesh.experts)
     if mesh.context is not None:
-        apply_context(model, mesh.context, parallel.context, parallel.context_balance)
+        apply_context(
+            model,
+            mesh.context,
+            parallel.context,
+            parallel.context_balance,
+            compiled=compile.enable,
+        )
     # What is recomputed is compiled with the rest, and FSDP gathers the parameters for it.
     apply_remat(blocks, remat, compile.enable)
     # The compiler must see those exchanges to overlap them, and must not see FSDP's hooks, which
     # sit outside of the compiled forward.
     if parallel.async_tp:
-        overlap_exchanges(mesh.group("tp"))
+        hide_exchanges(mesh.group("tp"))
     if compile.enable:
         if plan.tp > 1:
             for block in blocks:
@@ -112,7 +119,7 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
             compute_dtype=getattr(torch, plan.compute_dtype),
             reduce_dtype=getattr(torch, plan.reduce_dtype),
             reshard_after_forward=plan.reshard_after_forward,
-            node_size=plan.shard_ranks_per_node if parallel.hierarchical_gather else None,
+            node_size=plan.shard_ranks_per_node,
             experts=[layer.experts for layer in routed],
             expert_mesh=None if mesh.experts is None else mesh.experts["dp_replicate", "edp"],
         )

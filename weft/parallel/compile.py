@@ -35,10 +35,11 @@ def compile_blocks(blocks: Sequence[nn.Module], cache: str, whole: bool = True) 
 
 def tell_compiling(say: Callable[[str], None]) -> None:
     """From now on tell whenever something is compiled: how long it took, and why it was again."""
-    began, reasons = [0.0], recompile_reasons()
+    began, reasons = 0.0, recompile_reasons()
 
     def start() -> None:
-        began[0] = time.monotonic()
+        nonlocal began
+        began = time.monotonic()
 
     def end(backward: bool) -> None:
         what = f"the {'backward' if backward else 'forward'} pass of a block"
@@ -46,7 +47,7 @@ def tell_compiling(say: Callable[[str], None]) -> None:
         if why.endswith("grad_mode"):
             why = " for evaluation"
         reasons.clear()
-        say(f"compiled {_subject[-1] or what} in {time.monotonic() - began[0]:.1f} s{why}")
+        say(f"compiled {_subject[-1] or what} in {time.monotonic() - began:.1f} s{why}")
 
     on_compiling(start, end)
 

@@ -28,21 +28,12 @@ between contiguous pieces of two ranks attention is all or nothing, and needs no
   outputs travel, too, so with few key heads and few ranks it is more.  C must divide the
   number of query heads.
 
-*Blocks.*  The first two are the same computation: a list of `Block`, each some of this rank's
-queries and some of the keys that it sees, whose results are merged through their log-sum-exp
-in float32 (`weft.parallel.attention_ops`).  Blocks that causality excludes are not in the
-list, no block has a mask unless documents need one, and the list is a function of numbers
-that every rank knows.
-
-*Documents.*  Which tokens share a document has to be known across ranks.  It is found once per
-forward pass, where the model makes its mask, and goes to the blocks in the mask's place: a
-block across documents is left out, a block within one keeps its fast kernel, and only what
-is left is masked.
+The first two are the same computation, attention of some of this rank's queries to some of the keys
+that it sees, block after block: see `weft.parallel.context_blocks`.
 
 Shapes in names: B rows, T tokens of a row, C ranks of the group, L = T / C tokens of this
-rank, S tokens of a source of keys (in a block: those that it takes), Q queries of a block, H
-query heads, G key/value heads, h and g a rank's share of them, K width of one head.  E = 2 B:
-rows of keys, then rows of values.
+rank, H query heads, G key/value heads, h and g a rank's share of them, K width of one head.
+E = 2 B: rows of keys, then rows of values.
 """
 
 from __future__ import annotations
@@ -50,20 +41,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from weft.parallel.attention_ops import (
-    Mask,
-    attend_block,
-    attend_block_backward,
-    block_mask,
+from weft.parallel.context_blocks import (
+    Blocks,
+    DocumentBlocks,
+    accumulator,
+    add_block,
+    add_block_gradients,
+    gathered_blocks,
+    no_keys,
+    pieces_of,
+    ring_blocks,
+    within_documents,
 )
-from weft.parallel.private import all_gather, is_fake, reduce_scatter
+from weft.parallel.private import all_gather, reduce_scatter, run_function
 
 Method = Literal["ring", "allgather", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -76,7 +73,7 @@ def apply_context(
     method: Method,
     balance: bool,
     *,
-    compiled: bool = True,
+    compiled: bool,
 ) -> None:
     """Give ``model`` attention over all ranks of ``group``, in place.
 
@@ -135,11 +132,6 @@ def apply_context(
 # --------------------------------------------------------------------------- who holds what
 
 
-def pieces_of(cp_rank: int, cp_size: int, balance: bool) -> list[int]:
-    """The pieces of a row that a rank holds, out of ``2 * cp_size``, or ``cp_size`` unbalanced."""
-    return [cp_rank, 2 * cp_size - 1 - cp_rank] if balance else [cp_rank]
-
-
 def cut(x_BT: Tensor, cp_rank: int, cp_size: int, balance: bool) -> Tensor:
     """One rank's tokens of each row.
 
@@ -170,183 +162,6 @@ def join(x_CBL: Tensor, balance: bool) -> Tensor:
     return torch.cat([*heads.unbind(), *reversed(tails.unbind())], dim=1)
 
 
-# --------------------------------------------------------------------------- blocks
-
-
-class Block(NamedTuple):
-    """Some of this rank's queries, and some of the keys that one source has for them.
-
-    Attributes:
-        queries: of this rank's L tokens.
-        keys: of the source's S tokens.
-        causal: query i of the block sees its keys 0 to i; otherwise it sees all of them.
-        mask: where given, it alone says who sees what.
-    """
-
-    queries: slice
-    keys: slice
-    causal: bool
-    mask: Mask | None = None
-
-
-# By source.  In the first block that a query is in, it sees at least itself: from then on its
-# log-sum-exp is finite.
-Blocks = list[list[Block]]
-
-
-class DocumentBlocks:
-    """What ``mask`` hands to ``attend``.
-
-    An object, which compiled code in between passes on as it is.  Into lists it would look,
-    and be compiled anew for every pattern of documents.
-    """
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks = blocks
-
-
-def ring_blocks(rank: int, size: int, num_local: int, balance: bool) -> Blocks:
-    """The blocks of one rank where each rank of the ring is a source, with its L tokens.
-
-    Raises:
-        ValueError: if a rank cannot have two equal pieces.
-    """
-    half = _piece_width(num_local, size, balance)
-    everything, first, second = slice(0, num_local), slice(0, half), slice(half, num_local)
-
-    def of(source: int) -> list[Block]:
-        if source == rank:
-            # Both pieces at once: the second is later than the first, as in a row.
-            return [Block(everything, everything, causal=True)]
-        if source < rank:
-            # Its first piece is earlier than both of ours, its second later than both.
-            return [Block(everything, first if balance else everything, causal=False)]
-        # Its pieces lie between ours.
-        return [Block(second, everything, causal=False)] if balance else []
-
-    return [of(source) for source in range(size)]
-
-
-def gathered_blocks(rank: int, size: int, num_local: int, balance: bool) -> Blocks:
-    """The blocks of one rank where the only source is the whole row, in order.
-
-    Raises:
-        ValueError: if a rank cannot have two equal pieces.
-    """
-    width = _piece_width(num_local, size, balance)
-    blocks = []
-    for i, piece in enumerate(pieces_of(rank, size, balance)):
-        queries, start = slice(i * width, (i + 1) * width), piece * width
-        blocks.append(Block(queries, slice(start, start + width), causal=True))
-        if start:
-            blocks.append(Block(queries, slice(0, start), causal=False))
-    return [blocks]
-
-
-def _piece_width(num_local: int, size: int, balance: bool) -> int:
-    if balance and num_local % 2:
-        raise ValueError(
-            f"{num_local} tokens per rank cannot be cut in a head and a tail; make train.seq_len "
-            f"a multiple of {2 * size}, or parallel.context_balance false"
-        )
-    return num_local // 2 if balance else num_local
-
-
-def within_documents(blocks: Blocks, own_BL: Tensor, sources: list[Tensor]) -> Blocks:
-    """``blocks`` confined to documents.
-
-    Args:
-        own_BL: integers, the documents of this rank's tokens.
-        sources: ``[B, S]`` each, those of the sources' tokens.
-    """
-    flat = [(source, block) for source, listed in enumerate(blocks) for block in listed]
-    same = [
-        own_BL[:, block.queries, None] == sources[source][:, None, block.keys]
-        for source, block in flat
-    ]
-    if is_fake(own_BL):  # nobody knows; suppose the worst
-        found = [(True, False)] * len(flat)
-    else:
-        # Asked for all blocks at once, because on a GPU it waits for the device.
-        flags = torch.stack([torch.stack((x.any(), x.all())) for x in same])
-        found = [(bool(some), bool(every)) for some, every in flags.tolist()]
-    confined: Blocks = [[] for _ in blocks]
-    for (source, block), same_BQS, (some, every) in zip(flat, same, found, strict=True):
-        if every:
-            confined[source].append(block)
-        elif some:
-            allowed_BQS = same_BQS.tril() if block.causal else same_BQS
-            mask = block_mask(allowed_BQS)
-            confined[source].append(block._replace(causal=False, mask=mask))
-    return confined
-
-
-def add_block(
-    q_BLHK: Tensor, kv_ESGK: Tensor, block: Block, out_BLHK: Tensor, lse_BHL: Tensor
-) -> None:
-    """Merge a block into ``out_BLHK`` and ``lse_BHL`` (float32, at the start 0 and -inf)."""
-    queries, keys = block.queries, block.keys
-    k_BSGK, v_BSGK = kv_ESGK[:, keys].chunk(2)
-    new_BQHK, new_BHQ = attend_block(q_BLHK[:, queries], k_BSGK, v_BSGK, block.causal, block.mask)
-    old_BHQ = lse_BHL[:, :, queries]
-    sum_BHQ = torch.logaddexp(old_BHQ, new_BHQ)
-
-    def weight(lse_BHQ: Tensor) -> Tensor:
-        return (lse_BHQ - sum_BHQ).exp().transpose(1, 2).unsqueeze(-1)
-
-    out_BLHK[:, queries].mul_(weight(old_BHQ)).add_(new_BQHK * weight(new_BHQ))
-    old_BHQ.copy_(sum_BHQ)
-
-
-def add_block_gradients(
-    grad_BLHK: Tensor,
-    saved: tuple[Tensor, Tensor, Tensor],
-    kv_ESGK: Tensor,
-    block: Block,
-    dq_BLHK: Tensor,
-    dkv_ESGK: Tensor,
-) -> None:
-    """Add a block's share to ``dq_BLHK`` and ``dkv_ESGK`` (float32).
-
-    ``saved``: queries, output and log-sum-exp over all blocks.
-    """
-    q_BLHK, out_BLHK, lse_BHL = saved
-    queries, keys = block.queries, block.keys
-    k_BSGK, v_BSGK = kv_ESGK[:, keys].chunk(2)
-    dq_BQHK, dk_BSGK, dv_BSGK = attend_block_backward(
-        grad_BLHK[:, queries],
-        q_BLHK[:, queries],
-        k_BSGK,
-        v_BSGK,
-        out_BLHK[:, queries],
-        lse_BHL[:, :, queries],
-        block.causal,
-        block.mask,
-    )
-    dq_BLHK[:, queries] += dq_BQHK
-    for total_BSGK, part_BSGK in zip(dkv_ESGK[:, keys].chunk(2), (dk_BSGK, dv_BSGK), strict=True):
-        total_BSGK += part_BSGK
-
-
-def _zeros(x: Tensor) -> Tensor:
-    """An accumulator of the shape of ``x``, in float32 at least."""
-    return torch.zeros_like(
-        x, dtype=torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format
-    )
-
-
-def _no_keys(q_BLHK: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp before the first block."""
-    out_BLHK = _zeros(q_BLHK)
-    num_rows, num_local, num_heads, _ = q_BLHK.shape
-    return out_BLHK, out_BLHK.new_full((num_rows, num_heads, num_local), -torch.inf)
-
-
-def run(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """``function.apply``, typed."""
-    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
-
-
 # --------------------------------------------------------------------------- ring
 
 
@@ -365,6 +180,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
+        """The tensor from the rank before; the one that was sent may be written now."""
         for work in self.works:
             work.wait()
         return self.received
@@ -383,7 +199,7 @@ class RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         rank, size = group.rank(), group.size()
-        out_BLHK, lse_BHL = _no_keys(q_BLHK)
+        out_BLHK, lse_BHL = no_keys(q_BLHK)
         kv_ELGK = torch.cat((k_BLGK, v_BLGK))
         for step in range(size):
             coming = Shift(kv_ELGK, group) if step < size - 1 else None
@@ -401,13 +217,13 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
         q_BLHK, k_BLGK, v_BLGK, *whole = ctx.saved_tensors
         rank, size = ctx.group.rank(), ctx.group.size()
-        dq_BLHK = _zeros(q_BLHK)
+        dq_BLHK = accumulator(q_BLHK)
         kv_ELGK = torch.cat((k_BLGK, v_BLGK))
         grad_BLHK = grad_BLHK.contiguous()
         coming_gradient: Shift | None = None
         for step in range(size):
             coming = Shift(kv_ELGK, ctx.group) if step < size - 1 else None
-            dkv_ELGK = _zeros(kv_ELGK)
+            dkv_ELGK = accumulator(kv_ELGK)
             for block in ctx.blocks[(rank - step) % size]:
                 add_block_gradients(grad_BLHK, (q_BLHK, *whole), kv_ELGK, block, dq_BLHK, dkv_ELGK)
             # What the ranks before had to add to the same gradient travelled meanwhile.
@@ -436,7 +252,7 @@ def attend_ring(
         blocks = ring_blocks(group.rank(), group.size(), q_BLHK.shape[1], balance)
     else:
         blocks = mask.blocks
-    return run(RingAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group)
+    return run_function(RingAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group)
 
 
 def mask_ring(
@@ -476,7 +292,7 @@ class GatheredAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         balance: bool,
     ) -> Tensor:
-        out_BLHK, lse_BHL = _no_keys(q_BLHK)
+        out_BLHK, lse_BHL = no_keys(q_BLHK)
         kv_ETGK = gather_rows(k_BLGK, v_BLGK, group, balance)
         for block in blocks[0]:
             add_block(q_BLHK, kv_ETGK, block, out_BLHK, lse_BHL)
@@ -491,7 +307,7 @@ class GatheredAttention(torch.autograd.Function):
         q_BLHK, k_BLGK, v_BLGK, *whole = ctx.saved_tensors
         size = ctx.group.size()
         kv_ETGK = gather_rows(k_BLGK, v_BLGK, ctx.group, ctx.balance)
-        dq_BLHK, dkv_ETGK = _zeros(q_BLHK), _zeros(kv_ETGK)
+        dq_BLHK, dkv_ETGK = accumulator(q_BLHK), accumulator(kv_ETGK)
         grad_BLHK = grad_BLHK.contiguous()
         for block in ctx.blocks[0]:
             add_block_gradients(grad_BLHK, (q_BLHK, *whole), kv_ETGK, block, dq_BLHK, dkv_ETGK)
@@ -517,7 +333,7 @@ def attend_gathered(
         blocks = gathered_blocks(group.rank(), group.size(), q_BLHK.shape[1], balance)
     else:
         blocks = mask.blocks
-    return run(GatheredAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group, balance)
+    return run_function(GatheredAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group, balance)
 
 
 def mask_gathered(
@@ -544,7 +360,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None]:
-        return run(Exchange, grad_C, ctx.group), None
+        return run_function(Exchange, grad_C, ctx.group), None
 
 
 def attend_exchanged(
@@ -556,7 +372,11 @@ def attend_exchanged(
     v_BLGK: Tensor,
     mask: Any,
 ) -> Tensor:
-    """The *ulysses* ``attend``; see `apply_context`."""
+    """The *ulysses* ``attend``; see `apply_context`.
+
+    Raises:
+        ValueError: if the ranks cannot share the query heads evenly.
+    """
     size, num_heads, num_kv_heads = group.size(), q_BLHK.shape[2], k_BLGK.shape[2]
     if num_heads % size:
         raise ValueError(
@@ -575,11 +395,11 @@ def attend_exchanged(
             for parts in zip(*(x.chunk(size, dim=2) for x in heads), strict=True)
         ]
     )
-    rows_BThK = join(run(Exchange, shares_CBLhK, group), balance)
+    rows_BThK = join(run_function(Exchange, shares_CBLhK, group), balance)
     q_BThK, k_BTgK, v_BTgK = torch.split(rows_BThK, [x.shape[2] // size for x in heads], dim=2)
     out_BThK = attend(q_BThK, k_BTgK, v_BTgK, mask)
     out_CBLhK = torch.stack([cut(out_BThK, rank, size, balance) for rank in range(size)])
-    heads_CBLhK = run(Exchange, out_CBLhK, group)
+    heads_CBLhK = run_function(Exchange, out_CBLhK, group)
     return heads_CBLhK.movedim(0, 2).flatten(2, 3)
 
 

@@ -43,7 +43,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from weft.models.layers import sizes_of
 from weft.models.moe import Experts, Permute
-from weft.parallel.private import is_fake, traceable
+from weft.parallel.dtensor import part_of_whole
+from weft.parallel.private import is_fake, run_function, traceable
 
 # Axes on which FSDP does not gather an expert's weights.
 OWN_AXES = {"ep", "tp"}
@@ -71,10 +72,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
         placements += whole.placements
         local, cut_over = whole.to_local().data, mesh["ep", "tp"]
     mine = local.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")].contiguous()
-    shape, stride = whole.shape, whole.stride()
-    param = DTensor.from_local(
-        mine, cut_over, placements, run_check=False, shape=shape, stride=stride
-    )
+    param = part_of_whole(mine, cut_over, placements, whole.shape)
     # Of a class that tensor parallelism has exchanged, the one before: `weight` is told here.
     kind = type(module) if not isinstance(whole, DTensor) else type(module).__mro__[1]
     module.__class__ = type(kind.__name__, (kind,), {"weight": property(_local_weight)})
@@ -96,9 +94,10 @@ def _exchanging(
 ) -> Tensor:
     """What experts, of which this rank has some, make of rows: see `Experts.forward`."""
     size = group.size()
-    counts_PL = _all_to_all(counts_E, None, None, group).view(size, -1)
+    each = [len(counts_E) // size] * size
+    counts_PL = _all_to_all(counts_E, each, each, group).view(size, -1)
     sent, received = _sizes(counts_E.view(size, -1).sum(1), counts_PL.sum(1), len(rows_RD))
-    rows_QD = _Exchange.apply(rows_RD, received, sent, group)  # type: ignore[no-untyped-call]
+    rows_QD = run_function(_Exchange, rows_RD, received, sent, group)
     # They come by rank, and for each by expert; a row's place among the P x L groups is found from
     # where those end.
     ends = counts_PL.flatten().cumsum(0)
@@ -106,10 +105,10 @@ def _exchanging(
     expert_Q = torch.searchsorted(ends, rows_Q, right=True) % counts_PL.shape[1]
     order_Q = expert_Q.sort(stable=True).indices
     place_Q = torch.empty_like(order_Q).scatter_(0, order_Q, rows_Q)
-    rows_QD = Permute.apply(rows_QD, order_Q, place_Q)  # type: ignore[no-untyped-call]
+    rows_QD = run_function(Permute, rows_QD, order_Q, place_Q)
     rows_QD = forward(rows_QD, counts_PL.sum(0))
-    rows_QD = Permute.apply(rows_QD, place_Q, order_Q)  # type: ignore[no-untyped-call]
-    return cast(Tensor, _Exchange.apply(rows_QD, sent, received, group))  # type: ignore[no-untyped-call]
+    rows_QD = run_function(Permute, rows_QD, place_Q, order_Q)
+    return run_function(_Exchange, rows_QD, sent, received, group)
 
 
 def _sizes(sent_P: Tensor, received_P: Tensor, rows: int) -> tuple[list[int], list[int]]:
@@ -121,11 +120,9 @@ def _sizes(sent_P: Tensor, received_P: Tensor, rows: int) -> tuple[list[int], li
 
 
 def _all_to_all(
-    x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+    x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Without sizes, equally many rows for each."""
-    if received is None or sent is None:
-        received = sent = [len(x) // group.size()] * group.size()
+    """Rows from and to each rank, so many."""
     out = traceable.all_to_all_single(x.contiguous(), received, sent, group.group_name)
     return cast(Tensor, traceable.wait_tensor(out))
 

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
 
 from weft.models.family import Init
-from weft.parallel.private import is_strided
+from weft.parallel.dtensor import flat_index, local_of, shard_offsets
 from weft.parallel.quantize import keep_numbers, numbers_of
 
 # Elements that are computed at a time: bounds the temporaries to a few hundred MiB.
@@ -52,57 +50,25 @@ def init_params(
     for name, param in params:
         init = init_of(name)
         values = numbers_of(param)
-        local = values.to_local() if isinstance(values, DTensor) else values
+        local = local_of(values)
         stream = _mix_int((seed << 32) ^ zlib.crc32(name.encode()))
         if init.kind in ("ones", "zeros"):
             local.fill_(init.kind == "ones")
-        elif init.kind == "fan_in":
-            edge = 1 / math.sqrt(values.shape[1])
-            _fill_uniform(local, shard_offsets(values), values.shape, stream, edge)
         else:
-            _fill_normal(local, shard_offsets(values), values.shape, stream, init.std)
+            for part, uniform in _uniform(local, shard_offsets(values), values.shape, stream):
+                part.copy_(_spread(uniform, init, values.shape))
         keep_numbers(param, values)
 
 
-def shard_offsets(param: torch.Tensor) -> list[int]:
-    """Where this rank's shard begins in the whole parameter, one number per dim."""
-    offsets = [0] * param.dim()
-    if not isinstance(param, DTensor):
-        return offsets
-    sizes = list(param.shape)
-    mesh = param.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is outside of the parameter's mesh"
-    axes = [a for a, placement in enumerate(param.placements) if not placement.is_replicate()]
-    # A strided shard is FSDP's cut of what tensor parallelism has cut before on the same dim,
-    # although its axis stands to the left: it comes after the others.
-    for axis in sorted(axes, key=lambda axis: is_strided(param.placements[axis])):
-        placement: Any = param.placements[axis]
-        # Other layouts need their own arithmetic: refuse rather than guess.
-        assert type(placement) is Shard or is_strided(placement), f"no rule for {placement}"
-        dim = placement.dim
-        chunk = -(-sizes[dim] // mesh.size(axis))  # as torch.chunk cuts
-        begin = min(coordinate[axis] * chunk, sizes[dim])
-        offsets[dim] += begin
-        sizes[dim] = min(chunk, sizes[dim] - begin)
-    return offsets
+def _spread(uniform: torch.Tensor, init: Init, shape: torch.Size) -> torch.Tensor:
+    """What becomes of even numbers between -1 and 1 in a parameter of ``shape``.
 
-
-def _fill_normal(
-    local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int, std: float
-) -> None:
-    """Fill ``local``, the box of ``shape`` at ``offsets``, with std * N(0, 1) cut at 3 sigma."""
+    Even ones between +-1 / sqrt(inputs), or std * N(0, 1) cut at `TRUNCATE_AT`.
+    """
+    if init.kind == "fan_in":
+        return uniform * (1 / math.sqrt(shape[1]))
     edge = math.erf(TRUNCATE_AT / math.sqrt(2.0))
-    for part, uniform in _uniform(local, offsets, shape, stream):
-        part.copy_(torch.erfinv(uniform * edge) * math.sqrt(2.0) * std)
-
-
-def _fill_uniform(
-    local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int, edge: float
-) -> None:
-    """Fill ``local``, the box of ``shape`` at ``offsets``, evenly between -edge and edge."""
-    for part, uniform in _uniform(local, offsets, shape, stream):
-        part.copy_(uniform * edge)
+    return torch.erfinv(uniform * edge) * math.sqrt(2.0) * init.std
 
 
 def _uniform(
@@ -113,30 +79,6 @@ def _uniform(
         bits = _mix(index * _GOLDEN + stream)
         # The 53 highest bits, centred in their interval: strictly inside (0, 1).
         yield part, 2.0 * ((_shift_right(bits, 11).double() + 0.5) * 2.0**-53) - 1.0
-
-
-def flat_index(
-    local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], elements: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """``local``, the box at ``offsets`` of a whole of ``shape``, in parts of so many elements.
-
-    Yields:
-        A view of some rows, and the places of its elements in the whole, row by row: int64, of a
-        shape that broadcasts to it.
-    """
-    if local.numel() == 0:
-        return
-    rows = max(1, elements // math.prod(local.shape[1:]))
-    for begin in range(0, local.shape[0] if local.dim() else 1, rows):
-        part = local[begin : begin + rows] if local.dim() else local
-        index = torch.zeros((), dtype=torch.int64, device=local.device)
-        stride = 1
-        for dim in reversed(range(part.dim())):
-            first = offsets[dim] + (begin if dim == 0 else 0)
-            along = torch.arange(first, first + part.shape[dim], device=local.device) * stride
-            index = index + along.view([-1 if d == dim else 1 for d in range(part.dim())])
-            stride *= shape[dim]
-        yield part, index
 
 
 def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -152,9 +94,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_int(x: int) -> int:
-    return int(_mix(torch.tensor(_signed(x))).item())
-
-
-def _signed(x: int) -> int:
-    x &= (1 << 64) - 1
-    return x - (1 << 64) if x >> 63 else x
+    signed = (x + (1 << 63)) % (1 << 64) - (1 << 63)
+    return int(_mix(torch.tensor(signed)).item())

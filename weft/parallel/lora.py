@@ -32,6 +32,13 @@ from weft.plan.lora import BLOCK, BYTES, is_target, linear_layers, scaling
 
 INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}
 
+# How A and B are cut, by how W is; others as W.
+SHARDING = {
+    "column": (Split("summed"), Split("column")),
+    "heads": (Split("summed"), Split("heads")),
+    "row": (Split("row"), Split("summed")),
+}
+
 
 class LoraLinear(nn.Linear):
     """A frozen linear layer, with an adapter or (`lora_A` is None) without."""
@@ -60,10 +67,11 @@ def apply_lora(
         dtype: of what is computed, in which frozen weights are kept.
     """
     layers = linear_layers(model, blocks)
+    quantized = set(layers.values()) if section.quantize != "none" else set()
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             frozen = param.data.to(dtype)
-            if section.quantize != "none" and module in layers.values() and name == "weight":
+            if module in quantized and name == "weight":
                 shape = (param.shape[0], param.shape[1] // BLOCK, BYTES[section.quantize])
                 frozen = torch.empty(shape, dtype=torch.uint8, device=param.device)
             module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
@@ -83,15 +91,10 @@ def with_adapters(sharding: Mapping[str, Split]) -> dict[str, Split]:
     """The family's SHARDING, and that of its adapters."""
     found = dict(sharding)
     for pattern, split in sharding.items():
-        if split.weight in ("column", "heads"):
-            found |= {
-                f"{pattern}.lora_A": Split("summed"),
-                f"{pattern}.lora_B": Split(split.weight),
-            }
-        elif split.weight == "row":
-            found |= {f"{pattern}.lora_A": Split("row"), f"{pattern}.lora_B": Split("summed")}
-        elif split.weight is not None:
-            found |= {f"{pattern}.lora_{which}": Split(split.weight) for which in "AB"}
+        if split.weight is not None:
+            as_w = Split(split.weight)
+            a, b = SHARDING.get(split.weight, (as_w, as_w))
+            found |= {f"{pattern}.lora_A": a, f"{pattern}.lora_B": b}
     return found
 
 

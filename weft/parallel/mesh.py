@@ -40,7 +40,7 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """This rank among those that read different rows."""
-        shards = self.params.size(2) // (self.context.size() if self.context else 1)
+        shards = self.group("dp_shard").size() // (self.context.size() if self.context else 1)
         return self.at["dp_replicate"] * shards + self.at["dp_shard"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -50,8 +50,8 @@ class Mesh:
     def sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` added up in place over all ranks that see other tokens than this one."""
         for axis in ("dp_shard", "dp_replicate"):
-            if self.params.size(PARAMETER_AXES.index(axis)) > 1:
-                dist.all_reduce(value, group=self.group(axis))
+            if (group := self.group(axis)).size() > 1:
+                dist.all_reduce(value, group=group)
         return value
 
 
@@ -59,8 +59,8 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
     """The mesh's axis of each process group of this rank, by the group's name."""
     groups = {str(dist.group.WORLD.group_name): "all ranks"} if dist.group.WORLD else {}
     for axis in PARAMETER_AXES:
-        if mesh.params.size(PARAMETER_AXES.index(axis)) > 1:
-            groups[str(mesh.group(axis).group_name)] = axis
+        if (group := mesh.group(axis)).size() > 1:
+            groups[str(group.group_name)] = axis
     if mesh.context is not None:
         groups[str(mesh.context.group_name)] = "cp"
     if mesh.experts is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -35,22 +36,19 @@ def apply_offload(blocks: Sequence[nn.Module], ahead: int) -> None:
     """
     mover = _Mover(ahead)
     for place, block in enumerate(blocks[: max(0, len(blocks) - ahead)]):
-        block.forward = MethodType(_Moving(mover, block.forward, place), block)
+        block.forward = MethodType(partial(_moving, mover, block.forward, place), block)
 
 
-class _Moving:
+def _moving(
+    mover: _Mover, forward: Any, place: int, block: nn.Module, x: Tensor, *shared: Any
+) -> Any:
     """A block's forward pass, of which all that autograd keeps is moved."""
-
-    def __init__(self, mover: _Mover, forward: Any, place: int) -> None:
-        self.mover, self.forward, self.place = mover, forward, place
-
-    def __call__(self, block: nn.Module, x: Tensor, *shared: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(x, *shared)
-        call = self.mover.begin(self.place, [t for t in shared if isinstance(t, Tensor)])
-        call.shared |= frozen_storages(block)
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-            return self.forward(x, *shared)
+    if not torch.is_grad_enabled():
+        return forward(x, *shared)
+    call = mover.begin(place, [t for t in shared if isinstance(t, Tensor)])
+    call.shared |= frozen_storages(block)
+    with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+        return forward(x, *shared)
 
 
 class _Mover:
@@ -62,6 +60,7 @@ class _Mover:
         self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
     def begin(self, place: int, shared: list[Tensor]) -> _Call:
+        """The block at ``place`` begins its forward pass, with what all blocks are given."""
         # Of the block before, in the same pass.
         before = self.last if place and self.last and self.last.place == place - 1 else None
         self.last = _Call(self, place, before, {t.untyped_storage()._cdata for t in shared})
@@ -78,6 +77,7 @@ class _Call:
         self.reached = False
 
     def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps in place of a tensor."""
         if (
             is_parameter(tensor)
             or tensor.untyped_storage()._cdata in self.shared  # by all blocks, or frozen
@@ -95,6 +95,7 @@ class _Call:
         return moved
 
     def unpack(self, packed: Tensor | Moved) -> Tensor:
+        """The tensor again; the first one of a block calls for those of the blocks before."""
         if isinstance(packed, Tensor):
             return packed
         if not self.reached:
@@ -107,6 +108,7 @@ class _Call:
         return packed.get()
 
     def fetch(self) -> None:
+        """Begin to copy back all that is still wanted."""
         for moved in self.moved.values():
             if (one := moved()) is not None:
                 one.fetch()
@@ -139,6 +141,7 @@ class Moved:
                     self.ready = self.stream.record_event()
 
     def get(self) -> Tensor:
+        """It on its device; the current stream waits until it is there."""
         self.fetch()
         assert self.back is not None
         if self.ready is not None:
@@ -159,5 +162,6 @@ class Moved:
 
     @staticmethod
     def on_host(tensor: Tensor, pin: bool) -> Tensor:
+        """Memory for it on the CPU, uninitialised, with the same strides."""
         shape, stride = tensor.shape, tensor.stride()
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=pin)

@@ -1,23 +1,21 @@
 """What weft uses of PyTorch that is private, or differs between the versions it works with.
 
 Each name says what is needed, and why the public interface does not give it.  The rest of weft
-imports from here, but for the operators of attention, which fill a file of their own
-(`weft.parallel.attention_ops`).  ``tests/parallel/test_private.py`` fails when one of them changes.
+imports from here, but for the operators of attention (`weft.parallel.attention_ops`) and what it
+takes to look on at a step (`weft.parallel.private_watch`).  ``tests/parallel/test_private.py``
+fails when one of them changes.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import logging
-import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,6 +26,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Placement
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """In this context an attribute that a class, a module or an object has itself is another."""
+    # As it is: what `getattr` gives of a class may not be bound to an instance any more.
+    original = inspect.getattr_static(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
 
 # --------------------------------------------------------------------------- collectives
 
@@ -85,7 +96,13 @@ def limit_activations(share: float) -> None:
 
 
 def hide_exchanges(group: dist.ProcessGroup) -> None:
-    """Switch on compile's pass for asynchronous tensor parallelism, for ``group``."""
+    """Let torch.compile hide gathers and scatters of ``group`` behind the products beside them.
+
+    Asynchronous tensor parallelism (arXiv:2105.05720; arXiv:2410.06511, section 2.2): a gather and
+    the product that it feeds become one operator that multiplies pieces while others arrive, over
+    SymmetricMemory.  To be called before anything is compiled, on GPUs that reach each other's
+    memory.
+    """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -153,61 +170,6 @@ def gloo_group(place: str, rank: int, size: int, address: str, timeout: timedelt
     return gloo(PrefixStore(name, store), rank, size, options)
 
 
-class Collective(NamedTuple):
-    """One that was begun; its number counts those of its group, or what this rank sent in it."""
-
-    group: str
-    number: int
-    name: str  # 'all_reduce'
-    sizes: list[list[int]]
-    open: bool  # not done
-    p2p: bool
-
-
-def collectives() -> list[Collective]:
-    """What this process's Flight Recorder holds, in order: the last 2,000 or so.
-
-    Sending and receiving are not among them with gloo.  There is no public way to ask it.
-    """
-    from torch._C import _distributed_c10d as c10d
-
-    found = []
-    # A build for CUDA has one recorder for NCCL and one for the others.
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if ask := getattr(c10d, dump, None):
-            found += collectives_in(json.loads(ask()))
-    return found
-
-
-def collectives_in(dump: Mapping[str, Any]) -> list[Collective]:
-    """Those of a Flight Recorder's dump, which torch writes as JSON and, of itself, as a pickle."""
-    found = []
-    for entry in dump.get("entries", []):
-        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-        name = entry["profiling_name"].partition(":")[2]
-        is_open = not entry["retired"] and entry["state"] != "completed"
-        group = str(entry["process_group"][0])
-        sizes, p2p = entry["input_sizes"], entry["is_p2p"]
-        found.append(Collective(group, number, name, sizes, is_open, p2p))
-    return found
-
-
-def record_flights(prefix: str) -> None:
-    """Let the Flight Recorder record, and NCCL leave what it holds in ``prefix`` + RANK when a
-    collective takes too long; before there is a process group.
-
-    That is torch's default in 2.11 to 2.13 but for the place, and what the user has set stays: of
-    the names for one thing, the first counts.
-    """
-    for names, value in (
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
-        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix),
-        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
-    ):
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
-
-
 # --------------------------------------------------------------------------- optimizers
 
 
@@ -226,6 +188,11 @@ def skip_where(optimizer: Any, bad: Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------- tensors and meshes
+
+
+def run_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """``function.apply(*args)``, which has no types."""
+    return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -265,38 +232,27 @@ def split_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...])
     return mesh._unflatten(0, sizes, names)
 
 
-@contextmanager
-def resharding_over(smaller: DeviceMesh) -> Iterator[None]:
+def resharding_over(smaller: DeviceMesh) -> AbstractContextManager[None]:
     """In this context `fully_shard` takes ``smaller`` (copies, kept) to reshard over some ranks.
 
     By itself it makes a mesh for every block, which costs process groups (pytorch#153302) and
     hangs where there are other shard groups, whose process groups get the same names.
     """
-    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
-    original, module.DeviceMesh = module.DeviceMesh, lambda *args: smaller
-    try:
-        yield
-    finally:
-        module.DeviceMesh = original
+    module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
+    return replaced(module, "DeviceMesh", lambda *args: smaller)
 
 
-@contextmanager
-def sharding_bytes() -> Iterator[None]:
+def sharding_bytes() -> AbstractContextManager[None]:
     """Inside, `fully_shard` takes frozen parameters of whole numbers, too.
 
     FSDP of torch 2.11 makes every parameter one that learns before it looks whether it does.
     """
-    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-    original = module.nn
+    module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
 
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    module.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)
-    try:
-        yield
-    finally:
-        module.nn = original
+    return replaced(module, "nn", SimpleNamespace(Module=nn.Module, Parameter=parameter))
 
 
 def gather_with(inner: nn.Module, outer: nn.Module) -> None:
@@ -363,21 +319,16 @@ def schedule_from_file(path: str, stages: list[Any], microbatches: int, **option
     return schedule
 
 
-@contextmanager
-def keeping_gathered(stages: int) -> Iterator[None]:
+def keeping_gathered(stages: int) -> AbstractContextManager[None]:
     """Schedules made inside keep the weights of so many stages gathered at once.
 
     Else it is three, and of more those whose turn is far are freed, and gathered again for it.
     """
     from torch.distributed.pipelining import schedules
 
-    private: Any = schedules
-    original = private._add_unshard_reshard
-    private._add_unshard_reshard = partial(original, max_active_stages=stages)
-    try:
-        yield
-    finally:
-        private._add_unshard_reshard = original
+    name = "_add_unshard_reshard"
+    add = partial(getattr(schedules, name), max_active_stages=stages)
+    return replaced(schedules, name, add)
 
 
 @contextmanager
@@ -393,7 +344,6 @@ def forward_only(schedule: Any) -> Iterator[None]:
     if not isinstance(schedule, private._PipelineScheduleRuntime):
         yield  # one stage per rank: its eval is right
         return
-    whole = schedule.pipeline_order_with_comms
     forwards = {
         rank: private._add_unshard_reshard(
             [action for action in _parts(order) if action.computation_type.value == "F"]
@@ -401,13 +351,11 @@ def forward_only(schedule: Any) -> Iterator[None]:
         for rank, order in schedule.pipeline_order.items()
     }
     homes = schedule.stage_index_to_group_rank
-    schedule.pipeline_order_with_comms = private._add_send_recv(
+    order = private._add_send_recv(
         forwards, stage_to_rank=lambda stage: homes[stage], num_stages=schedule._num_stages
     )
-    try:
+    with replaced(schedule, "pipeline_order_with_comms", order):
         yield
-    finally:
-        schedule.pipeline_order_with_comms = whole
 
 
 def _parts(order: Iterable[Any]) -> Iterator[Any]:
@@ -482,285 +430,3 @@ def _param_groups(unit: Any) -> list[Any]:
     if hasattr(unit, "_fsdp_param_groups"):
         return list(unit._fsdp_param_groups)
     return [unit._fsdp_param_group] if unit._fsdp_param_group else []  # torch 2.11
-
-
-# --------------------------------------------------------------------------- watching a step
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def watching_resizes(told: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Inside, ``told`` hears of every storage that was resized, and how many bytes it had: FSDP
-    gives memory back so."""
-    storage: Any = torch.UntypedStorage
-    original = storage.resize_
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        before = self.nbytes()
-        result = original(self, size)
-        told(self, before)
-        return result
-
-    storage.resize_ = resize_
-    try:
-        yield
-    finally:
-        storage.resize_ = original
-
-
-Around = Callable[..., AbstractContextManager[Any]]
-
-
-def around_actions(schedule: Any, around: Around) -> Callable[[], None]:
-    """From now on actions of a pipeline's schedule run in ``around(place, kind, microbatch)``.
-
-    Args:
-        around: is given the place of the stage among those of this rank, and the action's kind: F,
-            B, I or W.
-
-    Returns:
-        What undoes it.
-    """
-    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-    names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-    before = [(stage, name, getattr(stage, name)) for stage in stages for name in names]
-
-    def watched(place: int, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(microbatch: int, *args: Any, **options: Any) -> Any:
-            full = options.get("full_backward", True)
-            kind = {names[0]: "F", names[1]: "B" if full else "I", names[2]: "W"}[name]
-            with around(place, kind, microbatch):
-                return call(microbatch, *args, **options)
-
-        return run
-
-    for place, stage in enumerate(stages):
-        for name in names:
-            setattr(stage, name, watched(place, name, getattr(stage, name)))
-
-    def undo() -> None:
-        for stage, name, call in before:
-            setattr(stage, name, call)
-
-    return undo
-
-
-@contextmanager
-def working_out_shardings(told: Callable[[bool], None]) -> Iterator[None]:
-    """Inside, ``told`` hears when DTensor begins (True) and ends to run an operator on tensors of
-    global shape, which are not there, to see what comes of it."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    propagator: Any = ShardingPropagator
-    original = propagator._propagate_tensor_meta_non_cached
-
-    def propagate(*args: Any) -> Any:
-        told(True)
-        try:
-            return original(*args)
-        finally:
-            told(False)
-
-    propagator._propagate_tensor_meta_non_cached = propagate
-    try:
-        yield
-    finally:
-        propagator._propagate_tensor_meta_non_cached = original
-
-
-@contextmanager
-def waiting_for_others(told: Callable[[bool], None]) -> Iterator[None]:
-    """Inside, ``told`` hears when a collective begins (True) and ends to be waited for."""
-    work: Any = dist.Work
-    original = work.wait
-
-    def wait(self: Any, *args: Any) -> Any:
-        told(True)
-        try:
-            return original(self, *args)
-        finally:
-            told(False)
-
-    work.wait = wait
-    try:
-        yield
-    finally:
-        work.wait = original
-
-
-@contextmanager
-def around_collectives(around: Around) -> Iterator[None]:
-    """Inside, collectives that Python starts, and the waits for them, happen in ``around(ranks)``.
-
-    Args:
-        around: is given the ranks of the process group.
-    """
-    owner: Any = dist.ProcessGroup
-    work: Any = dist.Work
-    names = [name for name in COLLECTIVES if hasattr(owner, name)]
-    # As they are: what `getattr` gives is not bound to an instance any more when it is put back.
-    before = [(owner, name, inspect.getattr_static(owner, name)) for name in names]
-    before.append((work, "wait", inspect.getattr_static(work, "wait")))
-    groups: dict[int, list[int]] = {}  # by the id of a work, which its next owner overwrites
-
-    def started(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(group: Any, *args: Any, **options: Any) -> Any:
-            ranks = dist.get_process_group_ranks(group)
-            with around(ranks):
-                found = call(group, *args, **options)
-            groups[id(found)] = ranks
-            return found
-
-        return run
-
-    def wait(self: Any, *args: Any, _call: Any = work.wait) -> Any:
-        with around(groups.get(id(self), [])):
-            return _call(self, *args)
-
-    for name in names:
-        setattr(owner, name, started(getattr(owner, name)))
-    work.wait = wait
-    try:
-        yield
-    finally:
-        for where, name, call in before:
-            setattr(where, name, call)
-
-
-# Methods of a process group that start a collective, under the names of torch 2.11 and of 2.13.
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-)
-
-
-def record_memory(on: bool) -> None:
-    """Note from now on, or not any more, where in the code a GPU's memory is taken."""
-    torch.cuda.memory._record_memory_history("all" if on else None)
-
-
-def dump_memory(path: Path) -> None:
-    """What a GPU's memory is taken by, for https://pytorch.org/memory_viz."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-
-
-def group_of(args: Iterable[Any]) -> str:
-    """The name of the process group in a collective's arguments: an object, or the last text."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return str(dist.ProcessGroup.unbox(arg).group_name)
-    return str([arg for arg in args if isinstance(arg, str)][-1])
-
-
-def ranks_of_group(name: str) -> list[int]:
-    """The ranks of a process group, by its name."""
-    from torch.distributed import distributed_c10d
-
-    private: Any = distributed_c10d
-    return dist.get_process_group_ranks(private._resolve_process_group(name))
-
-
-# --------------------------------------------------------------------------- a fake world
-
-
-@contextmanager
-def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[None]:
-    """Inside, this process is ``rank`` of a world whose others answer at once, with nothing.
-
-    Args:
-        keep_sent: whether what is sent lives as long as what `isend` returns, as it does in gloo;
-            what NCCL keeps was not tried.
-    """
-    from torch.distributed import distributed_c10d
-    from torch.distributed.pipelining import PipelineStage, schedules
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    pipelines: Any = schedules
-    # Stages first ask round whether all know their shapes, and read the answer from a tensor.  Here
-    # each is asked by itself.  In torch 2.11 they greet their neighbours instead.
-    owner: Any = pipelines._PipelineSchedule
-    name = "_warmup_p2p"
-    silent: Any = _shapes_are_known
-    if not hasattr(owner, name):
-        owner, name, silent = PipelineStage, "_get_init_p2p_neighbors_ops", _nobody_to_greet
-    original, gather, isend = getattr(owner, name), dist.all_gather_object, dist.isend
-    setattr(owner, name, silent)
-    distributed: Any = dist
-    inner: Any = distributed_c10d
-    distributed.all_gather_object = _others_have_the_same
-    if keep_sent:
-        distributed.isend = inner.isend = lambda tensor, *args, **kwargs: _Sending(
-            tensor, isend(tensor, *args, **kwargs)
-        )
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-        distributed.all_gather_object = gather
-        distributed.isend = inner.isend = isend
-        dist.destroy_process_group()
-        forget_meshes()
-
-
-class _Sending(NamedTuple):
-    """A message under way, and what is sent."""
-
-    tensor: Tensor
-    work: Any
-
-    def wait(self, *args: Any) -> Any:
-        return self.work.wait(*args)
-
-
-def _others_have_the_same(objects: list[Any], own: Any, group: Any = None) -> None:
-    objects[:] = [own] * len(objects)
-
-
-def _nobody_to_greet(stage: Any) -> list[Any]:
-    return []
-
-
-def _shapes_are_known(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-    from torch.distributed.pipelining import schedules
-
-    modes: Any = schedules
-    for stage in stages:
-        assert not modes.InferenceMode.needs_dynamic(stage._user_meta, has_backward)
-        stage._inference_mode = modes.InferenceMode.STATIC
-
-
-def forget_meshes() -> None:
-    """Make DTensor forget the meshes that it has seen.
-
-    It takes equal meshes for the same, and would communicate in the process groups of the first.
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

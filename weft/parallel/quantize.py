@@ -23,14 +23,15 @@ the whole.  The second quantisation would take the 0.5 bits of scales to 0.13.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.private import is_fake
+from weft.parallel.dtensor import local_of, part_of_whole
+from weft.parallel.private import is_fake, run_function
 from weft.plan.lora import BLOCK, BYTES
 
 SCALE = 4  # bytes
@@ -117,7 +118,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a frozen weight, as it is or packed."""
     if weight.dtype != torch.uint8:
         return F.linear(x, weight, bias)
-    out = cast(Tensor, _Product.apply(x, weight))  # type: ignore[no-untyped-call]
+    out = run_function(_Product, x, weight)
     return out if bias is None else out + bias
 
 
@@ -129,28 +130,22 @@ def numbers_of(param: Tensor) -> Tensor:
     float32, else memory for them, uninitialised, which `keep_numbers` takes."""
     if param.dtype == torch.float32:
         return param.data
-    local = param.to_local() if isinstance(param, DTensor) else param
-    shape, sizes = torch.Size(param.shape), local.shape
+    shape, local = param.shape, local_of(param)
+    sizes = local.shape
     if param.dtype == torch.uint8:
-        shape = torch.Size((shape[0], shape[1] * BLOCK))
-        sizes = torch.Size((sizes[0], sizes[1] * BLOCK))
+        shape, sizes = (torch.Size((x[0], x[1] * BLOCK)) for x in (shape, sizes))
     numbers = torch.empty(sizes, dtype=torch.float32, device=local.device)
     if not isinstance(param, DTensor):
         return numbers
-    stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = param.device_mesh, param.placements
-    return DTensor.from_local(
-        numbers, mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return part_of_whole(numbers, param.device_mesh, param.placements, shape)
 
 
 @torch.no_grad()
-def keep_numbers(param: nn.Parameter | Tensor, numbers: Tensor) -> None:
+def keep_numbers(param: Tensor, numbers: Tensor) -> None:
     """Round what lies in ``numbers_of(param)`` into ``param``."""
     if param.dtype == torch.float32:
         return
-    local = param.to_local() if isinstance(param, DTensor) else param
-    here = numbers.to_local() if isinstance(numbers, DTensor) else numbers
+    local, here = local_of(param), local_of(numbers)
     if param.dtype != torch.uint8:
         local.copy_(here)
         return

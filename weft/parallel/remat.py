@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -38,6 +37,7 @@ from torch.utils.checkpoint import (
 )
 
 from weft.job import RematSection
+from weft.parallel.dtensor import local_of
 from weft.parallel.private import limit_activations
 
 # Operators by name, as some exist on some devices or with some packages only.
@@ -125,9 +125,8 @@ def is_parameter(tensor: Tensor) -> bool:
 
 def frozen_storages(block: nn.Module) -> set[int]:
     """Of the parameters that are not trained: by itself a tensor does not tell that it is one."""
-    frozen = [param.data for param in block.parameters() if not param.requires_grad]
-    here = [param._local_tensor if isinstance(param, DTensor) else param for param in frozen]
-    return {param.untyped_storage()._cdata for param in here}
+    frozen = (local_of(param.data) for param in block.parameters() if not param.requires_grad)
+    return {param.untyped_storage()._cdata for param in frozen}
 
 
 # --------------------------------------------------------------------------- a budget
@@ -154,6 +153,7 @@ class Budget:
         self._kept: set[tuple[str, int]] | None = None
 
     def keeps(self, name: str, call: int) -> bool:
+        """As `Keep`; nothing before the choice."""
         return (name, call) in (self._kept or ())
 
     def first_call(self, forward: Any, block: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -26,7 +26,7 @@ The third knob is MiCS's (arXiv:2205.00119): take the smallest group that holds 
 gathers stay on the fast links whatever the size of the cluster.  Two ideas go with it.  *Two-hop
 synchronisation*: with every microbatch gradients are reduce-scattered inside the group, where
 the shards add up, and only at the end of the step all-reduced over the replicas.  *Hierarchical
-gathering*, for a group that spans nodes: see `TwoStageGather`.
+gathering*, for a group that spans nodes: see `weft.parallel.gather`.
 
 Gradients are *summed* over the data-parallel ranks, not averaged: the loss is already divided by
 the number of valid tokens of the whole step.
@@ -38,13 +38,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -56,8 +54,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.job import ParallelSection
+from weft.parallel.dtensor import local_of
+from weft.parallel.gather import check_divides, two_stages
 from weft.parallel.private import (
-    all_gather,
     gather_with,
     resharding_over,
     sharding_bytes,
@@ -95,7 +94,8 @@ def shard(
         compute_dtype: of gathered parameters, and so of forward and backward.
         reduce_dtype: of the reduction of gradients, and of their sums until then.
         reshard_after_forward: for the blocks.  A number: ranks that keep a copy among them.
-        node_size: how many consecutive ranks of a shard group share a node; None: all.
+        node_size: how many consecutive ranks of a shard group share a node; None: all, or now
+            more, now less.  Read with ``hierarchical_gather`` only.
         experts: modules of ``blocks`` whose parameters are stacks of matrices.
         expert_mesh: like ``mesh``, for experts that are units of their own; None: their blocks'.
 
@@ -111,19 +111,7 @@ def shard(
         # A process group numbers its ranks in ascending order, and FSDP its shards as the group,
         # where DTensor goes by the mesh.
         raise ValueError(f"the ranks of a shard group must ascend along the mesh, not {ranks}")
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype if compute_dtype != torch.float32 else None,
-        reduce_dtype=reduce_dtype,
-        # Integer tokens and positions are not touched; the blocks' inputs already have the
-        # compute dtype, and a float32 table of rotations must stay what it is.
-        cast_forward_inputs=False,
-    )
-    # Pinned memory needs an accelerator, and is of use only with one.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    options: dict[str, Any] = {
-        "mp_policy": policy,
-        "offload_policy": offload if parallel.cpu_offload else OffloadPolicy(),
-    }
+    options = _policies(parallel, mesh.device_type, compute_dtype, reduce_dtype)
 
     def over(mesh: DeviceMesh) -> DeviceMesh:
         assert mesh.mesh_dim_names is not None
@@ -162,7 +150,7 @@ def shard(
             for module in inside:
                 gather_with(module, block)
 
-    gather = _two_stages(shard_mesh, node_size) if parallel.hierarchical_gather else None
+    gather = two_stages(shard_mesh, node_size) if parallel.hierarchical_gather else None
     for unit in _units(model):
         # A factor of one needs plain sums: gloo has no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)
@@ -175,6 +163,25 @@ def shard(
     _set_prefetch(model, [[block, *_inside(block, apart)] for block in blocks], parallel.prefetch)
 
 
+def _policies(
+    parallel: ParallelSection, device: str, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> dict[str, Any]:
+    """What every unit computes and reduces in, and where its shards lie."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype if compute_dtype != torch.float32 else None,
+        reduce_dtype=reduce_dtype,
+        # Integer tokens and positions are not touched; the blocks' inputs already have the
+        # compute dtype, and a float32 table of rotations must stay what it is.
+        cast_forward_inputs=False,
+    )
+    # Pinned memory needs an accelerator, and is of use only with one.
+    offload = CPUOffloadPolicy(pin_memory=device != "cpu")
+    return {
+        "mp_policy": precision,
+        "offload_policy": offload if parallel.cpu_offload else OffloadPolicy(),
+    }
+
+
 def _inside(block: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
     held = set(block.modules())
     return [module for module in modules if module in held]
@@ -185,8 +192,7 @@ def _evenly(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     half of which would be padding otherwise."""
 
     def placement(param: nn.Parameter) -> Shard | None:
-        local = param.to_local() if isinstance(param, DTensor) else param
-        even = [dim for dim, size in enumerate(local.shape) if size % ranks == 0]
+        even = [dim for dim, size in enumerate(local_of(param).shape) if size % ranks == 0]
         return Shard(even[0]) if param.dim() == 3 and even else None
 
     return placement
@@ -206,7 +212,7 @@ def _resharding(
     """
     ranks = reshard_after_forward
     if not isinstance(ranks, bool):
-        _check_divides("reshard_after_forward", ranks, mesh.size())
+        check_divides("reshard_after_forward", ranks, mesh.size())
         ranks = {1: False, mesh.size(): True}.get(ranks, ranks)
     if isinstance(ranks, bool):
         yield ranks
@@ -217,11 +223,6 @@ def _resharding(
     smaller = split_axis(mesh, (mesh.size() // ranks, ranks), ("copies", "kept"))
     with resharding_over(smaller):
         yield ranks
-
-
-def _check_divides(name: str, number: int, degree: int) -> None:
-    if degree % number:
-        raise ValueError(f"{name} = {number}: does not divide the {degree} ranks of a shard group")
 
 
 def _set_prefetch(root: Any, blocks: list[list[Any]], depth: int) -> None:
@@ -275,92 +276,3 @@ def reshard(model: nn.Module) -> None:
     """
     for unit in _units(model):
         unit.reshard()
-
-
-# --------------------------------------------------------------------------- hierarchical gather
-
-
-def _two_stages(mesh: DeviceMesh, node_size: int | None) -> TwoStageGather | None:
-    """The gather for a shard group that spans nodes, else None."""
-    if node_size is None or node_size >= mesh.size():
-        return None
-    _check_divides("node_size", node_size, mesh.size())
-    return TwoStageGather(mesh, node_size) if node_size > 1 else None
-
-
-class TwoStageGather:
-    """All-gather in a group of N nodes with K ranks each: across the nodes, then inside.
-
-    Rank ``n * K + k`` is number k of node n and has C elements.  Of the gathered ``[N, K, C]``
-    it first gets column k from its peers in the other nodes, all columns at the same time.  Then
-    each node gathers its rows from its own ranks, row by row: each lands where it belongs, so
-    that the result is that of a plain gather without being put in order.
-
-    Of what is gathered (N - 1) / N enters a node, once, over all the links that it has, in N - 1
-    steps.  In the ring of a plain gather (NK - 1) / NK passes the slowest link, in NK - 1 steps
-    (MiCS, arXiv:2205.00119).
-
-    It has the methods of FSDP's private ``AllGather``, whose instance it need not be.
-    """
-
-    def __init__(self, mesh: DeviceMesh, node_size: int) -> None:
-        """Make the groups.  Every rank of the world calls this, with its own shard group.
-
-        Args:
-            mesh: the shard axis.
-            node_size: K; divides its size.
-        """
-        self.shape = (mesh.size() // node_size, node_size)
-        nodes = split_axis(mesh, self.shape, ("node", "place"))
-        self.whole, self.across, self.inside = mesh.get_group(), *nodes.get_all_groups()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather ``[C]`` into ``[N * K * C]``, which may contain the input in its place.
-
-        Returns:
-            With ``async_op`` a handle to wait for.  Without, None: both stages are done, or
-            ordered on the current stream, as with a plain gather.
-        """
-        if group.group_name != self.whole.group_name:  # resharded over fewer ranks
-            work: dist.Work | None = all_gather(output_tensor, input_tensor, group, async_op)
-            return work
-        rows_NKC = output_tensor.view(*self.shape, -1)
-        place = self.inside.rank()
-
-        def inside() -> None:
-            for row_KC in rows_NKC:
-                all_gather(row_KC.view(-1), row_KC[place], self.inside)
-
-        first = dist.all_gather(list(rows_NKC[:, place]), input_tensor, self.across, async_op)
-        if async_op:
-            return _Chain(first, inside)
-        inside()
-        return None
-
-
-class _Chain(dist.Work):
-    """An operation under way, and what is to follow it when it is waited for.
-
-    So the stage between nodes, the slow one, overlaps with what is done until then.
-    """
-
-    def __init__(self, first: dist.Work, then: Callable[[], None]) -> None:
-        super().__init__()
-        self.first = first
-        self.then: Callable[[], None] | None = then
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self.then is not None:
-            self.first.wait()
-            self.then()
-            self.then = None
-        return True

@@ -39,7 +39,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft.models.family import Split
-from weft.parallel.private import hide_exchanges, traceable
+from weft.parallel.dtensor import part_of_whole
+from weft.parallel.private import run_function, traceable
 
 
 def apply_tensor(
@@ -59,7 +60,9 @@ def apply_tensor(
     Raises:
         ValueError: if a module with parameters has no entry in ``sharding``.
     """
-    group = mesh.get_group()
+    # Into a region of matrix products, and out of it.
+    functions = (_Gather, _Scatter) if sequence_parallel else (_Copy, _Add)
+    enter, leave = (_Hook(function, mesh.get_group()) for function in functions)
     for name, module in list(model.named_modules()):
         split = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
         if split is None:
@@ -69,11 +72,11 @@ def apply_tensor(
         if split.weight is not None:
             _cut_weight(module, split, mesh, num_kv_heads, sequence_parallel)
         if split.before == "gather":
-            module.register_forward_pre_hook(_Enter(group, sequence_parallel))
+            module.register_forward_pre_hook(enter)
         if split.after == "gather":
-            module.register_forward_hook(_Enter(group, sequence_parallel))
+            module.register_forward_hook(enter)
         if split.after == "scatter":
-            module.register_forward_hook(_Leave(group, sequence_parallel))
+            module.register_forward_hook(leave)
 
 
 def _cut_weight(
@@ -99,9 +102,7 @@ def _cut_weight(
     local = whole.data
     if isinstance(placement, Shard):
         local = local.chunk(tp, dim=placement.dim)[rank].contiguous()
-    cut = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    cut = part_of_whole(local, mesh, [placement], whole.shape)
     module.register_parameter("weight", nn.Parameter(cut, requires_grad=whole.requires_grad))
 
     def weight(self: Any) -> Tensor:
@@ -158,32 +159,16 @@ def _look_up(first: int) -> Any:
 # --------------------------------------------------------------------------- exchanges
 
 
-class _Enter:
-    """A hook: into a region of matrix products.  As a pre-hook it works on the first argument."""
+class _Hook:
+    """Exchanges the output of a module; as a pre-hook, its first argument."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-        self.function = _Gather if sequence_parallel else _Copy
-        self.group = group
+    def __init__(self, function: type[torch.autograd.Function], group: dist.ProcessGroup) -> None:
+        self.function, self.group = function, group
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any = None) -> Any:
         if output is None:
-            return (_apply(self.function, args[0], self.group), *args[1:])
-        return _apply(self.function, output, self.group)
-
-
-class _Leave:
-    """A hook: out of a region of matrix products."""
-
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-        self.function = _Scatter if sequence_parallel else _Add
-        self.group = group
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _apply(self.function, output, self.group)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    return function.apply(*args)  # type: ignore[no-untyped-call,no-any-return]
+            return (run_function(self.function, args[0], self.group), *args[1:])
+        return run_function(self.function, output, self.group)
 
 
 def _gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -257,17 +242,6 @@ class _Add(_Exchange):
         return grad_BTD, None
 
 
-def overlap_exchanges(group: dist.ProcessGroup) -> None:
-    """Let torch.compile hide gathers and scatters of ``group`` behind the products beside them.
-
-    Asynchronous tensor parallelism (arXiv:2105.05720; arXiv:2410.06511, section 2.2): a gather and
-    the product that it feeds become one operator that multiplies pieces while others arrive, over
-    SymmetricMemory.  To be called before anything is compiled, on GPUs that reach each other's
-    memory.
-    """
-    hide_exchanges(group)
-
-
 # --------------------------------------------------------------------------- loss
 
 
@@ -286,7 +260,7 @@ def vocabulary_cross_entropy(
     Returns:
         float32 (B, T), the same on every rank of ``group``; 0 where there is no loss.
     """
-    return _apply(_CrossEntropy, logits_BTV, targets_BT, ignore, group)
+    return run_function(_CrossEntropy, logits_BTV, targets_BT, ignore, group)
 
 
 class _CrossEntropy(torch.autograd.Function):

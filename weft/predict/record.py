@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from weft.parallel.private import (
+from weft.parallel.private_watch import (
     around_actions,
     group_of,
     in_backward,

@@ -39,7 +39,8 @@ from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.offload import Moved
-from weft.parallel.private import fake_process_group, quiet_import, ranks_of_group
+from weft.parallel.private import quiet_import
+from weft.parallel.private_watch import fake_process_group, ranks_of_group
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
 from weft.plan.stages import Stage

@@ -193,11 +193,11 @@ class Watch:
             action=action,
             ranks=_changed(first, second),
         )
-        limit_reached = self._section.anomaly_limit
-        if max(self._in_a_row, self._rewinds) > limit_reached:
-            before = f"{limit_reached} steps in a row before it were skipped"
+        most = self._section.anomaly_limit
+        if max(self._in_a_row, self._rewinds) > most:
+            before = f"{most} steps in a row before it were skipped"
             if action == "rewind":
-                before = f"the run went back {limit_reached} times to the same checkpoint"
+                before = f"the run went back {most} times to the same checkpoint"
             raise AnomalyError(
                 f"the {anomaly.what} is {anomaly.value:.4g}, and {before}: if this is the new "
                 "level, raise --resilience.spike_threshold; else try a lower --optim.lr"

@@ -145,7 +145,8 @@ def flip_bit(tensors: Iterable[Any]) -> None:
     """Flip the highest bit of the exponent of the largest element of the first tensor here."""
     import torch
 
-    locals_ = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
-    local = next(tensor for tensor in locals_ if tensor.numel())
+    from weft.parallel.dtensor import local_of
+
+    local = next(local for tensor in tensors if (local := local_of(tensor)).numel())
     place = torch.unravel_index(local.abs().argmax(), local.shape)
     local[place].view(torch.int32).bitwise_xor_(1 << 30)

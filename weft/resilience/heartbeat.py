@@ -114,7 +114,7 @@ def _answer() -> dict[str, Any]:
         done: the last number of each group that is; recent: the last ones, and whether they are
         open.
     """
-    from weft.parallel.private import collectives
+    from weft.parallel.private_watch import collectives
 
     found = collectives()
     groups = {call.group: _group(call.group) for call in found}
@@ -134,7 +134,7 @@ def _answer() -> dict[str, Any]:
 
 def _group(name: str) -> tuple[str, list[int]]:
     """What a process group is called for people, and its ranks where they are known."""
-    from weft.parallel.private import ranks_of_group
+    from weft.parallel.private_watch import ranks_of_group
 
     called = _axes.get(name, f"group {name}")
     try:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -137,5 +138,4 @@ class Probe:
 
     def seconds(self) -> float:
         """Of one product: the median, once the device has come past it."""
-        pairs = zip(self._events, self._events[1:], strict=False)
-        return float(statistics.median(a.elapsed_time(b) for a, b in pairs)) / 1000
+        return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(self._events))) / 1000

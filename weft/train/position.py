@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import weft
+from weft.checkpoint.load import load, load_frozen, load_local
 from weft.checkpoint.local import kept_steps, local_folder
 from weft.checkpoint.manifest import (
     CheckpointError,
@@ -22,7 +23,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.state import frozen_parameters
 from weft.checkpoint.storage import open_folder
-from weft.checkpoint.store import Saver, load, load_frozen, load_local, set_aside
+from weft.checkpoint.store import Saver, set_aside
 from weft.data.text import Text
 from weft.plan.resolve import Plan
 

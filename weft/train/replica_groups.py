@@ -47,7 +47,7 @@ from weft.checkpoint.shards import DTYPES
 from weft.checkpoint.state import allocate_optimizer_state, local_part, model_state, optimizer_state
 from weft.data.text import Text
 from weft.job import Job, WeftError, flatten
-from weft.parallel.init import shard_offsets
+from weft.parallel.dtensor import shard_offsets
 from weft.parallel.private import gloo_group, listening_store
 from weft.plan.resolve import Plan
 from weft.resilience.faults import at as reach

@@ -34,7 +34,8 @@ from weft.parallel.apply import build_parts
 from weft.parallel.init import init_params
 from weft.parallel.lora import init_with_adapters
 from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
-from weft.parallel.private import listening_store, record_flights
+from weft.parallel.private import listening_store
+from weft.parallel.private_watch import record_flights
 from weft.plan.resolve import Machine, Plan
 from weft.resilience.heartbeat import name_groups
 from weft.train.step import Engine

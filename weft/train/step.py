@@ -20,7 +20,8 @@ from weft.parallel.context import cut
 from weft.parallel.float8 import Gathers
 from weft.parallel.mesh import Mesh
 from weft.parallel.pipeline import build_schedule
-from weft.parallel.private import around_actions, forward_only
+from weft.parallel.private import forward_only
+from weft.parallel.private_watch import around_actions
 from weft.parallel.shard import reshard, set_gradient_sync
 from weft.parallel.tensor import vocabulary_cross_entropy
 from weft.plan.resolve import Plan

@@ -1,0 +1,124 @@
+"""Pipeline stages that are sharded compute one process's gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from tests.harness import run_ranks
+from tests.parallel.sharded import (
+    AXES,
+    CONFIG,
+    PERSIST,
+    ROWS,
+    TOKENS,
+    Layout,
+    assert_equal,
+    build,
+    build_model,
+    data,
+    loss_of,
+    one_process,
+    whole_gradients,
+)
+from weft.models.llama import keep
+from weft.parallel.shard import set_gradient_sync
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    return one_process()
+
+
+# Units: the embedding, three blocks, the head.
+TWO_STAGES = [range(0, 2), range(2, 5)]
+FOUR_STAGES = [range(0, 1), range(1, 2), range(2, 3), range(3, 5)]
+
+
+def pipeline(name: str, layout: Layout) -> dict[str, Any]:
+    """Two pipeline ranks; the others share the rows and the parameters."""
+    mesh = init_device_mesh("cpu", (2, *layout[:2]), mesh_dim_names=("pp", *AXES))
+    kind: Any = get_schedule_class(name)
+    ranges = TWO_STAGES if issubclass(kind, PipelineScheduleSingle) else FOUR_STAGES
+    mine, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
+    stages = []
+    for i in range(mine, len(ranges), 2):
+        model = build_model()
+        keep(model, ranges[i])
+        build(layout, mesh[AXES], model)
+        device = torch.device("cpu")
+        stages.append(PipelineStage(model, i, len(ranges), device, group=group))
+    schedule = kind(stages if len(stages) > 1 else stages[0], 4, loss_fn=loss_of, scale_grads=False)
+    at = mesh[AXES].get_coordinate()
+    index, ranks = at[0] * layout.shards + at[1], layout.ranks
+    tokens_BT, targets_BT = (x[index::ranks].contiguous() for x in data())
+    for _ in range(2):  # the second step finds what the first one left
+        for stage in stages:
+            stage.submod.zero_grad()
+        schedule.step(*([tokens_BT] if mine == 0 else []), target=targets_BT)
+    grads = {}
+    for stage in stages:
+        grads |= whole_gradients(stage.submod)
+    return {"grads": grads}
+
+
+PIPELINES = [
+    ("1F1B", Layout(shards=2, reshard_after_forward=False)),
+    ("1F1B", Layout(shards=2, keys={"prefetch": 2, **PERSIST})),
+    ("1F1B", Layout(shards=4, reshard_after_forward=2)),
+    ("Interleaved1F1B", Layout(shards=2, reshard_after_forward=False, keys=PERSIST)),
+    pytest.param("Interleaved1F1B", Layout(shards=2, keys=PERSIST), marks=pytest.mark.slow),
+    pytest.param(
+        "InterleavedZeroBubble",
+        Layout(shards=2, reshard_after_forward=False, keys=PERSIST),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "Interleaved1F1B",
+        Layout(2, 2, False, keys={"cpu_offload": True, **PERSIST}),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "Interleaved1F1B",
+        Layout(1, 4, False, node_size=2, keys={"hierarchical_gather": True}),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), PIPELINES)
+def test_pipeline_stages(name: str, layout: Layout, one: dict[str, Any]) -> None:
+    parts = run_ranks(pipeline, 2 * layout.ranks, name, layout)
+    for first, last in zip(parts[: layout.ranks], parts[layout.ranks :], strict=True):
+        assert_equal({"grads": first["grads"] | last["grads"]}, one)
+
+
+def middle_stage() -> None:
+    """A part with neither embedding nor head: the root has nothing of its own."""
+    rows_BTD = torch.randn(ROWS, TOKENS, CONFIG.dim, requires_grad=True)
+    alone = build_model()
+    keep(alone, range(2, 3))
+    alone(rows_BTD).square().sum().backward()
+    for keys in ({}, PERSIST):
+        model = build_model()
+        keep(model, range(2, 3))
+        layout = Layout(keys=keys, microbatches=1)
+        build(layout, model=model)
+        mine_BTD = rows_BTD.detach()[dist.get_rank() :: 2].requires_grad_()
+        set_gradient_sync(model, True, "step")
+        model(mine_BTD).square().sum().backward()
+        assert_equal(
+            {"grads": whole_gradients(model)},
+            {"grads": {name: param.grad for name, param in alone.named_parameters()}},
+        )
+        torch.testing.assert_close(mine_BTD.grad, rows_BTD.grad[dist.get_rank() :: 2])  # type: ignore[index]
+
+
+def test_a_stage_without_embedding_and_head() -> None:
+    run_ranks(middle_stage, 2)
