@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.data.order import Ints
-from weft.data.store import SplitName, Store
+from weft.data.source import SHOWN, some
+from weft.data.store import SPLITS, SplitName, Store
 from weft.job import DataSection, Problem
-
-SHOWN = 10  # places of conversations that are too long
 
 
 @dataclass(frozen=True)
@@ -141,8 +140,7 @@ def check_conversations(
         rule = "cannot be: of two answers of which one is cut, none is preferred"
         return [Problem("data.too_long", "truncate", rule, "use error or skip")]
     found = []
-    splits: tuple[SplitName, ...] = ("train", "validation")
-    for split in splits:
+    for split in SPLITS:
         index = store.index(split)
         places = np.diff(index[:, 0], prepend=0) - 1
         if kind == "preferences":
@@ -153,13 +151,12 @@ def check_conversations(
         what = "pairs" if kind == "preferences" else "conversations"
         found.sort()
         lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in found[:SHOWN]]
-        more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
         longest = max(size for _, _, size in found)
-        rule = f"is shorter than {len(found)} {what}:\n  " + "\n  ".join([*lines, *more])
+        rule = f"is shorter than {len(found)} {what}:\n  " + some(lines, "\n  ", len(found))
         cut = "" if kind == "preferences" else ", or truncate"
         remedy = f"use {longest}, or --data.too_long skip{cut}"
         return [Problem("train.seq_len", seq_len, rule, remedy)]
-    for split in splits:
+    for split in SPLITS:
         rows = pack(store, split, seq_len, section, 0)
         if not len(rows):
             rule = f"all {rows.skipped} conversations of the {split} split are longer than a row"
@@ -178,7 +175,7 @@ def packing_line(store: Store, seq_len: int, section: DataSection, seed: int) ->
     }[store.manifest.kind]
     learned = store.learned("train")
     if learned is not None:
-        what += f", of which {learned.count() / max(1, split.tokens):.0%} are learned"
+        what += f", of which {learned.count_nonzero() / max(1, split.tokens):.0%} are learned"
     line = f"{what}, in {len(rows):,} rows of {seq_len:,}, {rows.full(seq_len):.1%} full"
     told = [(rows.cut, "cut at their end"), (rows.skipped, "left out")]
     told_text = "".join(f"; {count:,} too long and {how}" for count, how in told if count)

@@ -46,6 +46,7 @@ TOKENS_FILE = "tokenizer_config.json"  # what the template calls bos_token and s
 
 Dtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "validation"]
+SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
 Kind = Literal["text", "chat", "preferences"]  # the last: chosen, rejected, chosen, rejected, ...
 
 
@@ -87,8 +88,8 @@ class TokenStream:
         ]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def count(self) -> int:
-        """How many are not 0."""
+    def count_nonzero(self) -> int:
+        """How many are not 0: of `Store.learned`, how many tokens are learned."""
         return sum(int(np.count_nonzero(shard)) for shard in self._shards)
 
 
@@ -181,8 +182,12 @@ class Store:
         """Identifies the content (tokens of both splits, tokenizer), wherever the store lies."""
         m = self.manifest
         hashes = [[shard.xxh3 for shard in part.files] for part in (m.train, m.validation)]
-        content = [m.format, m.dtype, m.separator, m.tokenizer_hash, hashes]
-        return xxh3_128_hexdigest(json.dumps(content).encode())
+        return hash_json([m.format, m.dtype, m.separator, m.tokenizer_hash, hashes])
+
+
+def token_dtype(vocab_size: int) -> Dtype:
+    """The smaller dtype that holds every token id below ``vocab_size``."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def map_shard(folder: Path, dtype: str, shard: Shard) -> NDArray[Any]:
@@ -201,6 +206,11 @@ def _bytes_of(folder: Path, shard: Shard) -> NDArray[Any]:
 def hash_tokens(tokens: NDArray[Any]) -> str:
     """The xxh3_128 of the tokens' bytes in hexadecimal."""
     return xxh3_128_hexdigest(tokens.data) if len(tokens) else xxh3_128_hexdigest(b"")
+
+
+def hash_json(value: object) -> str:
+    """The xxh3_128 of what JSON writes for ``value`` in hexadecimal: a name for what it decides."""
+    return xxh3_128_hexdigest(json.dumps(value).encode())
 
 
 # --------------------------------------------------------------------------- opening
