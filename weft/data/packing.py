@@ -116,8 +116,15 @@ def pack(store: Store, split: SplitName, seq_len: int, section: DataSection, see
 
 
 def _pieces(store: Store, split: SplitName, seq_len: int) -> tuple[Ints, Ints]:
-    """Documents of a text, from separator to separator; long ones in pieces of whole rows."""
-    ends = store.tokens(split).find(store.manifest.separator) + 1
+    """Documents of a text, from separator to separator; long ones in pieces of whole rows.
+
+    What comes after the last separator, in tokens that others made, is a document, too: llm.c puts
+    separators before documents.
+    """
+    stream = store.tokens(split)
+    ends = stream.find(store.manifest.separator) + 1
+    if len(stream) > (ends[-1] if len(ends) else 0):
+        ends = np.append(ends, len(stream))
     begins = np.concatenate(([0], ends))[:-1].astype(np.int64)
     lengths = ends - begins - 1
     pieces = -(-lengths // seq_len)  # none of a document that is only its separator
@@ -129,16 +136,19 @@ def _pieces(store: Store, split: SplitName, seq_len: int) -> tuple[Ints, Ints]:
 # --------------------------------------------------------------------------- what is said of it
 
 
-def check_conversations(
-    store: Store, seq_len: int, section: DataSection, key: str = "data.path"
-) -> list[Problem]:
-    """Conversations that are too long, by file and line, and splits of which nothing is left."""
+def check_conversations(store: Store, seq_len: int, section: DataSection) -> list[Problem]:
+    """What is wrong with conversations: a store of another kind than ``data.format``, those that
+    are too long, by file and line, and splits of which nothing is left; of text nothing."""
     kind, names = store.manifest.kind, store.manifest.files
     if kind == "text":
         return []
+    if section.format == "text":
+        rule = f"is not what the store {store.path} holds"
+        return [Problem("data.format", "text", rule, f"use {kind}")]
     if kind == "preferences" and section.too_long == "truncate":
         rule = "cannot be: of two answers of which one is cut, none is preferred"
         return [Problem("data.too_long", "truncate", rule, "use error or skip")]
+    what = "pairs" if kind == "preferences" else "conversations"
     found = []
     for split in SPLITS:
         index = store.index(split)
@@ -148,7 +158,6 @@ def check_conversations(
         here = np.flatnonzero(places > seq_len)
         found += [(*index[i, 1:].tolist(), int(places[i])) for i in here]
     if found and section.too_long == "error":
-        what = "pairs" if kind == "preferences" else "conversations"
         found.sort()
         lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in found[:SHOWN]]
         longest = max(size for _, _, size in found)
@@ -159,7 +168,7 @@ def check_conversations(
     for split in SPLITS:
         rows = pack(store, split, seq_len, section, 0)
         if not len(rows):
-            rule = f"all {rows.skipped} conversations of the {split} split are longer than a row"
+            rule = f"all {rows.skipped} {what} of the {split} split are longer than a row"
             return [Problem("train.seq_len", seq_len, rule, "use a larger one")]
     return []
 
