@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from weft.data.files import CutOff, File, decompressed, format_of, is_compressed, open_file
+from weft.data.files import (
+    CutOff,
+    File,
+    decompressed,
+    format_of,
+    is_compressed,
+    open_file,
+    unreadable,
+)
 from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
 from weft.data.own import own_rows, own_set
 from weft.data.source import Found
@@ -199,7 +207,11 @@ def _whole_rows(unit: Unit, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 def _lines(
     unit: Unit, stream: BinaryIO, after: int
 ) -> Iterator[tuple[int, bytes]] | Iterator[tuple[int, Fault]]:
-    """Lines that begin in the unit, with their numbers."""
+    """Lines that begin in the unit, with their numbers.
+
+    Raises:
+        InvalidJob: the disk, or the store, fails while they are read.
+    """
     whole = is_compressed(unit.file.name)
     number, place = 0, unit.begin
     try:
@@ -233,6 +245,8 @@ def _lines(
                 yield number, line
     except CutOff as error:
         yield number + 1, Fault(number + 1, str(error), last=True)
+    except OSError as error:
+        raise unreadable(unit.file, error) from error
 
 
 _decode = json.JSONDecoder().decode
