@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.data.order import Ints
 from weft.data.source import SHOWN, some
@@ -91,28 +92,35 @@ def pack(store: Store, split: SplitName, seq_len: int, section: DataSection, see
     if store.manifest.kind == "text":
         begins, lengths = _pieces(store, split, seq_len)
         return Rows(begins, lengths, *best_fit(lengths, seq_len, seed))
+    begins, lengths, used = _used(store, split, seq_len, section)
+    skipped = int((~used).sum())
+    if store.manifest.kind == "preferences":
+        documents = (2 * np.flatnonzero(used)[:, None] + np.arange(2)).ravel()
+        return Rows(begins, lengths, documents, np.arange(0, len(documents) + 1, 2), skipped)
+    begins, lengths = begins[used], lengths[used]
+    cut = int((lengths > seq_len).sum())
+    lengths = np.minimum(lengths, seq_len)
+    return Rows(begins, lengths, *best_fit(lengths, seq_len, seed), skipped, cut)
+
+
+def _used(
+    store: Store, split: SplitName, seq_len: int, section: DataSection
+) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Where conversations begin, the places that they would take, and which (of preferences, which
+    pairs) are not left out."""
     ends = store.index(split)[:, 0]
     begins = np.concatenate(([0], ends))[:-1].astype(np.int64)
     lengths = ends - begins - 1
     if store.manifest.kind == "preferences":
-        [kept] = np.nonzero(lengths.reshape(-1, 2).sum(1) <= seq_len)
-        documents = (2 * kept[:, None] + np.arange(2)).ravel()
-        firsts = np.arange(0, len(documents) + 1, 2)
-        skipped = len(lengths) // 2 - len(kept)
-        return Rows(begins, lengths, documents, firsts, skipped)
-    long = lengths > seq_len
-    keep = ~long
+        return begins, lengths, lengths.reshape(-1, 2).sum(1) <= seq_len
+    used = lengths <= seq_len
     if section.too_long == "truncate":
         learned = store.learned(split)
         assert learned is not None
-        for document in np.flatnonzero(long).tolist():
+        for document in np.flatnonzero(~used).tolist():
             seen = learned.window(begins[document : document + 1], seq_len + 1)[0, 1:]
-            keep[document] = seen.any()
-    cut = int((keep & long).sum())
-    begins, lengths = begins[keep], np.minimum(lengths[keep], seq_len)
-    return Rows(
-        begins, lengths, *best_fit(lengths, seq_len, seed), skipped=int((~keep).sum()), cut=cut
-    )
+            used[document] = seen.any()
+    return begins, lengths, used
 
 
 def _pieces(store: Store, split: SplitName, seq_len: int) -> tuple[Ints, Ints]:
@@ -166,9 +174,9 @@ def check_conversations(store: Store, seq_len: int, section: DataSection) -> lis
         remedy = f"use {longest}, or --data.too_long skip{cut}"
         return [Problem("train.seq_len", seq_len, rule, remedy)]
     for split in SPLITS:
-        rows = pack(store, split, seq_len, section, 0)
-        if not len(rows):
-            rule = f"all {rows.skipped} {what} of the {split} split are longer than a row"
+        _, _, used = _used(store, split, seq_len, section)
+        if not used.any():
+            rule = f"all {len(used)} {what} of the {split} split are longer than a row"
             return [Problem("train.seq_len", seq_len, rule, "use a larger one")]
     return []
 

@@ -244,13 +244,12 @@ def split_tokens(
     """Train and held-out tokens: by the files' names, or the end of each."""
     named = ["val" in Path(source.file.name).name.lower() for source in sources]
     if any(named) and not all(named):
-        spans = [Span(source, 0, source.tokens) for source in sources]
-        pairs = list(zip(spans, named, strict=True))
-        return [s for s, held in pairs if not held], [s for s, held in pairs if held]
-    cuts = [_cut(source, separator, holdout) for source in sources]
-    pairs2 = list(zip(sources, cuts, strict=True))
-    train = [Span(s, 0, cut) for s, cut in pairs2 if cut]
-    return train, [Span(s, cut, s.tokens) for s, cut in pairs2 if cut < s.tokens]
+        cuts = [0 if held else source.tokens for source, held in zip(sources, named, strict=True)]
+    else:
+        cuts = [_cut(source, separator, holdout) for source in sources]
+    pairs = list(zip(sources, cuts, strict=True))
+    train = [Span(source, 0, cut) for source, cut in pairs if cut]
+    return train, [Span(source, cut, source.tokens) for source, cut in pairs if cut < source.tokens]
 
 
 def _cut(source: TokenFile, separator: int, holdout: float) -> int:
