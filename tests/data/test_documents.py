@@ -260,6 +260,14 @@ def test_parquet_without_the_column(tmp_path: Path) -> None:
     assert "is not a Parquet file" in refused(tmp_path, tmp_path / "bad.parquet")
 
 
+def test_tables_without_rows(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet", reason="pip install 'weft[data]'")
+    import pyarrow as pa
+
+    pq.ParquetWriter(tmp_path / "x.parquet", pa.schema([("text", pa.string())])).close()
+    assert "holds no documents" in refused(tmp_path, tmp_path / "x.parquet")
+
+
 def test_empty_documents_are_counted(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "x.jsonl", [*texts(30), "", " \n", ""])
     said: list[str] = []

@@ -29,6 +29,7 @@ from weft.data.shards import (
     Batches,
     Built,
     Encoder,
+    Odd,
     Tokens,
     finished_shard,
     in_pieces,
@@ -59,6 +60,7 @@ class Reader:
     below: int  # hashes of held-out documents, of 2**64
 
     def held_out(self, data: bytes) -> bool:
+        """Whether the document with this text is of the validation split."""
         return xxh3_64_intdigest(data) < self.below
 
 
@@ -115,16 +117,12 @@ class Records:
         return sum(scan.total(side)[1] for scan in self.scans for side in (0, 1))
 
     @property
-    def replaced(self) -> int:
-        return sum(scan.replaced for scan in self.scans)
-
-    @property
-    def empty(self) -> int:
-        return sum(scan.empty for scan in self.scans)
-
-    @property
-    def skipped(self) -> int:
-        return sum(scan.skipped for scan in self.scans)
+    def odd(self) -> Odd:
+        return Odd(
+            skipped=sum(scan.skipped for scan in self.scans),
+            replaced=sum(scan.replaced for scan in self.scans),
+            empty=sum(scan.empty for scan in self.scans),
+        )
 
     @property
     def left_out(self) -> list[str]:
@@ -199,8 +197,9 @@ def read_records(
     if not any(scan.total(0)[0] for scan in records.scans):
         rule = f"has too little text ({records.text_bytes} bytes)"
         raise too_little(section, rule, train=False)
-    if count := records.empty + records.skipped:
-        which = "empty or not UTF-8" if records.skipped else "empty"
+    odd = records.odd
+    if count := odd.empty + odd.skipped:
+        which = "empty or not UTF-8" if odd.skipped else "empty"
         where = some(records.left_out, "; ", count)
         report(Progress(f"left out {count:,} that are {which}: {where}"))
     return records
@@ -229,7 +228,7 @@ def _scan_all(
             units, [_from_dict(each) for each in tree["scans"]], Reader(**tree["reader"])
         )
     tasks = [_ScanTask(unit, reader) for unit in units]
-    found = dict(each(_scan, tasks, advance, min(processes, len(tasks))))
+    found = dict(each(_scan, tasks, advance, processes))
     scans = [found[place] for place in range(len(tasks))]
     _check_faults(units, scans, path)
     if not any(scan.extents for scan in scans):

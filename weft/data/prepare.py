@@ -179,11 +179,11 @@ def _prepare(
             separator=encoder.separator,
             tokenizer_hash=encoder.hash,
             unigram_entropy_nats=unigram_entropy_nats(folder, built, encoder.vocab_size),
-            skipped_files=reading.skipped,
-            replaced_files=reading.replaced,
+            skipped_files=reading.odd.skipped,
+            replaced_files=reading.odd.replaced,
             train=built.train,
             validation=built.validation,
-            empty_documents=reading.empty,
+            empty_documents=reading.odd.empty,
         )
 
     return prepared_once(cache, content, report, build)

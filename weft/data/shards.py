@@ -40,12 +40,20 @@ class Built(NamedTuple):
     dtype: Dtype
 
 
-class Reading(Protocol):
-    """What lies at a path, read (or looked at) once.
+class Odd(NamedTuple):
+    """How many files, or documents where a file has many, were not taken as they are.
 
-    ``skipped``, ``replaced``, ``empty``: files, or documents, that were left out as they are not
-    UTF-8, had bytes replaced, or were left out as they have no text.
+    ``skipped`` ones are not UTF-8 and were left out; of ``replaced`` ones the bad bytes were
+    replaced; ``empty`` ones have no text and were left out.
     """
+
+    skipped: int = 0
+    replaced: int = 0
+    empty: int = 0
+
+
+class Reading(Protocol):
+    """What lies at a path, read (or looked at) once."""
 
     @property
     def content(self) -> object:
@@ -58,13 +66,7 @@ class Reading(Protocol):
         ...
 
     @property
-    def skipped(self) -> int: ...
-
-    @property
-    def replaced(self) -> int: ...
-
-    @property
-    def empty(self) -> int: ...
+    def odd(self) -> Odd: ...
 
     def training_texts(self, most_bytes: int) -> Iterator[str]:
         """About ``most_bytes`` of the train text, for a tokenizer to learn from."""

@@ -25,7 +25,7 @@ import socket
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,6 +175,7 @@ class Store:
         return map_shard(self.path, "int64", part.index).reshape(-1, 3)
 
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens, read anew."""
         return load_tokenizer(self.path / TOKENIZER_FILE)[0]
 
     @property
@@ -195,12 +196,6 @@ def map_shard(folder: Path, dtype: str, shard: Shard) -> NDArray[Any]:
     if not shard.size_bytes:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(folder / shard.file, dtype, "r", shard.begin, (shard.tokens,))
-
-
-def _bytes_of(folder: Path, shard: Shard) -> NDArray[Any]:
-    if not shard.size_bytes:
-        return np.empty(0, np.uint8)
-    return np.memmap(folder / shard.file, np.uint8, "r", shard.begin, (shard.size_bytes,))
 
 
 def hash_tokens(tokens: NDArray[Any]) -> str:
@@ -237,7 +232,7 @@ def open_store(path: str | Path, *, check_content: bool = False) -> Store:
             shard.foreign and size >= shard.begin + shard.size_bytes
         ):
             wrong.append(f"{shard.file} has {size} bytes, not {shard.size_bytes}")
-        elif check_content and hash_tokens(_bytes_of(folder, shard)) != shard.xxh3:
+        elif check_content and _content_hash(folder, shard) != shard.xxh3:
             wrong.append(f"{shard.file} has other content than it was prepared with")
     try:
         if load_tokenizer(folder / TOKENIZER_FILE)[1] != manifest.tokenizer_hash:
@@ -247,6 +242,10 @@ def open_store(path: str | Path, *, check_content: bool = False) -> Store:
     if wrong:
         raise InvalidJob([_damaged(folder, rule) for rule in wrong])
     return Store(folder, manifest)
+
+
+def _content_hash(folder: Path, shard: Shard) -> str:
+    return hash_tokens(map_shard(folder, "uint8", replace(shard, tokens=shard.size_bytes)))
 
 
 def _read_manifest(folder: Path) -> Manifest:

@@ -27,6 +27,7 @@ from weft.data.shards import (
     Batches,
     Built,
     Encoder,
+    Odd,
     Tokens,
     cut_at,
     finished_shard,
@@ -101,10 +102,8 @@ class Texts:
     kept: list[Scan]
     train: list[Part]
     validation: list[Part]
-    skipped: int
-    replaced: int
+    odd: Odd  # an empty file is no document, and counts for none
     shard_bytes: int
-    empty: int = 0  # an empty file is no document
 
     @property
     def content(self) -> object:
@@ -157,7 +156,8 @@ def read_texts(
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
         report(Progress(f"left out {len(skipped)} files that are not UTF-8 text: {names}"))
-    return Texts(kept, train, validation, len(skipped), len(faulty) - len(skipped), shard_bytes)
+    odd = Odd(len(skipped), len(faulty) - len(skipped))
+    return Texts(kept, train, validation, odd, shard_bytes)
 
 
 def _scan_all(files: Sequence[File], holdout: float, cache: Path, report: Report) -> list[Scan]:

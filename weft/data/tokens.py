@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from weft.data.cache import Report, counting
 from weft.data.files import File
 from weft.data.order import Ints
-from weft.data.shards import Built, Encoder, describe, too_little
+from weft.data.shards import Built, Encoder, Odd, describe, too_little
 from weft.data.store import SPLITS, Dtype, Shard, Split, hash_tokens, map_shard, write_file
 from weft.data.workers import Advance
 from weft.job import DataSection, InvalidJob, Problem
@@ -88,9 +88,7 @@ class TokenFiles:
     section: DataSection
     files: list[TokenFile]
     text_bytes: int = 0  # their tokenizer is given, and learns nothing
-    skipped: int = 0
-    replaced: int = 0
-    empty: int = 0
+    odd: Odd = field(default_factory=Odd)
 
     @property
     def content(self) -> object:

@@ -68,6 +68,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """The rate of every group, for the steps to come."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
