@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.data import prepare as preparing
+from weft.data import documents as reading
+from weft.data import workers
 from weft.data.cache import Progress
 from weft.data.prepare import prepare, prepare_text
-from weft.data.source import PIECE_BYTES, in_pieces
+from weft.data.shards import PIECE_BYTES, in_pieces
 from weft.data.store import Store
 from weft.job import DataSection, InvalidJob
 
@@ -55,9 +56,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "READ_ALONE_BYTES", 1)
-    monkeypatch.setattr(preparing, "ENCODE_ALONE_BYTES", 1)
-    monkeypatch.setattr(preparing, "_cores", lambda: 2)
+    monkeypatch.setattr(reading, "READ_ALONE_BYTES", 1)
+    monkeypatch.setattr(reading, "ENCODE_ALONE_BYTES", 1)
+    monkeypatch.setattr(workers, "num_cores", lambda: 2)
 
 
 def test_every_document_is_in_one_split_whole(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_processes_make_what_one_makes(tmp_path: Path, several_processes: None) 
     store = prepare(section(folder), tmp_path / "two", shard_bytes=SHARD)
     assert len(store.manifest.train.shards) > 6
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparing, "_cores", lambda: 1)
+        patch.setattr(workers, "num_cores", lambda: 1)
         alone = prepare(section(folder), tmp_path / "one", shard_bytes=SHARD)
     assert contents(store.path) == contents(alone.path)
     # Where a shard ends changes no document.
@@ -146,10 +147,10 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from weft.data.prepare import prepare
-from weft.data import prepare as preparing
+from weft.data import documents, workers
 from weft.job import DataSection
-preparing.READ_ALONE_BYTES = preparing.ENCODE_ALONE_BYTES = 1
-preparing._cores = lambda: int(sys.argv[4])
+documents.READ_ALONE_BYTES = documents.ENCODE_ALONE_BYTES = 1
+workers.num_cores = lambda: int(sys.argv[4])
 def die(progress):
     made = list(Path(sys.argv[2]).glob("stores/*/*-*.json"))
     if progress.message == "tokenising" and len(made) > 6:
@@ -257,6 +258,14 @@ def test_parquet_without_the_column(tmp_path: Path) -> None:
     assert prepare(section(tmp_path / "x.parquet", field="content"), tmp_path / "d")
     (tmp_path / "bad.parquet").write_bytes(b"no Parquet")
     assert "is not a Parquet file" in refused(tmp_path, tmp_path / "bad.parquet")
+
+
+def test_tables_without_rows(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet", reason="pip install 'weft[data]'")
+    import pyarrow as pa
+
+    pq.ParquetWriter(tmp_path / "x.parquet", pa.schema([("text", pa.string())])).close()
+    assert "holds no documents" in refused(tmp_path, tmp_path / "x.parquet")
 
 
 def test_empty_documents_are_counted(tmp_path: Path) -> None:

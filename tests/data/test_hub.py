@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_documents import decoded, section, texts
-from weft.data.hub import check_name
+from weft.data.hub import parse_url
 from weft.data.prepare import prepare
 from weft.data.source import look
 from weft.job import InvalidJob
@@ -47,7 +47,7 @@ def test_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
     files = {shard.file.split("-")[1] for shard in store.manifest.train.shards}
     assert len(files) == 4  # each part by itself
-    monkeypatch.setattr("weft.data.prepare._cores", lambda: 1)  # which is quicker
+    monkeypatch.setattr("weft.data.workers.num_cores", lambda: 1)  # which is quicker
     test = prepare(section(f"hf://{folder}@test"), tmp_path / "c")
     assert test.manifest.empty_documents == 1
     for url, rule in (
@@ -62,8 +62,13 @@ def test_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names() -> None:
-    for url in ("hf://org/name", "hf://org/name:en", "hf://org/name:en@test", "hf://name@test"):
-        assert check_name(url) == []
+    for url, parts in (
+        ("hf://org/name", ("org/name", None, "train")),
+        ("hf://org/name:en", ("org/name", "en", "train")),
+        ("hf://org/name:en@test", ("org/name", "en", "test")),
+        ("hf://name@test", ("name", None, "test")),
+    ):
+        assert parse_url(url) == parts
     for url in ("hf://", "hf://:en", "hf://@train", "hf://org/name:", "hf://org/name@"):
-        [problem] = check_name(url)
-        assert "hf://org/name" in problem.remedy
+        with pytest.raises(InvalidJob, match="write it as hf://org/name"):
+            parse_url(url)

@@ -176,6 +176,16 @@ def test_preparing_a_mixture(texts: tuple[Path, Path], tmp_path: Path) -> None:
     )
 
 
+def test_a_shared_tokenizer_hangs_on_no_earlier_run(
+    texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What is held out decides what it learns from, so it decides the tokenizer."""
+    prepare_text(section(texts, holdout=0.4), tmp_path / "c")
+    second = prepare_text(section(texts, holdout=0.01), tmp_path / "c")
+    alone = prepare_text(section(texts, holdout=0.01), tmp_path / "d")
+    assert second.fingerprint == alone.fingerprint
+
+
 def test_a_store_in_a_mixture_brings_its_tokenizer(
     texts: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -46,6 +46,16 @@ def test_texts_and_mappings(module: Callable[[str], None], tmp_path: Path) -> No
     assert decoded(other, "train") == decoded(store, "train")
 
 
+def test_what_can_be_called_and_is_no_def(module: Callable[[str], None], tmp_path: Path) -> None:
+    module(f"from functools import partial\nrows = partial(iter, {TEXTS!r})\n")
+    store = prepare(section("mine:rows"), tmp_path / "c")
+    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(TEXTS)
+    module(f"from functools import partial\nrows = partial(iter, {TEXTS[:99]!r})\n")
+    assert prepare(section("mine:rows"), tmp_path / "c").path != store.path
+    with pytest.raises(InvalidJob, match="neither text nor a mapping"):
+        prepare(section("itertools:count"), tmp_path / "c")
+
+
 def test_a_file_of_that_name_goes_first(module: Callable[[str], None], tmp_path: Path) -> None:
     module(ROWS)
     (tmp_path / "mine:rows").write_text("text")

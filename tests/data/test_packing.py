@@ -190,6 +190,14 @@ def test_what_is_too_long_is_told_by_file_and_line(folder: Path) -> None:
     assert "all" in problem.rule
 
 
+def test_a_store_of_another_format_is_refused(folder: Path) -> None:
+    text, chosen = opened(folder, "chat.jsonl")
+    store = text.sources[0].store
+    [problem] = check_conversations(store, 1024, DataSection(path=str(store.path)))
+    assert (problem.key, problem.remedy) == ("data.format", "use chat")
+    assert check_conversations(store, 1024, chosen) == []
+
+
 def test_pairs_are_rows_of_two_answers(folder: Path) -> None:
     text, chosen = opened(folder, "pairs.jsonl", format="preferences")
     mixture = samples_of(text, "train", 128, chosen, 0)

@@ -14,7 +14,7 @@ import pytest
 
 from weft.data.cache import Progress
 from weft.data.prepare import prepare
-from weft.data.source import PIECE_BYTES
+from weft.data.shards import PIECE_BYTES
 from weft.data.store import Store
 from weft.data.tokenizer import train_tokenizer
 from weft.job import DataSection, InvalidJob

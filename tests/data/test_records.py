@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +17,7 @@ import pytest
 from weft.data import records
 from weft.data.files import local_file
 from weft.data.records import Document, Fault, documents, kind_of, units_of
+from weft.job import InvalidJob
 
 pa = pytest.importorskip("pyarrow", reason="pip install 'weft[data]'")
 zstandard = pytest.importorskip("zstandard", reason="pip install 'weft[data]'")
@@ -151,6 +155,21 @@ def test_compressed_files_that_are_cut_off_or_damaged(name: str, tmp_path: Path)
     (tmp_path / name).write_bytes(b"this is no compressed file")
     [fault] = read(tmp_path / name)
     assert "damaged" in fault.what  # type: ignore[union-attr]
+
+
+def test_a_disk_that_fails_is_told_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            if self.tell():
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().readline(size)
+
+    (tmp_path / "x.jsonl").write_bytes(lines_of(["a", "b"]))
+    monkeypatch.setattr(records, "open_file", lambda file: Failing(Path(file.path).read_bytes()))
+    with pytest.raises(InvalidJob, match=r'data\.path = .*x\.jsonl": cannot be read: Input'):
+        read(tmp_path / "x.jsonl")
 
 
 def test_a_line_too_long_is_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

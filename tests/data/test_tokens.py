@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.data.loader import samples_of
+from weft.data.loader import IGNORE, samples_of
 from weft.data.prepare import prepare, prepare_text
 from weft.data.store import Store, open_store
 from weft.data.tokenizer import separator_id, train_tokenizer
@@ -151,6 +151,31 @@ def test_llm_c(magic: int, tokenizer: Path, tmp_path: Path) -> None:
     assert 0 < store.manifest.validation.tokens < 250
     globbed = open_it(folder / "*train*.bin", tokenizer, tmp_path)
     assert globbed.manifest.train.tokens + globbed.manifest.validation.tokens == len(given)
+
+
+def test_best_fit_takes_what_comes_after_the_last_separator(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    end = separator(tokenizer)
+    given = [[end, *each] for each in documents(50, None)]
+    for name, part in (("train", given), ("val", [[5, 6, 7, 8]])):  # which has no separator at all
+        write_llm_c(tmp_path / f"{name}.bin", flat(part))
+    chosen = {"path": str(tmp_path / "*.bin"), "tokenizer": str(tokenizer), "packing": "best_fit"}
+    section = DataSection.model_validate(chosen)
+    text = prepare_text(section, tmp_path / "c")
+    for split, every in (("train", flat(given)), ("validation", [5, 6, 7, 8])):
+        [samples] = samples_of(text, split, 64, section, 0).sources  # type: ignore[arg-type]
+        targets = samples.rows(np.arange(len(samples))).targets_BT
+        # Each token but the first of a document is a target, once.
+        firsts = [0] + [place + 1 for place, token in enumerate(every[:-1]) if token == end]
+        rest = [token for place, token in enumerate(every) if place not in firsts]
+        assert sorted(targets[targets != IGNORE].tolist()) == sorted(rest)
+
+
+def test_too_few_tokens_to_hold_any_out(tokenizer: Path, tmp_path: Path) -> None:
+    np.array([1, 2, 3, 4, separator(tokenizer)], "<u2").tofile(tmp_path / "x.bin")
+    with pytest.raises(InvalidJob, match=r"too few tokens \(5\): nothing is left to hold out"):
+        open_it(tmp_path / "x.bin", tokenizer, tmp_path)
 
 
 def test_nanogpt_trains(tokenizer: Path, tmp_path: Path) -> None:

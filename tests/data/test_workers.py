@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -53,3 +54,17 @@ def test_a_refusal_stops_the_others_and_keeps_its_problems() -> None:
 def test_a_process_that_is_killed_is_told() -> None:
     with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
         list(each(killed, [1, 2], lambda size: None, 2))
+
+
+class Slow(list[int]):
+    """Handed out so slowly that a process is dead before the last one has been."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            yield number
+            time.sleep(1)
+
+
+def test_a_process_that_is_killed_while_work_is_still_handed_out_is_told() -> None:
+    with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
+        list(each(killed, Slow(range(30)), lambda size: None, 2))

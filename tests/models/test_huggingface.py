@@ -104,6 +104,8 @@ NONE = object()  # the field is taken out
         ({"sliding_window": 4096}, ["sliding_window = 4096: is nothing that weft's Llama has"]),
         ({"layer_types": ["full_attention"] * 2, "head_dim": 32}, ["head_dim = 32: must be"]),
         ({"layer_types": ["sliding_attention"]}, ["layer_types"]),
+        ({"layer_types": 5}, ["layer_types = 5: must be"]),
+        ({"layer_types": [{}]}, ["layer_types"]),
         ({"hidden_size": NONE}, ["hidden_size: is missing"]),
         ({"hidden_size": "64"}, ['hidden_size = "64": must be a whole number']),
         ({"hidden_size": -64}, ["hidden_size = -64: must be at least 1"]),

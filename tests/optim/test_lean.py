@@ -63,6 +63,9 @@ def test_rounding_by_chance_is_right_on_average() -> None:
     torch.testing.assert_close(mean, values.double(), rtol=2e-6, atol=0)
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, torch.inf, -torch.inf, torch.nan])
     kept = round_by(exact, torch.full((7,), 0xFFFF, dtype=torch.int32))
+    every_bit = torch.tensor([2**31 - 1, -1], dtype=torch.int32)  # as CUDA writes NaN
+    chance = torch.full((2,), 0xFFFF, dtype=torch.int32)
+    assert round_by(every_bit.view(torch.float32), chance).isnan().all()
     assert kept.float().view(torch.int32).equal(exact.bfloat16().float().view(torch.int32))
 
 

@@ -15,6 +15,7 @@ from weft.optim.optimizer import (
     adamw,
     build_optimizer,
     clip_grad_norm,
+    grad_norm,
     set_learning_rate,
     step_unless,
 )
@@ -66,6 +67,13 @@ def test_clipping_leaves_small_gradients_alone() -> None:
     assert param.grad.tolist() == [3.0, 0.0, 4.0, 0.0]
     assert clip_grad_norm([param], 1.0).item() == 5.0
     torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.0, 0.8, 0.0]))
+
+
+def test_the_norm_of_a_part_that_trains_nothing_is_where_its_weights_are() -> None:
+    """Else it would be added up with the other stages' over another network, or never."""
+    frozen = nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)
+    assert [norm.device.type for norm in grad_norm([frozen])] == ["meta", "meta"]
+    assert [norm.item() for norm in grad_norm([])] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

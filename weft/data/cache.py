@@ -1,40 +1,76 @@
-"""What all preparing has in common: its progress, its cache, and stores that are there already."""
+"""What all preparing has in common: progress, mistakes, the cache, and stores that are there.
+
+In the cache, a store's folder is named by a hash of everything that decides its content, so a
+changed file, tokenizer or setting is another store, and the same text is never tokenised twice.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from weft.data.store import TOKENIZER_FILE, Store, open_store
+from weft.data.source import STORE_FILE, is_store
+from weft.data.store import TOKENIZER_FILE, Manifest, Store, hash_json, open_store, write_file
 from weft.job import DataSection, InvalidJob, Problem
+
+# --------------------------------------------------------------------------- progress
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a preparation is doing; ``total_bytes`` is 0 where there is nothing to count."""
+    """What a preparation is doing; ``done`` of ``total`` bytes, tokens or lines, and 0 of 0 where
+    there is nothing to count."""
 
     message: str
-    done_bytes: int = 0
-    total_bytes: int = 0
+    done: int = 0
+    total: int = 0
 
 
 Report = Callable[[Progress], None]
 
 
+def counting(report: Report, message: str, total: int) -> Callable[[int], None]:
+    """A function that is called with what has been done since, and reports how far that is.
+
+    ``total`` may be an estimate: no more than that is ever reported.
+    """
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        report(Progress(message, min(done, total), total))
+
+    return advance
+
+
+# --------------------------------------------------------------------------- mistakes
+
+
 @contextmanager
-def noting(problems: list[Problem]) -> Iterator[None]:
-    """Problems, for later; those of a path are then of a mixture's."""
+def noting(problems: list[Problem], mixture: bool = False) -> Iterator[None]:
+    """Problems, for later; ``mixture``: those of a path are of one of a mixture's."""
     try:
         yield
     except InvalidJob as invalid:
         problems += [
-            replace(found, key="data.mixture") if found.key == "data.path" else found
+            replace(found, key="data.mixture") if mixture and found.key == "data.path" else found
             for found in invalid.problems
         ]
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise InvalidJob with these problems, each once, if there are any."""
+    if problems:
+        raise InvalidJob({str(found): found for found in problems}.values())
+
+
+# --------------------------------------------------------------------------- stores
 
 
 def open_given(section: DataSection, tokenizer_hash: str | None) -> Store:
@@ -45,6 +81,25 @@ def open_given(section: DataSection, tokenizer_hash: str | None) -> Store:
         remedy = f"use {store.path / TOKENIZER_FILE}"
         raise InvalidJob([Problem("data.tokenizer", section.tokenizer, rule, remedy)])
     return store
+
+
+def prepared_once(
+    cache: Path, content: object, report: Report, build: Callable[[Path], Manifest]
+) -> Store:
+    """The store below ``cache`` that ``content`` decides, built now unless it was before.
+
+    Args:
+        content: what JSON can write.
+        build: makes all of a store in a folder but ``store.json``, which comes last.
+    """
+    folder = cache / "stores" / hash_json(content)
+    if is_store(folder):
+        return open_store(folder)
+    with cache_problems(cache), locked(folder, report):
+        if not is_store(folder):  # another process may have made it while this one waited
+            manifest = asdict(build(folder))
+            write_file(folder / STORE_FILE, json.dumps(manifest, indent=1).encode())
+    return open_store(folder)
 
 
 @contextmanager
@@ -69,6 +124,7 @@ def locked(folder: Path, report: Report) -> Iterator[None]:
 
 @contextmanager
 def cache_problems(cache: Path) -> Iterator[None]:
+    """What the operating system refuses inside is a problem of ``data.cache``."""
     try:
         yield
     except OSError as error:

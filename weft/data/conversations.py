@@ -16,7 +16,6 @@ import os
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
-from weft.data.cache import Progress, Report, cache_problems, locked, noting, open_given
+from weft.data.cache import (
+    Progress,
+    Report,
+    cache_problems,
+    counting,
+    noting,
+    open_given,
+    prepared_once,
+    refuse,
+)
 from weft.data.chat import (
     CANNOT_BE_CUT,
     COLUMNS,
@@ -39,27 +47,27 @@ from weft.data.chat import (
 )
 from weft.data.files import changed
 from weft.data.records import Fault, Unit, lines, record_units
-from weft.data.source import STORE_FILE, Found, check_path, is_store, look
+from weft.data.shards import entropy_nats
+from weft.data.source import SHOWN, Found, is_store, look, some
 from weft.data.store import (
     FORMAT,
+    SPLITS,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     TOKENS_FILE,
-    Dtype,
     Manifest,
     Shard,
     Split,
     SplitName,
     Store,
-    open_store,
+    token_dtype,
     write_file,
 )
-from weft.data.text import Source, Text, write_mixture
+from weft.data.text import Text, single, write_mixture
 from weft.data.tokenizer import separator_id, vocab_entries
 from weft.job import DataSection, InvalidJob, Problem
 
 BATCH_LINES = 1024  # written by the template, and then tokenised over all cores
-SHOWN = 10  # lines that something is wrong with
 WHOLE = 1 << 62  # bytes of a unit: files are not cut
 LAYOUT = 2  # of the files of a store, in the name of its folder
 
@@ -77,17 +85,15 @@ def prepare_conversations(
     """
     report = progress or (lambda _: None)
     writer = _writer(section)
+    if not section.mixture:
+        return single(_store(section, writer, cache, report))
     problems: list[Problem] = []
     stores = []
-    if not section.mixture:
-        store = _store(section, writer, cache, report)
-        return Text(store.path, (Source(store.path.name, 1.0, store),))
     for path in section.mixture:
-        with noting(problems):
+        with noting(problems, mixture=True):
             one = section.model_copy(update={"path": path})
             stores.append(_store(one, writer, cache, report))
-    if problems:
-        raise InvalidJob(problems)
+    refuse(problems)
     with cache_problems(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
 
@@ -97,18 +103,12 @@ def check_chat(section: DataSection) -> list[Problem]:
     if section.format == "text":
         return []
     problems: list[Problem] = []
-    try:
+    with noting(problems):
         _writer(section)
-    except InvalidJob as invalid:
-        problems += invalid.problems
     for path in section.mixture or [section.path]:
-        found = check_path(path)
-        try:
-            if not found and not is_store(path):
+        with noting(problems, mixture=bool(section.mixture)):
+            if not is_store(path):
                 _look(path)
-        except InvalidJob as invalid:
-            problems += invalid.problems
-        problems += found
     return problems
 
 
@@ -125,8 +125,7 @@ def _writer(section: DataSection) -> Writer:
     with noting(problems):
         writer = Writer(path, template or Template({}, {}, ""))
         separator_id(writer.tokenizer, path)
-    if problems:
-        raise InvalidJob(problems)
+    refuse(problems)
     return writer
 
 
@@ -148,20 +147,15 @@ def _store(section: DataSection, writer: Writer, cache: Path, report: Report) ->
             rule = f"is a store of {store.manifest.kind}, not of {section.format}"
             raise InvalidJob([Problem("data.path", path, rule, "use another data.format")])
         return store
-    if problems := check_path(path):
-        raise InvalidJob(problems)
     units = record_units(path, _look(path), WHOLE, None)
     survey = _survey(units, section, report)
     template = [dict(writer.template.sources), dict(writer.template.special)]
     settings = [FORMAT, LAYOUT, section.format, section.holdout, writer.hash, template]
-    key = xxh3_128_hexdigest(json.dumps([settings, survey.content]).encode())
-    folder = cache / "stores" / key
-    if is_store(folder):
-        return open_store(folder)
-    with cache_problems(cache), locked(folder, report):
-        if not is_store(folder):  # another process may have made it while this one waited
-            _build(folder, key, units, survey, section, writer, report)
-    return open_store(folder)
+
+    def build(folder: Path) -> Manifest:
+        return _build(folder, units, survey, section, writer, report)
+
+    return prepared_once(cache, [settings, survey.content], report, build)
 
 
 class _Survey(NamedTuple):
@@ -173,7 +167,8 @@ class _Survey(NamedTuple):
 
 
 def _survey(units: list[Unit], section: DataSection, report: Report) -> _Survey:
-    total, done = sum(unit.size_bytes for unit in units), 0
+    total_bytes = sum(unit.size_bytes for unit in units)
+    advance = counting(report, "reading the conversations", total_bytes)
     preferences = section.format == "preferences"
     wrong = _Wrong(section.path, "no preference" if preferences else "no conversation")
     hashes = array("Q")
@@ -187,8 +182,7 @@ def _survey(units: list[Unit], section: DataSection, report: Report) -> _Survey:
                 parse(line, preferences)
             except Malformed as error:
                 wrong.add(unit, number, str(error))
-        done += unit.size_bytes
-        report(Progress("reading the conversations", done, total))
+        advance(unit.size_bytes)
     wrong.raise_any("mend or remove these lines")
     every = np.array(hashes, np.uint64)
     distinct = np.unique(every)
@@ -221,9 +215,8 @@ class _Wrong:
     def raise_any(self, remedy: str) -> None:
         if not self.count:
             return
-        more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
         count = "a line is" if self.count == 1 else f"{self.count} lines are"
-        rule = f"{count} {self.what}:\n  " + "\n  ".join([*self.shown, *more])
+        rule = f"{count} {self.what}:\n  " + some(self.shown, "\n  ", self.count)
         raise InvalidJob([Problem("data.path", self.path, rule, remedy)])
 
 
@@ -310,22 +303,19 @@ class _SplitFiles:
 
 def _build(
     folder: Path,
-    key: str,
     units: list[Unit],
     survey: _Survey,
     section: DataSection,
     writer: Writer,
     report: Report,
-) -> None:
+) -> Manifest:
     entries = vocab_entries(writer.tokenizer)
-    dtype: Dtype = "uint16" if entries <= 1 << 16 else "uint32"
+    dtype = token_dtype(entries)
     frequency = np.zeros(entries, np.int64)
     wrong = _Wrong(section.path, "not to be written as tokens")
     uncut = False
     with ExitStack() as stack:
-        train, validation = (
-            _SplitFiles(folder, name, dtype, stack) for name in ("train", "validation")
-        )
+        train, validation = (_SplitFiles(folder, name, dtype, stack) for name in SPLITS)
         batch: list[tuple[_Line, list[tuple[str, list[range]]]]] = []
 
         def flush() -> None:
@@ -360,16 +350,15 @@ def _build(
         write_file(folder / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
         write_file(folder / TEMPLATE_FILE, writer.template.sources["default"].encode())
         write_file(folder / TOKENS_FILE, json.dumps(dict(writer.template.special)).encode())
-        p = frequency[frequency > 0] / frequency.sum()
-        manifest = Manifest(
+        return Manifest(
             format=FORMAT,
-            key=key,
+            key=folder.name,
             source=section.path,
             dtype=dtype,
             vocab_size=entries,
             separator=separator_id(writer.tokenizer, section.tokenizer),
             tokenizer_hash=writer.hash,
-            unigram_entropy_nats=float(-(p * np.log(p)).sum()),
+            unigram_entropy_nats=entropy_nats(frequency),
             skipped_files=0,
             replaced_files=0,
             train=train.finish(),
@@ -377,4 +366,3 @@ def _build(
             kind=section.format,
             files=[_name(unit) for unit in units],
         )
-        write_file(folder / STORE_FILE, json.dumps(asdict(manifest), indent=1).encode())

@@ -53,14 +53,17 @@ class File:
 
 
 def is_remote(path: str) -> bool:
+    """Whether a path is a URL."""
     return "://" in path
 
 
 def is_glob(path: str) -> bool:
+    """Whether a path has one of the signs of a pattern; a file may be called so all the same."""
     return bool(_MAGIC.intersection(path))
 
 
 def is_compressed(name: str) -> bool:
+    """Whether a file of that name is one that `decompressed` knows."""
     return name.lower().endswith(_COMPRESSED)
 
 
@@ -88,6 +91,11 @@ def is_card(name: str) -> bool:
 
 
 def local_file(path: Path, name: str) -> File:
+    """A file on a disk as it is now; ``name`` is made fit for messages.
+
+    Raises:
+        OSError: it is not there.
+    """
     stat = path.stat()
     # A file name need not be text; the name goes into hashes and messages, so it is made text.
     shown = os.fsencode(name).decode("utf-8", "backslashreplace")
@@ -186,12 +194,14 @@ def open_file(file: File) -> Iterator[BinaryIO]:
 
 
 def unreadable(file: File, error: Exception) -> InvalidJob:
+    """For a file of the user's of which opening or reading failed."""
     told = error.strerror if isinstance(error, OSError) and error.strerror else error
     remedy = "give files that can be read"
     return InvalidJob([Problem("data.path", file.path, f"cannot be read: {told}", remedy)])
 
 
 def changed(file: File) -> InvalidJob:
+    """For a file that is no longer what it was when it was found, or first read."""
     rule, remedy = "changed while it was being prepared", "start again once it is complete"
     return InvalidJob([Problem("data.path", file.path, rule, remedy)])
 

@@ -95,25 +95,22 @@ def hub_set(url: str, field: str | None) -> tuple[File, int]:
     return File(url.removeprefix(HUB), url, 0, revision), stream.num_shards
 
 
-def check_name(url: str) -> list[Problem]:
-    """What is wrong with a URL, as far as its text tells."""
-    if _NAME.fullmatch(url.removeprefix(HUB)):
-        return []
-    remedy = "write it as hf://org/name, hf://org/name:config or hf://org/name:config@split"
-    return [Problem("data.path", url, "is no data set's name", remedy)]
+def parse_url(url: str) -> tuple[str, str | None, str]:
+    """Name, configuration and split of a data set; see `hub_set`.
 
-
-def _parts(url: str) -> tuple[str, str | None, str]:
-    if problems := check_name(url):
-        raise InvalidJob(problems)
+    Raises:
+        InvalidJob: it is no such URL.
+    """
     found = _NAME.fullmatch(url.removeprefix(HUB))
-    assert found is not None
+    if found is None:
+        remedy = "write it as hf://org/name, hf://org/name:config or hf://org/name:config@split"
+        raise InvalidJob([Problem("data.path", url, "is no data set's name", remedy)])
     return found["name"], found["config"], found["split"] or "train"
 
 
 def _revision(url: str) -> str:
     """The commit that the data set is at now; of a local folder nothing."""
-    name, _, _ = _parts(url)
+    name, _, _ = parse_url(url)
     if Path(name).is_absolute():
         return ""
     from huggingface_hub import HfApi
@@ -125,7 +122,7 @@ def _revision(url: str) -> str:
 
 
 def _stream(url: str, revision: str) -> Any:
-    name, config, split = _parts(url)
+    name, config, split = parse_url(url)
     datasets = _datasets(url)
     try:
         return datasets.load_dataset(

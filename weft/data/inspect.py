@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from weft.data.order import Ints
 from weft.data.store import Store, TokenStream
 from weft.data.text import Source, Text
 
@@ -21,8 +21,16 @@ CHUNK_TOKENS = 16 << 20
 LONGEST = 3
 SHOWN_TOKENS = 120  # of a sample
 BAR = 40  # characters
-
-Ints = NDArray[np.int64]
+QUANTILES = {
+    "min": 0.0,
+    "5%": 0.05,
+    "25%": 0.25,
+    "median": 0.5,
+    "75%": 0.75,
+    "95%": 0.95,
+    "99%": 0.99,
+    "max": 1.0,
+}
 
 
 def summary(text: Text) -> list[str]:
@@ -105,17 +113,7 @@ def _inspect(store: Store, samples: int) -> Iterator[str]:
     counts = np.array([lengths[value] for value in values.tolist()])
     yield "tokens of a document in the train text:"
     yield "  " + "  ".join(
-        f"{name} {_quantile(values, counts, share):,}"
-        for name, share in (
-            ("min", 0.0),
-            ("5%", 0.05),
-            ("25%", 0.25),
-            ("median", 0.5),
-            ("75%", 0.75),
-            ("95%", 0.95),
-            ("99%", 0.99),
-            ("max", 1.0),
-        )
+        f"{name} {_quantile(values, counts, share):,}" for name, share in QUANTILES.items()
     )
     yield from _histogram(values, counts)
     yield "longest documents:"
@@ -193,9 +191,8 @@ def _sampled(store: Store, stream: TokenStream, samples: int, separator: int) ->
     for number in range(samples):
         place = len(stream) * number // samples
         begin = _next_begin(stream, place, separator) if number else 0
-        tokens = stream.window(np.array([begin]), min(SHOWN_TOKENS, len(stream) - begin))[
-            0
-        ].tolist()
+        [found] = stream.window(np.array([begin]), min(SHOWN_TOKENS, len(stream) - begin))
+        tokens = found.tolist()
         if separator in tokens[1:]:
             tokens = tokens[: tokens.index(separator, 1)]
         yield f"-- from token {begin:,}"

@@ -286,14 +286,14 @@ class Loader:
             # For the steps to come as well: numpy takes about as long for many as for a few.
             firsts = first + self.global_batch * np.arange(max(1, AT_ONCE // share))
             places = (firsts[:, None] + np.arange(share)).ravel()
-            every = self.locate(places).reshape(2, -1, share)
+            every = self._locate(places).reshape(2, -1, share)
             self._known.clear()
             for place, each in zip(firsts.tolist(), every.transpose(1, 0, 2), strict=True):
                 self._known[place, share] = each
             found = every[:, 0]
         return found
 
-    def locate(self, places: Ints) -> Ints:
+    def _locate(self, places: Ints) -> Ints:
         """Source and number of the samples at places of the run, int64 (n,): int64 (2, n)."""
         sources, before = self._turns.at(places)
         samples = np.empty_like(before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,16 @@ def is_own(path: str) -> bool:
 
 
 def own_set(path: str) -> File:
-    """The function, as a file.
+    """The function, as a file, whose version is the content of the one that it is written in.
 
     Raises:
         InvalidJob: it cannot be imported, or is no function.
     """
-    source = inspect.getsourcefile(_function(path))
+    function = _function(path)
+    try:
+        source = inspect.getsourcefile(function)
+    except TypeError:  # not written by itself, as a partial; or built in
+        source = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
     content = Path(source).read_bytes() if source else b""
     return File(path, path, 0, xxh3_128_hexdigest(content))
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.data.order import Ints
-from weft.data.store import SplitName, Store
+from weft.data.source import SHOWN, some
+from weft.data.store import SPLITS, SplitName, Store
 from weft.job import DataSection, Problem
-
-SHOWN = 10  # places of conversations that are too long
 
 
 @dataclass(frozen=True)
@@ -92,33 +92,47 @@ def pack(store: Store, split: SplitName, seq_len: int, section: DataSection, see
     if store.manifest.kind == "text":
         begins, lengths = _pieces(store, split, seq_len)
         return Rows(begins, lengths, *best_fit(lengths, seq_len, seed))
+    begins, lengths, used = _used(store, split, seq_len, section)
+    skipped = int((~used).sum())
+    if store.manifest.kind == "preferences":
+        documents = (2 * np.flatnonzero(used)[:, None] + np.arange(2)).ravel()
+        return Rows(begins, lengths, documents, np.arange(0, len(documents) + 1, 2), skipped)
+    begins, lengths = begins[used], lengths[used]
+    cut = int((lengths > seq_len).sum())
+    lengths = np.minimum(lengths, seq_len)
+    return Rows(begins, lengths, *best_fit(lengths, seq_len, seed), skipped, cut)
+
+
+def _used(
+    store: Store, split: SplitName, seq_len: int, section: DataSection
+) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Where conversations begin, the places that they would take, and which (of preferences, which
+    pairs) are not left out."""
     ends = store.index(split)[:, 0]
     begins = np.concatenate(([0], ends))[:-1].astype(np.int64)
     lengths = ends - begins - 1
     if store.manifest.kind == "preferences":
-        [kept] = np.nonzero(lengths.reshape(-1, 2).sum(1) <= seq_len)
-        documents = (2 * kept[:, None] + np.arange(2)).ravel()
-        firsts = np.arange(0, len(documents) + 1, 2)
-        skipped = len(lengths) // 2 - len(kept)
-        return Rows(begins, lengths, documents, firsts, skipped)
-    long = lengths > seq_len
-    keep = ~long
+        return begins, lengths, lengths.reshape(-1, 2).sum(1) <= seq_len
+    used = lengths <= seq_len
     if section.too_long == "truncate":
         learned = store.learned(split)
         assert learned is not None
-        for document in np.flatnonzero(long).tolist():
+        for document in np.flatnonzero(~used).tolist():
             seen = learned.window(begins[document : document + 1], seq_len + 1)[0, 1:]
-            keep[document] = seen.any()
-    cut = int((keep & long).sum())
-    begins, lengths = begins[keep], np.minimum(lengths[keep], seq_len)
-    return Rows(
-        begins, lengths, *best_fit(lengths, seq_len, seed), skipped=int((~keep).sum()), cut=cut
-    )
+            used[document] = seen.any()
+    return begins, lengths, used
 
 
 def _pieces(store: Store, split: SplitName, seq_len: int) -> tuple[Ints, Ints]:
-    """Documents of a text, from separator to separator; long ones in pieces of whole rows."""
-    ends = store.tokens(split).find(store.manifest.separator) + 1
+    """Documents of a text, from separator to separator; long ones in pieces of whole rows.
+
+    What comes after the last separator, in tokens that others made, is a document, too: llm.c puts
+    separators before documents.
+    """
+    stream = store.tokens(split)
+    ends = stream.find(store.manifest.separator) + 1
+    if len(stream) > (ends[-1] if len(ends) else 0):
+        ends = np.append(ends, len(stream))
     begins = np.concatenate(([0], ends))[:-1].astype(np.int64)
     lengths = ends - begins - 1
     pieces = -(-lengths // seq_len)  # none of a document that is only its separator
@@ -130,19 +144,21 @@ def _pieces(store: Store, split: SplitName, seq_len: int) -> tuple[Ints, Ints]:
 # --------------------------------------------------------------------------- what is said of it
 
 
-def check_conversations(
-    store: Store, seq_len: int, section: DataSection, key: str = "data.path"
-) -> list[Problem]:
-    """Conversations that are too long, by file and line, and splits of which nothing is left."""
+def check_conversations(store: Store, seq_len: int, section: DataSection) -> list[Problem]:
+    """What is wrong with conversations: a store of another kind than ``data.format``, those that
+    are too long, by file and line, and splits of which nothing is left; of text nothing."""
     kind, names = store.manifest.kind, store.manifest.files
     if kind == "text":
         return []
+    if section.format == "text":
+        rule = f"is not what the store {store.path} holds"
+        return [Problem("data.format", "text", rule, f"use {kind}")]
     if kind == "preferences" and section.too_long == "truncate":
         rule = "cannot be: of two answers of which one is cut, none is preferred"
         return [Problem("data.too_long", "truncate", rule, "use error or skip")]
+    what = "pairs" if kind == "preferences" else "conversations"
     found = []
-    splits: tuple[SplitName, ...] = ("train", "validation")
-    for split in splits:
+    for split in SPLITS:
         index = store.index(split)
         places = np.diff(index[:, 0], prepend=0) - 1
         if kind == "preferences":
@@ -150,19 +166,17 @@ def check_conversations(
         here = np.flatnonzero(places > seq_len)
         found += [(*index[i, 1:].tolist(), int(places[i])) for i in here]
     if found and section.too_long == "error":
-        what = "pairs" if kind == "preferences" else "conversations"
         found.sort()
         lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in found[:SHOWN]]
-        more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
         longest = max(size for _, _, size in found)
-        rule = f"is shorter than {len(found)} {what}:\n  " + "\n  ".join([*lines, *more])
+        rule = f"is shorter than {len(found)} {what}:\n  " + some(lines, "\n  ", len(found))
         cut = "" if kind == "preferences" else ", or truncate"
         remedy = f"use {longest}, or --data.too_long skip{cut}"
         return [Problem("train.seq_len", seq_len, rule, remedy)]
-    for split in splits:
-        rows = pack(store, split, seq_len, section, 0)
-        if not len(rows):
-            rule = f"all {rows.skipped} conversations of the {split} split are longer than a row"
+    for split in SPLITS:
+        _, _, used = _used(store, split, seq_len, section)
+        if not used.any():
+            rule = f"all {len(used)} {what} of the {split} split are longer than a row"
             return [Problem("train.seq_len", seq_len, rule, "use a larger one")]
     return []
 
@@ -178,7 +192,7 @@ def packing_line(store: Store, seq_len: int, section: DataSection, seed: int) ->
     }[store.manifest.kind]
     learned = store.learned("train")
     if learned is not None:
-        what += f", of which {learned.count() / max(1, split.tokens):.0%} are learned"
+        what += f", of which {learned.count_nonzero() / max(1, split.tokens):.0%} are learned"
     line = f"{what}, in {len(rows):,} rows of {seq_len:,}, {rows.full(seq_len):.1%} full"
     told = [(rows.cut, "cut at their end"), (rows.skipped, "left out")]
     told_text = "".join(f"; {count:,} too long and {how}" for count, how in told if count)

@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from weft.data.files import CutOff, File, decompressed, format_of, is_compressed, open_file
+from weft.data.files import (
+    CutOff,
+    File,
+    decompressed,
+    format_of,
+    is_compressed,
+    open_file,
+    unreadable,
+)
 from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
 from weft.data.own import own_rows, own_set
 from weft.data.source import Found
@@ -174,32 +182,26 @@ def lines(unit: Unit, columns: Sequence[str]) -> Iterator[tuple[int, bytes | Fau
                 if isinstance(line, Fault) or not line.isspace():
                     yield number, line
         return
-    for number, row in enumerate(_whole_rows(unit, columns), 1):
+    rows: Iterable[dict[str, Any]] = (
+        _mappings(unit, columns, 0)
+        if unit.kind in ("hub", "own")
+        else (row for table in _tables(unit, columns, 0) for row in table.to_pylist())
+    )
+    for number, row in enumerate(rows, 1):
         try:
             yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except TypeError as error:
             yield number, Fault(number, f"is no JSON: {error}")
 
 
-def _whole_rows(unit: Unit, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    if unit.kind == "disk":
-        for table in saved_rows(unit.file, columns, unit.begin, unit.end):
-            yield from table.to_pylist()
-    elif unit.kind == "hub":
-        yield from hub_rows(unit.file, columns, unit.begin, unit.end, 0)
-    elif unit.kind == "own":
-        yield from own_rows(unit.file, columns)
-    else:
-        with open_file(unit.file) as stream:
-            tables = _parquet_tables if unit.kind == "parquet" else _arrow_tables
-            for table in tables(unit, stream, columns):
-                yield from table.to_pylist()
-
-
 def _lines(
     unit: Unit, stream: BinaryIO, after: int
 ) -> Iterator[tuple[int, bytes]] | Iterator[tuple[int, Fault]]:
-    """Lines that begin in the unit, with their numbers."""
+    """Lines that begin in the unit, with their numbers.
+
+    Raises:
+        InvalidJob: the disk, or the store, fails while they are read.
+    """
     whole = is_compressed(unit.file.name)
     number, place = 0, unit.begin
     try:
@@ -233,6 +235,8 @@ def _lines(
                 yield number, line
     except CutOff as error:
         yield number + 1, Fault(number + 1, str(error), last=True)
+    except OSError as error:
+        raise unreadable(unit.file, error) from error
 
 
 _decode = json.JSONDecoder().decode
@@ -296,7 +300,7 @@ def _type(value: object) -> str:
 
 def _fields(field: str, found: dict[str, Any]) -> str:
     near = suggest(field, found)
-    return f"{near}" if near.startswith("did") else f"it has {', '.join(list(found)[:8]) or 'none'}"
+    return near if near.startswith("did") else f"it has {', '.join(list(found)[:8]) or 'none'}"
 
 
 # --------------------------------------------------------------------------- rows
@@ -304,45 +308,49 @@ def _fields(field: str, found: dict[str, Any]) -> str:
 
 def _rows(unit: Unit, field: str, after: int) -> Iterator[bytes | None]:
     """The fields of rows after the first ``after`` ones."""
+    if unit.kind not in ("hub", "own"):
+        for table in _tables(unit, [field], after):
+            yield from _values(table.column(field), unit, field)
+        return
+    part = f" of part {unit.begin}" if unit.kind == "hub" else ""
+    for number, row in enumerate(_mappings(unit, [field], after), after + 1):
+        text = row.get(field)
+        if text is not None and not isinstance(text, str):
+            raise _wrong(unit.file, f"row {number}{part}: the column {field!r} is no text")
+        yield None if text is None else text.encode("utf-8", "surrogatepass")
+
+
+def _mappings(unit: Unit, columns: Sequence[str], after: int) -> Iterator[dict[str, Any]]:
+    """Rows, which come one by one, with those of the columns that they have."""
+    if unit.kind == "hub":
+        return hub_rows(unit.file, columns, unit.begin, unit.end, after)
+    return own_rows(unit.file, columns, after)
+
+
+def _tables(unit: Unit, columns: Sequence[str], after: int) -> Iterator[Any]:
+    """Rows as pyarrow's tables, or batches, with those of the columns that there are."""
     if unit.kind == "disk":
-        for table in saved_rows(unit.file, [field], unit.begin + after, unit.end):
-            yield from _values(table.column(field).chunks, unit, field)
-    elif unit.kind in ("hub", "own"):
-        rows = (
-            hub_rows(unit.file, [field], unit.begin, unit.end, after)
-            if unit.kind == "hub"
-            else own_rows(unit.file, [field], after)
-        )
-        part = f" of part {unit.begin}" if unit.kind == "hub" else ""
-        for number, row in enumerate(rows, after + 1):
-            text = row.get(field)
-            if text is not None and not isinstance(text, str):
-                raise _wrong(unit.file, f"row {number}{part}: the column {field!r} is no text")
-            yield None if text is None else text.encode("utf-8", "surrogatepass")
-    else:
-        with open_file(unit.file) as stream:
-            tables = _parquet_tables if unit.kind == "parquet" else _arrow_tables
-            left = after
-            for table in tables(unit, stream, [field]):
-                if left >= len(table):
-                    left -= len(table)
-                    continue
-                yield from _values([table.column(field).slice(left)], unit, field)
-                left = 0
+        yield from saved_rows(unit.file, columns, unit.begin + after, unit.end)
+        return
+    with open_file(unit.file) as stream:
+        read = _parquet_tables if unit.kind == "parquet" else _arrow_tables
+        for table in read(unit, stream, columns):
+            if after < len(table):
+                yield table.slice(after)
+            after = max(0, after - len(table))
 
 
-def _values(columns: Any, unit: Unit, field: str) -> Iterator[bytes | None]:
-    """Columns of text (pyarrow's arrays) as bytes."""
+def _values(column: Any, unit: Unit, field: str) -> Iterator[bytes | None]:
+    """A column of text (pyarrow's array, chunked or not) as bytes."""
     import pyarrow as pa
 
-    for column in columns:
-        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise _wrong(unit.file, f"the column {field!r} holds {kind}, not text")
-        if kind != column.type:
-            column = column.cast(kind)
-        # As bytes: whether they are UTF-8 is for invalid_utf8 to judge, not for Python to fail at.
-        yield from column.cast(pa.large_binary()).to_pylist()
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise _wrong(unit.file, f"the column {field!r} holds {kind}, not text")
+    if kind != column.type:
+        column = column.cast(kind)
+    # As bytes: whether they are UTF-8 is for invalid_utf8 to judge, not for Python to fail at.
+    yield from column.cast(pa.large_binary()).to_pylist()
 
 
 def _parquet(file: File, stream: BinaryIO) -> Any:

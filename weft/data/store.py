@@ -25,7 +25,7 @@ import socket
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ TOKENS_FILE = "tokenizer_config.json"  # what the template calls bos_token and s
 
 Dtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "validation"]
+SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
 Kind = Literal["text", "chat", "preferences"]  # the last: chosen, rejected, chosen, rejected, ...
 
 
@@ -87,8 +88,8 @@ class TokenStream:
         ]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def count(self) -> int:
-        """How many are not 0."""
+    def count_nonzero(self) -> int:
+        """How many are not 0: of `Store.learned`, how many tokens are learned."""
         return sum(int(np.count_nonzero(shard)) for shard in self._shards)
 
 
@@ -174,6 +175,7 @@ class Store:
         return map_shard(self.path, "int64", part.index).reshape(-1, 3)
 
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens, read anew."""
         return load_tokenizer(self.path / TOKENIZER_FILE)[0]
 
     @property
@@ -181,8 +183,12 @@ class Store:
         """Identifies the content (tokens of both splits, tokenizer), wherever the store lies."""
         m = self.manifest
         hashes = [[shard.xxh3 for shard in part.files] for part in (m.train, m.validation)]
-        content = [m.format, m.dtype, m.separator, m.tokenizer_hash, hashes]
-        return xxh3_128_hexdigest(json.dumps(content).encode())
+        return hash_json([m.format, m.dtype, m.separator, m.tokenizer_hash, hashes])
+
+
+def token_dtype(vocab_size: int) -> Dtype:
+    """The smaller dtype that holds every token id below ``vocab_size``."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def map_shard(folder: Path, dtype: str, shard: Shard) -> NDArray[Any]:
@@ -192,15 +198,14 @@ def map_shard(folder: Path, dtype: str, shard: Shard) -> NDArray[Any]:
     return np.memmap(folder / shard.file, dtype, "r", shard.begin, (shard.tokens,))
 
 
-def _bytes_of(folder: Path, shard: Shard) -> NDArray[Any]:
-    if not shard.size_bytes:
-        return np.empty(0, np.uint8)
-    return np.memmap(folder / shard.file, np.uint8, "r", shard.begin, (shard.size_bytes,))
-
-
 def hash_tokens(tokens: NDArray[Any]) -> str:
     """The xxh3_128 of the tokens' bytes in hexadecimal."""
     return xxh3_128_hexdigest(tokens.data) if len(tokens) else xxh3_128_hexdigest(b"")
+
+
+def hash_json(value: object) -> str:
+    """The xxh3_128 of what JSON writes for ``value`` in hexadecimal: a name for what it decides."""
+    return xxh3_128_hexdigest(json.dumps(value).encode())
 
 
 # --------------------------------------------------------------------------- opening
@@ -227,7 +232,7 @@ def open_store(path: str | Path, *, check_content: bool = False) -> Store:
             shard.foreign and size >= shard.begin + shard.size_bytes
         ):
             wrong.append(f"{shard.file} has {size} bytes, not {shard.size_bytes}")
-        elif check_content and hash_tokens(_bytes_of(folder, shard)) != shard.xxh3:
+        elif check_content and _content_hash(folder, shard) != shard.xxh3:
             wrong.append(f"{shard.file} has other content than it was prepared with")
     try:
         if load_tokenizer(folder / TOKENIZER_FILE)[1] != manifest.tokenizer_hash:
@@ -237,6 +242,10 @@ def open_store(path: str | Path, *, check_content: bool = False) -> Store:
     if wrong:
         raise InvalidJob([_damaged(folder, rule) for rule in wrong])
     return Store(folder, manifest)
+
+
+def _content_hash(folder: Path, shard: Shard) -> str:
+    return hash_tokens(map_shard(folder, "uint8", replace(shard, tokens=shard.size_bytes)))
 
 
 def _read_manifest(folder: Path) -> Manifest:

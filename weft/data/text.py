@@ -15,7 +15,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from weft.data.store import TOKENIZER_FILE, Store, open_store, write_file
+from weft.data.store import TOKENIZER_FILE, Store, hash_json, open_store, write_file
 
 MIXTURE_FILE = "mixture.json"
 
@@ -61,8 +61,12 @@ class Text:
         """Identifies the content, wherever it lies, and the shares."""
         if len(self.sources) == 1:
             return self.sources[0].store.fingerprint
-        content = [[source.store.fingerprint, source.share] for source in self.sources]
-        return xxh3_128_hexdigest(json.dumps(content).encode())
+        return hash_json([[source.store.fingerprint, source.share] for source in self.sources])
+
+
+def single(store: Store) -> Text:
+    """One store by itself."""
+    return Text(store.path, (Source(store.path.name, 1.0, store),))
 
 
 def open_text(path: str | Path) -> Text:
@@ -74,7 +78,7 @@ def open_text(path: str | Path) -> Text:
     folder = Path(path)
     listed = folder / MIXTURE_FILE
     if not listed.exists():
-        return Text(folder, (Source(folder.name, 1.0, open_store(folder)),))
+        return single(open_store(folder))
     found = json.loads(listed.read_bytes())
     return Text(folder, tuple(Source(s["name"], s["share"], open_store(s["store"])) for s in found))
 

@@ -19,15 +19,20 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.cache import Report, counting
 from weft.data.files import File
-from weft.job import InvalidJob, Problem
+from weft.data.order import Ints
+from weft.data.shards import Built, Encoder, Odd, describe, too_little
+from weft.data.store import SPLITS, Dtype, Shard, Split, hash_tokens, map_shard, write_file
+from weft.data.workers import Advance
+from weft.job import DataSection, InvalidJob, Problem
 
 CHUNK_TOKENS = 16 << 20  # looked at or copied at a time
 
@@ -44,9 +49,8 @@ _MEGATRON_TYPES = {
 }
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}
 _HEADER_BYTES = 1024
-_IN_PLACE = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}  # none is negative
-
-Ints = NDArray[np.int64]
+# What may be read where it lies, and as what: no token is negative.
+_IN_PLACE: dict[str, Dtype] = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,80 @@ class Span:
     source: TokenFile
     begin: int
     end: int
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """Tokens of others, of which the headers were read: a `weft.data.shards.Reading`."""
+
+    section: DataSection
+    files: list[TokenFile]
+    text_bytes: int = 0  # their tokenizer is given, and learns nothing
+    odd: Odd = field(default_factory=Odd)
+
+    @property
+    def content(self) -> object:
+        files = [source.file for source in self.files]
+        return ["tokens", [[file.path, file.size_bytes, file.version] for file in files]]
+
+    def training_texts(self, most_bytes: int) -> Iterator[str]:
+        return iter(())
+
+    def build(self, folder: Path, encoder: Encoder, report: Report) -> Built:
+        """Check every token, and copy those that cannot be read where they lie."""
+        dtypes = {dtype_in_place(source, encoder.separator) for source in self.files}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        spans = split_tokens(self.files, encoder.separator, self.section.holdout)
+        message = "copying the tokens" if dtype is None else "checking the tokens"
+        total = sum(span.end - span.begin for side in spans for span in side)
+        advance = counting(report, message, total)
+        splits = []
+        for name, side in zip(SPLITS, spans, strict=True):
+            shards: list[Shard] = []
+            documents = 0
+            for number, span in enumerate(side):
+                added = None if dtype else encoder.separator
+                for begin, tokens in _checked(span, added, encoder, advance):
+                    documents += int((tokens == encoder.separator).sum())
+                    if dtype is None:
+                        file = folder / f"{name}-{number:05d}-{begin:012d}.bin"
+                        copied = np.ascontiguousarray(tokens.astype(encoder.dtype))
+                        write_file(file, copied.data)
+                        shards.append(describe(file, copied))
+                if dtype is not None:
+                    shards.append(_where_it_lies(span, dtype))
+            splits.append(Split(documents, 0, sum(shard.tokens for shard in shards), shards))
+        if not all(spans):
+            raise too_little(self.section, f"has too few tokens ({total})", bool(spans[0]))
+        return Built(splits[0], splits[1], dtype or encoder.dtype)
+
+
+def _checked(
+    span: Span, separator: int | None, encoder: Encoder, advance: Advance
+) -> Iterator[tuple[int, NDArray[Any]]]:
+    """See `chunks`; refuses what the tokenizer does not know."""
+    for begin, tokens in chunks(span, separator):
+        unknown = np.flatnonzero((tokens >= encoder.vocab_size) | (tokens < 0))
+        if len(unknown):
+            place = int(unknown[0])
+            rule = (
+                f"has {encoder.vocab_size:,} entries, and token {begin + place:,} of "
+                f"{span.source.file.name} is {int(tokens[place]):,}"
+            )
+            remedy = "give the tokenizer.json that the tokens were made with"
+            raise InvalidJob([Problem("data.tokenizer", "(given)", rule, remedy)])
+        advance(len(tokens))
+        yield begin, tokens
+
+
+def _where_it_lies(span: Span, dtype: Dtype) -> Shard:
+    width = np.dtype(dtype).itemsize
+    count, begin = span.end - span.begin, span.source.begin + span.begin * width
+    shard = Shard(str(Path(span.source.file.path).absolute()), count, count * width, "", begin)
+    return replace(shard, xxh3=hash_tokens(map_shard(Path("/"), dtype, shard)))
+
+
+# --------------------------------------------------------------------------- headers
 
 
 def read_headers(files: Sequence[File]) -> list[TokenFile]:
@@ -164,13 +242,12 @@ def split_tokens(
     """Train and held-out tokens: by the files' names, or the end of each."""
     named = ["val" in Path(source.file.name).name.lower() for source in sources]
     if any(named) and not all(named):
-        spans = [Span(source, 0, source.tokens) for source in sources]
-        pairs = list(zip(spans, named, strict=True))
-        return [s for s, held in pairs if not held], [s for s, held in pairs if held]
-    cuts = [_cut(source, separator, holdout) for source in sources]
-    pairs2 = list(zip(sources, cuts, strict=True))
-    train = [Span(s, 0, cut) for s, cut in pairs2 if cut]
-    return train, [Span(s, cut, s.tokens) for s, cut in pairs2 if cut < s.tokens]
+        cuts = [0 if held else source.tokens for source, held in zip(sources, named, strict=True)]
+    else:
+        cuts = [_cut(source, separator, holdout) for source in sources]
+    pairs = list(zip(sources, cuts, strict=True))
+    train = [Span(source, 0, cut) for source, cut in pairs if cut]
+    return train, [Span(source, cut, source.tokens) for source, cut in pairs if cut < source.tokens]
 
 
 def _cut(source: TokenFile, separator: int, holdout: float) -> int:
@@ -188,17 +265,13 @@ def _cut(source: TokenFile, separator: int, holdout: float) -> int:
 # --------------------------------------------------------------------------- reading
 
 
-def fits_in_place(source: TokenFile, separator: int) -> bool:
-    """Whether weft can read the tokens where they lie."""
-    if source.pieces is not None or source.dtype not in _IN_PLACE:
-        return False
-    if source.ends is None:
-        return True
-    return bool((source.map()[source.ends - 1] == separator).all())
-
-
-def in_place_dtype(source: TokenFile) -> str:
-    return _IN_PLACE[source.dtype]
+def dtype_in_place(source: TokenFile, separator: int) -> Dtype | None:
+    """As what weft can read the tokens where they lie; None: it cannot."""
+    if source.pieces is not None:
+        return None
+    if source.ends is not None and (source.map()[source.ends - 1] != separator).any():
+        return None
+    return _IN_PLACE.get(source.dtype)
 
 
 def chunks(span: Span, separator: int | None) -> Iterator[tuple[int, NDArray[Any]]]:

@@ -27,12 +27,21 @@ class _Stopped(Exception):
     """Something else failed; this one's work is not wanted any more."""
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def processes_for(num_things: int, size_bytes: int, alone_bytes: int) -> int:
+    """As many as there are cores, if there is that much to do; one below ``alone_bytes``."""
+    return 1 if size_bytes < alone_bytes else max(1, min(num_things, num_cores()))
+
+
 def each(
     work: Callable[[T, Advance], R],
     things: Sequence[T],
     advance: Advance,
     processes: int,
-    threads: int = 1,
 ) -> Iterator[tuple[int, R]]:
     """``work(thing, advance)`` for each thing, as ``(its place, result)`` in the order of ending.
 
@@ -41,7 +50,6 @@ def each(
             argument from time to time with what it has done since.
         advance: is told what all of them have done.
         processes: with 1 the work is done here.
-        threads: of each process, for tokenizers.
 
     Raises:
         InvalidJob: what ``work`` raised first; the others are stopped.
@@ -54,13 +62,14 @@ def each(
     # Not forked: this process may have threads, and locks that they hold.
     context = multiprocessing.get_context("spawn")
     shared = context.Array("q", 2)
+    threads = max(1, num_cores() // processes)
     told = 0
     with ProcessPoolExecutor(
         processes, context, initializer=_begin, initargs=(shared, threads)
     ) as pool:
-        places = {pool.submit(_guarded, work, thing): n for n, thing in enumerate(things)}
-        pending = set(places)
         try:
+            places = {pool.submit(_guarded, work, thing): n for n, thing in enumerate(things)}
+            pending = set(places)
             while pending:
                 done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
                 now = shared[0]  # once: they go on meanwhile
@@ -80,6 +89,7 @@ def each(
 
 
 def _begin(shared: Any, threads: int) -> None:
+    """A process begins; ``threads``: how many its tokenizers may have."""
     global _shared
     _shared = shared
     os.environ["RAYON_NUM_THREADS"] = str(threads)

@@ -38,9 +38,9 @@ def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
             if progress.message != said:
                 said, begun, last = progress.message, now, now
                 console.print(said, soft_wrap=True)
-            elif progress.total_bytes and progress.done_bytes and now - last > LINE_SECONDS:
+            elif progress.total and progress.done and now - last > LINE_SECONDS:
                 last = now
-                share = progress.done_bytes / progress.total_bytes
+                share = progress.done / progress.total
                 left = (now - begun) * (1 - share) / share
                 console.print(f"{said}: {share:.0%}, {left / 60:.1f} min left", soft_wrap=True)
 
@@ -61,9 +61,7 @@ def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
             if said != progress.message:
                 said = progress.message
                 bar.reset(task)  # the time left is of this stage
-            total = progress.total_bytes or None
-            bar.update(
-                task, description=progress.message, completed=progress.done_bytes, total=total
-            )
+            total = progress.total or None
+            bar.update(task, description=progress.message, completed=progress.done, total=total)
 
         yield show

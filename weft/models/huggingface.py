@@ -171,8 +171,10 @@ def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
             rule = f"is narrower than max_position_embeddings = {longest}, and weft has no windows"
             remedy = "set max_position_embeddings to the window: rows up to it are the same model"
             problems.append(problem("sliding_window", window, rule, remedy))
-    if "layer_types" in given and set(given["layer_types"]) != {"full_attention"}:
-        problems.append(problem("layer_types", given["layer_types"], 'must be "full_attention"'))
+    types = given.get("layer_types", ["full_attention"])
+    full = isinstance(types, list) and types and all(kind == "full_attention" for kind in types)
+    if not full:
+        problems.append(problem("layer_types", types, 'must be "full_attention" for each layer'))
     for name in given:
         if name not in known and not name.startswith(("_", "rope_")):
             remedy = REMEDIES.get(name, "take it out if the model computes the same without")

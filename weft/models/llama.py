@@ -455,29 +455,23 @@ def units(config: DecoderConfig, seq_len: int) -> list[Unit]:
     """
     dim, heads = config.dim, config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
-    matrices = 2 * dim * (heads + kv_heads) + 3 * dim * config.ffn_dim
+    matrices = _block_matmul_params(config)
     block = Unit(
         "layers",
         params=matrices + 2 * dim,
         flops_per_token=6.0 * matrices + 12 * heads * seq_len,
         activation_bytes_per_token=16 * dim + 6 * heads + 4 * kv_heads + 8 * config.ffn_dim,
     )
-    embedding, head = ends(config)
-    layers = [block._replace(name=f"layers.{i}") for i in range(config.num_layers)]
-    return [embedding, *layers, head]
-
-
-def ends(config: DecoderConfig) -> tuple[Unit, Unit]:
-    """The units around the blocks: the embedding, and the head with its norm."""
-    table = config.vocab_size * config.dim
-    embedding = Unit("embed_tokens", table, 0.0, 2 * config.dim)
+    table = config.vocab_size * dim
+    embedding = Unit("embed_tokens", table, 0.0, 2 * dim)
     head = Unit(
         "head",
-        params=config.dim + (0 if config.tied_embeddings else table),
+        params=dim + (0 if config.tied_embeddings else table),
         flops_per_token=6.0 * table,
-        activation_bytes_per_token=8 * config.dim + 10 * config.vocab_size,
+        activation_bytes_per_token=8 * dim + 10 * config.vocab_size,
     )
-    return embedding, head
+    layers = [block._replace(name=f"layers.{i}") for i in range(config.num_layers)]
+    return [embedding, *layers, head]
 
 
 def num_matmul_params(config: DecoderConfig) -> int:
@@ -485,11 +479,13 @@ def num_matmul_params(config: DecoderConfig) -> int:
 
     A tied embedding counts, as the output projection that it also is.
     """
+    return config.num_layers * _block_matmul_params(config) + config.vocab_size * config.dim
+
+
+def _block_matmul_params(config: DecoderConfig) -> int:
     query_and_out = 2 * config.dim * config.num_heads * config.head_dim
     key_and_value = 2 * config.dim * config.num_kv_heads * config.head_dim
-    feed_forward = 3 * config.dim * config.ffn_dim
-    head = config.vocab_size * config.dim
-    return config.num_layers * (query_and_out + key_and_value + feed_forward) + head
+    return query_and_out + key_and_value + 3 * config.dim * config.ffn_dim
 
 
 def num_params(config: DecoderConfig) -> int:

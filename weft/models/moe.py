@@ -42,23 +42,22 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from weft.job import NonNegative, Positive, Problem, Section, key
-from weft.models import llama
+from weft.job import NonNegative, Positive, Problem, key
+from weft.models import llama, qwen3
 from weft.models.family import Family, Init, Split, Unit
 from weft.models.layers import Attention, RMSNorm, SwiGLU, grouped_linear
-from weft.models.llama import Llama, PositiveFloat
+from weft.models.llama import DecoderConfig, Llama, PositiveFloat
 from weft.models.qwen3 import NormedAttention
 
 # --------------------------------------------------------------------------- configuration
 
 
-class MoeConfig(Section):
+class MoeConfig(DecoderConfig):
     """Shape of a mixture of experts; the defaults are Qwen3-30B-A3B's (arXiv:2505.09388, table 2,
     and the config.json of its checkpoint)."""
 
     num_layers: Positive = key(48, "transformer blocks")
     dim: Positive = key(2048, "width of the residual stream")
-    num_heads: Positive = key(32, "query heads")
     num_kv_heads: Positive = key(4, "key and value heads, each shared by a group of query heads")
     head_dim: Positive = key(128, "width of one head")
     qk_norm: bool = key(True, "normalise each head's queries and keys, as Qwen3 does")
@@ -78,11 +77,6 @@ class MoeConfig(Section):
     max_seq_len: Positive = key(40960, "longest row, in tokens")
     rope_theta: PositiveFloat = key(1e6, "base of the rotary wavelengths")
     norm_eps: PositiveFloat = key(1e-6, "added to the mean square in RMSNorm")
-    tied_embeddings: bool = key(False, "the output projection is the embedding table")
-
-    @property
-    def scaling(self) -> None:
-        """Rotary frequencies are not stretched."""
 
     @property
     def routed_layers(self) -> int:
@@ -137,16 +131,7 @@ PRESETS: dict[str, MoeConfig] = {
 
 def check(config: MoeConfig) -> list[Problem]:
     """Every reason why a model of this shape cannot be built; keys are ``model.<field>``."""
-    problems = []
-    if config.head_dim % 2:
-        rule, remedy = "is odd, and rotary positions rotate pairs", "use an even number"
-        problems.append(Problem("model.head_dim", config.head_dim, rule, remedy))
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % kv_heads:
-        rule = f"does not divide model.num_heads = {heads}"
-        some = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        depends = ("model.num_heads",)
-        problems.append(Problem("model.num_kv_heads", kv_heads, rule, f"use {some}", depends))
+    problems = llama.check(config)
     if config.active_experts > config.num_experts:
         rule = f"exceeds model.num_experts = {config.num_experts}"
         remedy, depends = f"use at most {config.num_experts}", ("model.num_experts",)
@@ -307,9 +292,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         self.self_attn = (
-            NormedAttention(config)  # type: ignore[arg-type]
-            if config.qk_norm
-            else Attention(config.dim, *heads)
+            NormedAttention(config) if config.qk_norm else Attention(config.dim, *heads)
         )
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         dense = index < config.dense_layers
@@ -325,11 +308,8 @@ class Moe(Llama):
         ValueError: if `check` finds the configuration impossible.
     """
 
-    config: MoeConfig  # type: ignore[assignment]
+    config: MoeConfig
     check = staticmethod(check)  # type: ignore[assignment]
-
-    def __init__(self, config: MoeConfig) -> None:
-        super().__init__(config)  # type: ignore[arg-type]
 
     def new_block(self, index: int) -> nn.Module:
         return Block(self.config, index)
@@ -377,77 +357,57 @@ SPLIT_SIZES = ("num_heads", "ffn_dim", "expert_dim", "vocab_size")
 # --------------------------------------------------------------------------- arithmetic
 
 
-class Counts(NamedTuple):
-    """Weights of one layer, as matrices without norms."""
+def _dense(config: MoeConfig) -> Family:
+    """The family that this one would be if no layer had experts."""
+    return qwen3.FAMILY if config.qk_norm else llama.FAMILY
 
-    attention: int
+
+class Counts(NamedTuple):
+    """Weights of a layer's feed-forward part, as matrices."""
+
+    dense: int  # of a layer without experts
     router: int
     expert: int
     shared: int
-    dense: int
+    active: int  # of a routed layer, those that a token is multiplied by
 
 
 def counts(config: MoeConfig) -> Counts:
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    """Those of this shape."""
+    router = config.num_experts * config.dim
     expert = 3 * config.dim * config.expert_dim
-    return Counts(
-        attention=2 * config.dim * (heads + kv_heads),
-        router=config.num_experts * config.dim,
-        expert=expert,
-        shared=config.shared_experts * expert,
-        dense=3 * config.dim * config.ffn_dim,
-    )
-
-
-def _norms(config: MoeConfig) -> int:
-    """Gains of one layer."""
-    return 2 * config.dim + 2 * config.head_dim * config.qk_norm
+    shared = config.shared_experts * expert
+    active = router + config.active_experts * expert + shared
+    return Counts(3 * config.dim * config.ffn_dim, router, expert, shared, active)
 
 
 def units(config: MoeConfig, seq_len: int) -> list[Unit]:
     """As `weft.models.llama.units`.  A routed layer keeps of a token, for each active expert, the
-    row that goes in and the one that comes out, and four widths."""
-    dim, width, active = config.dim, config.head_dim, config.active_experts
-    heads, kv_heads = config.num_heads * width, config.num_kv_heads * width
-    each = counts(config)
-    kept = 16 * dim + 6 * heads + 4 * kv_heads + 8 * (heads + kv_heads) * config.qk_norm
-    attention = 6.0 * each.attention + 12 * heads * seq_len
-    dense = Unit(
-        "layers",
-        params=each.attention + each.dense + _norms(config),
-        flops_per_token=attention + 6.0 * each.dense,
-        activation_bytes_per_token=kept + 8 * config.ffn_dim,
-    )
-    rows = active * (4 * dim + 8 * config.expert_dim + 32)  # and indices and weights of each
+    row that goes in and the one that comes out, four widths, and indices and weights; and besides
+    twice the row, the scores, and four widths of the shared experts."""
+    dense_units = _dense(config).units
+    assert dense_units is not None
+    each, active = counts(config), config.active_experts
     experts = config.num_experts * each.expert
-    routed = Unit(
-        "layers",
-        params=each.attention + each.router + experts + each.shared + _norms(config),
-        flops_per_token=attention + 6.0 * (each.router + active * each.expert + each.shared),
-        activation_bytes_per_token=kept
-        + rows
-        + 4 * dim
+    kept_bytes = (
+        active * (4 * config.dim + 8 * config.expert_dim + 32)
+        + 4 * config.dim
         + 12 * config.num_experts
-        + 8 * config.shared_experts * config.expert_dim,
-        expert_params=experts,
+        + 8 * config.shared_experts * config.expert_dim
     )
-    first, last = llama.ends(config)  # type: ignore[arg-type]
-    layers = [dense if i < config.dense_layers else routed for i in range(config.num_layers)]
-    return [first, *(unit._replace(name=f"layers.{i}") for i, unit in enumerate(layers)), last]
-
-
-def num_matmul_params(config: MoeConfig) -> int:
-    """Weights that a token is multiplied by: of the experts, the active ones."""
-    each = counts(config)
-    routed = each.router + config.active_experts * each.expert + each.shared
-    layers = config.num_layers * each.attention + config.routed_layers * routed
-    return layers + config.dense_layers * each.dense + config.vocab_size * config.dim
-
-
-def _rest(config: MoeConfig) -> int:
-    """Norms, and an embedding of its own."""
-    norms = config.num_layers * _norms(config) + config.dim
-    return norms + (0 if config.tied_embeddings else config.vocab_size * config.dim)
+    first, *layers, last = dense_units(config, seq_len)
+    routed = [
+        unit._replace(
+            params=unit.params - each.dense + each.router + experts + each.shared,
+            flops_per_token=unit.flops_per_token + 6.0 * (each.active - each.dense),
+            activation_bytes_per_token=unit.activation_bytes_per_token
+            - 8 * config.ffn_dim
+            + kept_bytes,
+            expert_params=experts,
+        )
+        for unit in layers[config.dense_layers :]
+    ]
+    return [first, *layers[: config.dense_layers], *routed, last]
 
 
 def num_params(config: MoeConfig) -> int:
@@ -458,14 +418,19 @@ def num_params(config: MoeConfig) -> int:
 
 def num_active_params(config: MoeConfig) -> int:
     """Parameters that a token has to do with: all but the experts that it does not go through."""
-    return num_matmul_params(config) + _rest(config)
+    return _dense(config).num_params(config) + _active_over_dense(config)
+
+
+def _active_over_dense(config: MoeConfig) -> int:
+    """Weights that a token is multiplied by, more than if no layer had experts."""
+    each = counts(config)
+    return config.routed_layers * (each.active - each.dense)
 
 
 def flops_per_token(config: MoeConfig, seq_len: int) -> float:
     """As `weft.models.llama.flops_per_token`, with the weights of the active experts only: how
     DeepSeek-V3 (arXiv:2412.19437, section 2) and TorchTitan count a mixture of experts."""
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
-    return float(6 * num_matmul_params(config) + attention)
+    return llama.flops_per_token(config, seq_len) + 6.0 * _active_over_dense(config)
 
 
 FAMILY = Family(

@@ -56,7 +56,7 @@ PRESETS: dict[str, Qwen3Config] = {
 class NormedAttention(Attention):
     """Attention whose queries and keys have a root mean square of one, times a gain of width K."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)

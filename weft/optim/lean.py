@@ -88,7 +88,7 @@ class LeanAdamW(Optimizer):
         """Bring loaded moments, which are float32, into their form and to their parameter."""
         for param, state in self.state.items():
             for key, value in state.items():
-                if value.dim() == 0 and key == "step":
+                if key == "step":
                     state[key] = value.to(_local(param).device)
                     continue
                 state[key] = self._zeros(param, signed=key == "exp_avg")
@@ -181,8 +181,9 @@ def round_by(value: Tensor, chance: Tensor) -> Tensor:
         chance: int32, uniform from 0 to 2^16 - 1; the share of them that round away from zero is
             the share of the last place that is cut off.
     """
-    bits = value.view(torch.int32)
-    return ((bits + chance) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    rounded = ((value.view(torch.int32) + chance) & -0x10000).view(torch.float32)
+    # Of a NaN with all bits set, such as CUDA's, the sum would overflow to a zero.
+    return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)
 
 
 def _chance(like: Tensor, step: Tensor, place: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """The rate of every group, for the steps to come."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -101,7 +102,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def grad_norm(
-    params: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None
+    params: Sequence[nn.Parameter], pipeline: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The global L2 norm of all gradients, and that of what this rank holds of them.
 
@@ -114,7 +115,7 @@ def grad_norm(
         pipeline: the ranks that hold the other stages; None where there are none.
 
     Returns:
-        Float32 scalars on the gradients' device; the first is equal on all ranks.
+        Float32 scalars on the parameters' device; the first is equal on all ranks.
     """
     # Gradients by the process groups that together hold them whole.
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
@@ -141,10 +142,12 @@ def grad_norm(
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    # A stage that trains nothing has zero, where the others of the pipeline have their sums.
+    zero = torch.zeros((), device=params[0].device if params else None)
+    total = torch.stack(squares).sum() if squares else zero.clone()
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
-    own = torch.stack(held).sum() if held else torch.zeros(())
+    own = torch.stack(held).sum() if held else zero
     return total.sqrt(), own.sqrt()
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from weft.job import Job
 from weft.models.llama import DecoderConfig
+from weft.models.moe import MoeConfig
 from weft.plan.analytic import Layout, Sizes
 from weft.plan.devices import Device
 from weft.plan.memory import MOMENT_BYTES
@@ -23,7 +24,8 @@ Remat = Literal["none", "selective", "block", "full"]
 def sizes_of(plan: Plan) -> Sizes | None:
     """Of the model; None if it is nothing like Llama, or not trained whole."""
     config = plan.model
-    if not isinstance(config, DecoderConfig) or plan.trained_params < plan.num_params:
+    dense = isinstance(config, DecoderConfig) and not isinstance(config, MoeConfig)
+    if not dense or plan.trained_params < plan.num_params:
         return None
     return Sizes(
         layers=config.num_layers,
