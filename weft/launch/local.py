@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from weft.job import Job, flatten
 from weft.launch import REQUEUE
 from weft.launch.nodes import JOIN, Meeting, meet
-from weft.launch.process import error_path, log_path, status
+from weft.launch.process import PYTHON, error_path, log_path, on_one_host, status
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import is_loopback
@@ -104,8 +104,7 @@ def launch(
     same = {key: value for key, value in flatten(job).items() if not key.startswith("run.")}
     same |= {"run.workers": plan.local_world_size, "run.nodes": list(plan.node_counts)}
     meeting = meet(endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say)
-    # -P: a file of the user's that is called like a module must not come before that module.
-    command = [sys.executable, "-P", "-m", "weft.launch.worker", str(folder), str(store)]
+    command = [*PYTHON, "weft.launch.worker", str(folder), str(store)]
     spec = WorkerSpec(
         role="rank",
         local_world_size=plan.local_world_size,
@@ -162,9 +161,9 @@ def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
     # All nodes have as many ranks: they need not tell each other how many.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
-    if plan.device == "cpu" and sys.platform == "linux" and is_loopback(endpoint):
-        # One host: do not depend on what its name resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if is_loopback(endpoint):
+        for name, value in on_one_host(plan.device).items():
+            os.environ.setdefault(name, value)
 
 
 def run_once(spec: WorkerSpec, meeting: Meeting) -> RunResult | None:

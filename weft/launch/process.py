@@ -1,4 +1,4 @@
-"""What a rank's process leaves for its launcher, and how it ends.
+"""How weft starts processes of its own; what a rank's leaves for its launcher, and how it ends.
 
 Nothing heavy is imported: ranks do this before anything else.
 """
@@ -18,6 +18,16 @@ from typing import Any, NoReturn, TextIO
 
 from weft.job import WeftError
 from weft.observe.files import write_json
+
+# -P: a file of the user's that is called like a module must not come before that module.
+PYTHON = [sys.executable, "-P", "-m"]
+
+
+def on_one_host(device: str) -> dict[str, str]:
+    """Variables for ranks that are all on this host: gloo on CPUs must not depend on what the
+    host's name resolves to."""
+    on_loopback = device == "cpu" and sys.platform == "linux"
+    return {"GLOO_SOCKET_IFNAME": "lo"} if on_loopback else {}
 
 
 def log_path(folder: Path, rank: int) -> Path:

@@ -45,7 +45,7 @@ from typing import Any
 
 from weft.job import MISSING, InvalidJob, Problem, WeftError, read_job
 from weft.launch import FAILED, MISTAKE, REQUEUE
-from weft.launch.process import die_with_parent
+from weft.launch.process import PYTHON, die_with_parent
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import find
 
@@ -220,8 +220,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list
         Its exit status, negative if a signal ended it, and the last lines of its stderr.
     """
     process = subprocess.Popen(
-        # -P: a file of the user's that is called like a module must not come before that module.
-        [sys.executable, "-P", "-m", "weft.cli", *words],
+        [*PYTHON, "weft.cli", *words],
         env=dict(environment),
         stderr=subprocess.PIPE,
         text=True,

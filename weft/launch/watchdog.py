@@ -39,7 +39,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from weft.job import Job
-from weft.launch.process import die_with_parent, log_path, status, write_report
+from weft.launch.process import PYTHON, die_with_parent, log_path, status, write_report
 from weft.observe.files import write_json
 from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
@@ -75,7 +75,7 @@ def watch(job: Job, folder: Path, rank: Any) -> None:
         what = json.dumps([str(folder), rank.world_size, here])
         # What is sent to all processes of a job is not for this one; blocked is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        subprocess.Popen([sys.executable, "-P", "-m", "weft.launch.watchdog", what])
+        subprocess.Popen([*PYTHON, "weft.launch.watchdog", what])
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
