@@ -20,6 +20,7 @@ ORDER = [
     {"train"},
     {"predict"},
     {"compare", "launch"},
+    {"arguments"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
