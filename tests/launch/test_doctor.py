@@ -128,6 +128,7 @@ def test_a_folder_is_tried_where_it_will_be_and_left_as_it_was(tmp_path: Path) -
     assert found.read > 0
     assert list(tmp_path.iterdir()) == []
     assert "cannot be written" in try_folder("run.dir", Path("/proc/nothing"), 1 << 20).error
+    assert try_folder("run.dir", tmp_path / ("x" * 300), 1 << 20).error == ""  # but no traceback
 
 
 def test_a_lock_that_holds_nobody_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,16 +104,7 @@ def launch(
     same = {key: value for key, value in flatten(job).items() if not key.startswith("run.")}
     same |= {"run.workers": plan.local_world_size, "run.nodes": list(plan.node_counts)}
     meeting = meet(endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say)
-    command = [*PYTHON, "weft.launch.worker", str(folder), str(store)]
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=plan.local_world_size,
-        rdzv_handler=meeting,
-        entrypoint=command[0],
-        args=tuple(command[1:]),
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    spec = worker_spec(plan, store, meeting)
     failures: list[tuple[float, Failure]] = []
     limit = job.resilience.time_limit
     try:
@@ -164,6 +155,20 @@ def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
     if is_loopback(endpoint):
         for name, value in on_one_host(plan.device).items():
             os.environ.setdefault(name, value)
+
+
+def worker_spec(plan: Plan, store: Path, meeting: Meeting) -> WorkerSpec:
+    """This host's ranks, as torch's agent starts them: once, for what is next is decided here."""
+    python, *rest = PYTHON
+    return WorkerSpec(
+        role="rank",
+        local_world_size=plan.local_world_size,
+        rdzv_handler=meeting,
+        entrypoint=python,
+        args=(*rest, "weft.launch.worker", plan.run_dir, str(store)),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
 
 
 def run_once(spec: WorkerSpec, meeting: Meeting) -> RunResult | None:

@@ -222,7 +222,7 @@ def write_and_read(path: Path, size: int) -> tuple[float, float, str]:
 
 def try_folder(key: str, folder: Path, size: int) -> Folder:
     """Write and read a file in a folder, or in the nearest one that there is; nothing stays."""
-    there = next(path for path in (folder, *folder.parents) if path.is_dir()).resolve()
+    there = next(path for path in (folder, *folder.parents) if os.path.isdir(path)).resolve()
     kind, options = mount_of(there, content(Path("/proc/self/mountinfo")))
     try:
         with tempfile.TemporaryDirectory(prefix=".weft-doctor-", dir=there) as own:

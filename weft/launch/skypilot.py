@@ -133,8 +133,9 @@ def check(text: str) -> list[str]:
         check=False,
     )
     if done.returncode:
+        # As of a wrapper, whose first line names a shell.
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return [f"cannot be checked by the environment of {sky}: {last}"]
+        return unchecked(f"SkyPilot's schemas, by {python}: {last}", REMEDY)
     found: list[str] = json.loads(done.stdout)
     return found
 

@@ -147,7 +147,8 @@ def check(text: str) -> list[str]:
     for command in tools:
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if done.returncode:
-            return [f"{shlex.join(command)}: {line}" for line in done.stderr.splitlines()]
+            said = done.stderr.splitlines() or [f"ended with status {done.returncode}"]
+            return [f"{shlex.join(command)}: {line}" for line in said]
     return []
 
 

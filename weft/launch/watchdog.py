@@ -32,11 +32,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.job import Job
 from weft.launch.process import PYTHON, die_with_parent, log_path, status, write_report
@@ -44,24 +44,27 @@ from weft.observe.files import write_json
 from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 
+if TYPE_CHECKING:
+    from weft.train.setup import Rank
+
 # Seconds between two looks, for an answer, and for the watchdogs of other hosts to speak first.
 LOOK, ANSWER, OTHERS_FIRST = 0.25, 0.75, 3.0
 
 FRAME = re.compile(r'File "(.*)", line (\S+) in (.*)')  # as faulthandler writes it
 
 
-def watch(job: Job, folder: Path, rank: Any) -> None:
+def watch(job: Job, folder: Path, rank: Rank) -> None:
     """Let this host's ranks be watched from now on, or at least asked; every rank calls it.
 
     Args:
         folder: of the run.
-        rank: this process (`weft.train.setup.Rank`).
+        rank: this process.
     """
-    timeout = job.resilience.step_timeout
     if sys.platform != "linux":
         return
     import torch.distributed as dist
 
+    timeout = job.resilience.step_timeout
     seconds = None if timeout == "auto" else timeout
     contacts: list[Any] = [None] * rank.world_size
     dist.all_gather_object(contacts, start(rank.rank, seconds or None, job.observe.log_interval))
@@ -326,8 +329,8 @@ def main_stack(text: str) -> list[str]:
     return [line.strip() for line in last if FRAME.fullmatch(line.strip())]
 
 
-def until(condition: Any, seconds: float) -> None:
-    """Wait for ``condition()``, for so long."""
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until it holds, at most for so long."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
