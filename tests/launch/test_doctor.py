@@ -188,6 +188,7 @@ def test_only_visible_gpus_are_measured(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus(Facts(gpus=GPUS)) == count
+    assert visible_gpus(Facts()) == 0
 
 
 def test_a_tool_may_print_anything() -> None:

@@ -93,12 +93,12 @@ def nodes_of(job: Job) -> tuple[Sequence[int], str]:
 
 
 def visible_gpus(facts: Facts) -> int:
-    """How many GPUs a process may use: those of CUDA_VISIBLE_DEVICES, up to the first that is none
-    (Slurm's 'NoDevFiles', -1), or all."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(gpus_in(facts.gpus)) or facts.device_files
-    return len(list(takewhile(re.compile(r"\s*(\d+|GPU-|MIG-)").match, visible.split(","))))
+    """How many of the GPUs there are a process may use: all, or those of CUDA_VISIBLE_DEVICES up to
+    the first word that is none (Slurm's 'NoDevFiles', -1)."""
+    there = len(gpus_in(facts.gpus)) or facts.device_files
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
+    named = list(takewhile(re.compile(r"\s*(\d+|GPU-|MIG-)").match, words))
+    return min(there, len(named))
 
 
 def folders(job: Job) -> list[tuple[str, Path]]:
