@@ -431,9 +431,14 @@ def test_adapters_are_read(tmp_path: Path) -> None:
     (tmp_path / "rdmap0s6" / "device").mkdir()
     (tmp_path / "rdmap0s6" / "device" / "driver").symlink_to("/sys/bus/pci/drivers/efa")
     (port / "hw_counters" / "rdma_read_bytes").write_text("0\n")
-    assert list(adapters(tmp_path)) == [
-        Adapter("rdmap0s6", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True)
+    (tmp_path / "without_a_port").mkdir()
+    found = list(adapters(tmp_path))
+    assert found == [
+        Adapter("rdmap0s6", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True),
+        Adapter("without_a_port"),
     ]
+    (one,) = CHECKS["rdma"](replace(HEALTHY, adapters=tuple(found), modules=("nvidia_peermem",)))
+    assert (one.severity, "not active: without_a_port" in one.seen) == ("warning", True)
     assert list(adapters(tmp_path / "nowhere")) == []
 
 

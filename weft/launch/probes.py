@@ -95,8 +95,10 @@ def cuda_of_torch() -> str:
 
 
 def content(path: Path) -> str:
-    """What a file of the kernel's has; empty if it is not there."""
-    return path.read_text("utf-8", "surrogateescape") if path.exists() else ""
+    """What a file of the kernel's has; empty if it is not there, or cannot be read."""
+    with suppress(OSError):
+        return path.read_text("utf-8", "surrogateescape")
+    return ""
 
 
 def run(*command: str) -> str:
@@ -151,9 +153,7 @@ def control_group(own: Path, root: Path) -> tuple[int, float]:
 
 
 def _numbers(path: Path) -> list[int]:
-    with suppress(OSError):
-        return [int(word) for word in path.read_text().split() if word.isdigit()]
-    return []
+    return [int(word) for word in content(path).split() if word.isdigit()]
 
 
 def clock_in_step() -> bool | None:
@@ -170,10 +170,11 @@ def adapters(root: Path) -> Iterator[Adapter]:
     """The first port of each."""
     for one in sorted(root.iterdir()) if root.is_dir() else []:
         port = one / "ports" / "1"
-        text = {name: (port / name).read_text().strip() for name in ("state", "rate")}
-        driver = (one / "device" / "driver").resolve().name
+        state, rate = (content(port / name).strip() for name in ("state", "rate"))
+        link = one / "device" / "driver"
+        driver = link.resolve().name if link.is_symlink() else ""
         read = (port / "hw_counters" / "rdma_read_bytes").exists()
-        yield Adapter(one.name, driver, text["state"], text["rate"], read)
+        yield Adapter(one.name, driver, state, rate, read)
 
 
 def plugin(folders: Sequence[str]) -> str:
