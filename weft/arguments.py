@@ -79,6 +79,7 @@ class Argument:
 
 
 def value(name: str, text: str, **options: Any) -> Argument:
+    """A word, or an option with a value."""
     return Argument(name, {"help": text} | options)
 
 
@@ -88,6 +89,7 @@ def several(name: str, text: str, **options: Any) -> Argument:
 
 
 def flag(name: str, text: str) -> Argument:
+    """An option without a value."""
     return value(name, text, action="store_true")
 
 

@@ -74,6 +74,7 @@ VARIABLES = tuple(Variable(*row) for row in (
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:
+    """Variables that harm here, by the table above, and those that name what is not there."""
     old = facts.ofi_plugin not in ("", "?") and release(facts.ofi_plugin) <= (1, 5, 0)
     places = {"", "efa" if facts.has_efa else "infiniband" if facts.adapters else ""}
     places |= {"new efa"} if facts.has_efa and not old else set()
@@ -119,10 +120,12 @@ def interfaces_for(value: str, there: Sequence[str]) -> list[str]:
 
 
 def gib(size: float) -> str:
+    """'63.5 GiB' of bytes."""
     return f"{size / GIB:.3g} GiB"
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
+    """The host's memory, against that of its GPUs."""
     if not facts.memory:
         return
     seen = f"{gib(facts.memory)}, {gib(facts.available)} available"
@@ -158,6 +161,7 @@ def check_shm(facts: Facts) -> Iterator[Finding]:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
+    """How much memory a process may lock, and how many files it may open."""
     locked = f"{facts.memlock // 1024:,} KiB"
     too_little = facts.memlock != -1 and bool(facts.adapters)
     if too_little:
@@ -190,6 +194,7 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
 
 
 def check_clock(facts: Facts) -> Iterator[Finding]:
+    """Whether the clock follows another one, as heartbeats between nodes need it."""
     if facts.clock_in_step:
         yield ok("the clock follows another one")
     elif facts.clock_in_step is False:
@@ -204,6 +209,7 @@ NETWORK = r"nfs4?|lustre|gpfs|beegfs|ceph|cifs|smb3|glusterfs|9p|virtiofs|afs|we
 
 
 def check_folders(facts: Facts) -> Iterator[Finding]:
+    """Speed, room, locks and links of the job's folders, and who shares them."""
     for one in facts.folders:
         apart = facts.nodes > 1 and not is_loopback(facts.endpoint)
         rates = rates_of(one.write, one.read)
@@ -213,6 +219,7 @@ def check_folders(facts: Facts) -> Iterator[Finding]:
 
 
 def rates_of(write: float, read: float) -> str:
+    """Bytes/s as people read them."""
     return f"write {write / 1e6:,.0f} MB/s, read {read / 1e6:,.0f} MB/s"
 
 
@@ -250,6 +257,7 @@ def _check_folder(one: Folder, apart: bool, rates: str) -> Iterator[Finding]:
 
 
 def check_stores(facts: Facts) -> Iterator[Finding]:
+    """Speed of an object store, and whether it lets one writer of several win."""
     for one in facts.stores:
         rates = rates_of(one.write, one.read)
         seen = f"{one.url}: {rates}, a small put {one.seconds * 1000:.0f} ms"

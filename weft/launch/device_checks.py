@@ -49,6 +49,7 @@ NCCL = (
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
+    """torch, its CUDA and the driver, against each other."""
     gpus = gpus_in(facts.gpus)
     seen = f"torch {facts.torch or 'is missing'}, Python {facts.python}, kernel {facts.kernel}"
     if not facts.torch or (facts.device == "cuda" and gpus and not facts.cuda):
@@ -72,6 +73,7 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def check_nccl(facts: Facts) -> Iterator[Finding]:
+    """Whether torch brought a release of NCCL that is known to go wrong."""
     here = facts.measured
     if here is None or not here.nccl:
         return
@@ -230,6 +232,7 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
 
 
 def span(values: Sequence[float], unit: float) -> str:
+    """The lowest and the highest of some values, or their one value, in a unit."""
     low, high = (f"{value / unit:.3g}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 

@@ -63,6 +63,7 @@ class Told:
     advice: list[str]
 
     def to_json(self) -> str:
+        """For programs, with what is worked out for people beside each rank."""
         ranks = [one.to_dict() | {"waits_in": call(one), "where": where(one)} for one in self.ranks]
         return json.dumps(asdict(self) | {"ranks": ranks}, indent=2)
 

@@ -75,6 +75,7 @@ class Meeting(DynamicRendezvousHandler):
 
     @property
     def several(self) -> bool:
+        """Whether the run may have more than one node."""
         return self.counts[-1] > 1
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -167,6 +167,7 @@ def as_text(value: object) -> str:
 
 
 def as_toml(value: object) -> str:
+    """A JSON value as TOML in a line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{json.dumps(k)} = {as_toml(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -245,6 +246,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list
 
 
 def pass_through(lines: Iterable[str], tail: deque[str]) -> None:
+    """Print what comes on stderr, and keep the last of it."""
     for line in lines:
         tail.append(line)
         sys.stderr.write(line)

@@ -253,9 +253,11 @@ class Launched:
             raise InvalidJob([Problem("RUN", str(folder), f"{RECORD} is damaged")]) from error
 
     def status(self) -> str:
+        """See `Cluster.status`."""
         return cluster(self.on).status(self.id)
 
     def stop(self) -> str:
+        """See `Cluster.stop`."""
         return cluster(self.on).stop(self.id)
 
     def logs(self, follow: bool) -> Iterator[str]:

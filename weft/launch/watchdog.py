@@ -220,6 +220,7 @@ def progress(one: Seen) -> tuple[int, int]:
 
 
 def where(one: Seen) -> str:
+    """'step 7, waiting for data'."""
     return f"step {one.step}, {doing(one.site)}"
 
 
@@ -238,6 +239,7 @@ def call(one: Seen) -> str:
 
 
 def all_calls(seen: Sequence[Seen], most: int = 4) -> str:
+    """What some ranks wait in, ``most`` of them by name."""
     some = ", ".join(f"rank {one.rank} waits in {call(one)} ({where(one)})" for one in seen[:most])
     return some + (f" and {len(seen) - most} more" if len(seen) > most else "")
 
@@ -272,6 +274,7 @@ class Watched:
         return self.line
 
     def ask(self) -> None:
+        """Have it say which collectives are open; `answer` has what it says."""
         self.asked = (self._answer() or {"asked": 0})["asked"]
         with suppress(OSError):
             pipe = os.open(self.files / str(self.contact.question), os.O_WRONLY | os.O_NONBLOCK)
@@ -290,6 +293,7 @@ class Watched:
         return None
 
     def ask_for_stacks(self) -> None:
+        """Have it write where all its threads are; `stacks` has that."""
         self.told = len(self._read(self.contact.stacks))
         self.send(signal.SIGUSR2)
 
@@ -298,10 +302,12 @@ class Watched:
         return self._read(self.contact.stacks)[self.told :]
 
     def send(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.process, number)
 
     def state(self) -> str:
+        """The state of its process, as /proc/ID/status has it; empty if there is none."""
         return status(self.contact.pid).get("State", "")
 
     def seen(self, told: dict[str, Any] | None) -> Seen:
