@@ -569,25 +569,13 @@ def schema(options: argparse.Namespace) -> int:
     return 0
 
 
-RUN: dict[str, Callable[[argparse.Namespace], int]] = {
-    "train": train,
-    "launch": launch,
-    "plan": plan,
-    "verify": verify,
-    "compare": compare,
-    "report": report,
-    "generate": generate,
-    "evaluate": evaluate,
-    "rollback": rollback,
-    "export": export,
-    "import": import_,
-    "data prepare": data_prepare,
-    "data inspect": data_inspect,
-    "debug hang": debug_hang,
-    "debug diff": debug_diff,
-    "doctor": doctor,
-    "schema": schema,
-}
+COMMANDS: tuple[Callable[[argparse.Namespace], int], ...] = (
+    *(train, launch, plan, verify, compare, report, generate, evaluate, rollback, export, import_),
+    *(data_prepare, data_inspect, debug_hang, debug_diff, doctor, schema),
+)
+# By the words that call them.
+RUN = {run.__name__.replace("_", " ").strip(): run for run in COMMANDS}
+
 
 if __name__ == "__main__":
     sys.exit(main())
