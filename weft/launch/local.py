@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -15,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
 from torch.distributed import DistError
@@ -33,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from weft.job import Job, flatten
 from weft.launch import REQUEUE
 from weft.launch.nodes import JOIN, Meeting, meet
-from weft.launch.process import PYTHON, error_path, log_path, on_one_host, status
+from weft.launch.process import PYTHON, log_path, on_one_host, read_reports, status
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import is_loopback
@@ -313,11 +311,7 @@ def first_cause(
         killed: processes that were ended because another had failed.
         began: seconds since the epoch; reports from before are of an earlier attempt.
     """
-    reports: list[dict[str, Any]] = []
-    for rank in ranks:
-        with suppress(FileNotFoundError):
-            reports.append(json.loads(error_path(folder, rank).read_text("utf-8")))
-    reports = [report for report in reports if float(report["time"]) >= began]
+    reports = [report for report in read_reports(folder, began) if report["rank"] in ranks]
     reported = {report["rank"] for report in reports}
     for rank, failure in sorted(failures.items()):
         if rank not in reported and failure.pid not in killed:
@@ -331,7 +325,7 @@ def first_cause(
             return Failure(rank, kind, message, "", log_path(folder, rank))
     if not reports:
         return None
-    first = min(reports, key=lambda report: float(report["time"]))
+    first = reports[0]
     return Failure(
         rank=first["rank"],
         kind=first["kind"],

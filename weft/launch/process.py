@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -85,6 +86,20 @@ def write_report(folder: Path, rank: int, report: dict[str, Any], torchrun: str 
     """
     write_json(error_path(folder, rank), {"rank": rank, "time": time.time(), **report})
     tell_torchrun(torchrun, f"{report['kind']}: {report['message']}", report["traceback"])
+
+
+def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
+    """What the ranks of a run have left of their errors, the earliest first.
+
+    Args:
+        since: seconds since the epoch; reports from before are of an earlier attempt.
+    """
+    found = []
+    for path in (folder / "logs").glob("rank-*.error.json"):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text("utf-8")))
+    later = [report for report in found if report["time"] >= since]
+    return sorted(later, key=lambda report: float(report["time"]))
 
 
 def tell_torchrun(path: str | None, why: str, traceback: str) -> None:

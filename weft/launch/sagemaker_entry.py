@@ -45,7 +45,7 @@ from typing import Any
 
 from weft.job import MISSING, InvalidJob, Problem, WeftError, read_job
 from weft.launch import FAILED, MISTAKE, REQUEUE
-from weft.launch.process import PYTHON, die_with_parent
+from weft.launch.process import PYTHON, die_with_parent, read_reports
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import find
 
@@ -271,13 +271,9 @@ def first_cause(run_dir: Path, status: int, tail: Sequence[str], began: float) -
     own = [number for number, line in enumerate(tail) if line.startswith("weft: ")]
     if own:
         return "".join(tail[own[-1] :]).strip()
-    reports = []  # of ranks that torchrun has started; on stderr they say nothing
-    for path in run_dir.glob("logs/rank-*.error.json"):
-        with suppress(OSError, ValueError):
-            reports.append(json.loads(path.read_text("utf-8")))
-    reports = [report for report in reports if report["time"] >= began]
-    if reports:
-        first = min(reports, key=lambda report: float(report["time"]))
+    # Of ranks that torchrun has started: on stderr they say nothing.
+    if reports := read_reports(run_dir, began):
+        first = reports[0]
         head = f"rank {first['rank']}: {first['kind']}: {first['message']}"
         return f"{head}\n\n{first['traceback']}"
     return "".join(tail).strip() or f"weft train ended with status {status}"
