@@ -22,7 +22,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import tomli_w
@@ -31,8 +32,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft.launch.measure import bandwidth, median_seconds, products
+from weft.launch.measure import bandwidth, median_seconds, product_flops
 from weft.plan.devices import CPU, GIB, Device, device_called, device_named, user_files
+
+
+def in_float8(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    """The product of (m, k) and (n, k) in float8, with a scale for each matrix."""
+    one = torch.ones((), device=a.device)
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    options: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
+    return partial(torch._scaled_mm, a8, b8, use_fast_accum=True, **options)
 
 
 def attention(device: torch.device) -> tuple[float, float]:
@@ -94,8 +103,11 @@ def links(device: torch.device) -> dict[str, float]:
 def measure(device: torch.device) -> dict[str, Any]:
     """The device's entry."""
     forward, backward = attention(device)
+    achieved = {"bf16": product_flops(device)}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        achieved["float8"] = product_flops(device, prepare=in_float8)
     entry: dict[str, Any] = {
-        "achieved": {name: float(f"{rate:.4g}") for name, rate in products(device)},
+        "achieved": {name: float(f"{rate:.4g}") for name, rate in achieved.items()},
         "bandwidth": float(f"{bandwidth(device):.4g}"),
         "flash": [float(f"{forward:.4g}"), float(f"{backward:.4g}")],
         "launch": float(f"{launch(device):.3g}"),

@@ -328,7 +328,7 @@ def test_plan_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "demo on 2 CPU processes\n" in capsys.readouterr().out
 
 
-def test_mistakes_in_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (line,) = rejected(capsys, "plan", "llama3-8b", "--cluster", "1x8xA100")
     assert line.startswith("--cluster = \"1x8xA100\": 'A100' is not a known device; did you mean")
     lines = rejected(capsys, "plan", "llama3-8b", "--cluster", "x", "--optim.lr", "--rnak-map")
@@ -345,6 +345,14 @@ def test_mistakes_in_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("--rank-map")
     (line,) = rejected(capsys, "plan", "demo", "--write", "x.toml")
     assert line.startswith("--write")
+    for shown in ("--search", "--rank-map"):
+        (line,) = rejected(capsys, "plan", "demo", shown, "--report", "x.html")
+        assert line.startswith("--report")
+    files = ["--report", "/no/such/x.html", "--write", str(tmp_path)]
+    lines = rejected(capsys, "plan", "demo", "--optim.lr", "x", "--search", *files)
+    assert [line.partition(" = ")[0] for line in lines] == [
+        *("--report", "--report", "--write", "optim.lr")
+    ]
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "demo", "--search", "--rank-map"])
     with pytest.raises(SystemExit, match="2"):
@@ -384,10 +392,45 @@ def test_help_is_complete_and_light() -> None:
     done = weft("train", "--help")
     assert done.returncode == 0
     assert all(key in done.stdout for key in keys())
-    probe = "import sys, weft.cli; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    heavy = "torch", "numpy", "rich", "fsspec", "tokenizers", "yaml"
+    probe = f"import sys, weft.cli; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
     assert weft().returncode == 2
     assert weft("trian").returncode == 2
+
+
+def test_every_command_is_there() -> None:
+    """In the table by which words are read, and among what is run."""
+    from weft.arguments import COMMANDS, GROUPS
+    from weft.cli import RUN
+
+    assert list(COMMANDS) == list(RUN)
+    assert {name.split()[0] for name in COMMANDS if " " in name} == set(GROUPS)
+
+
+def test_the_value_of_an_option_is_no_key() -> None:
+    from weft.arguments import parse
+
+    words = ["generate", "run", "--prompt", "--a sentence", "--parallel.tp=2", "--seed=1"]
+    found = parse(words)
+    assert (found.prompt, found.seed) == (["--a sentence"], 1)
+    assert (found.command, found.overrides) == ("generate", [("parallel.tp", "2")])
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m weft.cli schema"
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        ["sh", "-c", command],
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "weft: the folder that this was started in has been removed\n"
 
 
 def test_generate_without_a_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

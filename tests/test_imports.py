@@ -20,6 +20,7 @@ ORDER = [
     {"train"},
     {"predict", "inference"},
     {"compare", "launch", "interchange"},
+    {"arguments"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

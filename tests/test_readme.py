@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.lines import lines_of_code, lines_of_packages
-from weft.cli import main, options_of, parser, split_overrides
+from weft.arguments import options_of, parser, split_overrides
+from weft.cli import main
 from weft.job import read_job, recipe_names
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +46,7 @@ def test_commands_are_such(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "mine.toml").write_text('extends = "demo"\n')
     for words in commands(page):
         known = parser()
-        rest, overrides, problems = split_overrides(words, options_of(known, words[0]))
+        rest, overrides, problems = split_overrides(words, options_of(words[0]))
         assert problems == [], words
         status: object = 0
         with contextlib.redirect_stdout(io.StringIO()):

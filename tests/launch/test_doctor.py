@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,15 +18,17 @@ import pytest
 
 from tests import s3
 from tests.launch.conftest import WEFT
-from tests.launch.test_checks import GPU
+from tests.launch.test_checks import GPU, GPUS
 from tests.launch.test_nodes import free_port
 from weft.cli import main
 from weft.job import read_job
 from weft.launch import MISTAKE, SICK
 from weft.launch.checks import CHECKS
-from weft.launch.doctor import SICK_NODES, folders
+from weft.launch.doctor import SICK_NODES, folders, gather, visible_gpus
+from weft.launch.facts import Facts, Measured
 from weft.launch.measure import measure
-from weft.launch.probes import Measured, locks, try_endpoint, try_folder
+from weft.launch.probes import locks, try_endpoint, try_folder
+from weft.launch.probes import run as run_tool
 
 pytestmark = pytest.mark.timeout(300, method="signal")
 
@@ -123,6 +128,7 @@ def test_a_folder_is_tried_where_it_will_be_and_left_as_it_was(tmp_path: Path) -
     assert found.read > 0
     assert list(tmp_path.iterdir()) == []
     assert "cannot be written" in try_folder("run.dir", Path("/proc/nothing"), 1 << 20).error
+    assert try_folder("run.dir", tmp_path / ("x" * 300), 1 << 20).error == ""  # but no traceback
 
 
 def test_a_lock_that_holds_nobody_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +156,44 @@ def test_the_meeting_place() -> None:
     assert try_endpoint(f"localhost:{free_port()}") == "free"
     assert "known" in try_endpoint("no-such-host.invalid:29400")
     assert "invalid literal" in try_endpoint("localhost:port")
+
+
+def test_something_else_at_the_meeting_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which accepts whoever comes, and says nothing that a launcher would."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    there.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        endpoint = f"127.0.0.1:{there.getsockname()[1]}"
+        assert try_endpoint(endpoint) == "answers"
+        monkeypatch.setattr("weft.launch.doctor.WAIT_SECONDS", 0.0)  # nor are devices measured
+        job, _, _ = read_job("demo", [("run.nodes", "2"), ("run.rendezvous", endpoint)])
+        facts = gather(job)
+        assert (facts.meeting, facts.others) == ("nobody answers there as a launcher does", ())
+        there.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 8), ("0,3", 2), ("GPU-6968dfc2,MIG-1", 2), ("", 0), ("NoDevFiles", 0), ("1,-1,2", 1)],
+)
+def test_only_visible_gpus_are_measured(
+    visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus(Facts(gpus=GPUS)) == count
+    assert visible_gpus(Facts()) == 0
+
+
+def test_a_tool_may_print_anything() -> None:
+    assert run_tool("printf", r"\377 NVRM: Xid") == "\ufffd NVRM: Xid"
+    assert run_tool("no-such-tool") == run_tool("false") == ""
 
 
 @pytest.mark.slow

@@ -206,13 +206,19 @@ esac"""
     made = calls.read_text().splitlines()
     label = "-l jobset.sigs.k8s.io/jobset-name=small-run"
     assert made[:2] == [
-        "get trainjob small-run -n train --ignore-not-found -o name",
-        f"apply -n train -f {tmp_path}/run.yaml",
+        "--namespace=train get trainjob small-run --ignore-not-found -o name",
+        f"--namespace=train apply -f {tmp_path}/run.yaml",
     ]
-    assert f"logs -n train {label} --prefix --tail=-1 --follow --max-log-requests=1000" in made
-    assert "delete trainjob small-run -n train --wait=false" in made
-    assert "delete trainingruntime small-run -n train --wait=false" in made
-    assert "delete configmap small-run-recipe -n train --wait=false --ignore-not-found" in made
+    assert (
+        f"--namespace=train logs {label} --prefix --tail=-1 --follow --max-log-requests=1000"
+        in made
+    )
+    assert "--namespace=train delete trainjob small-run --wait=false" in made
+    assert "--namespace=train delete trainingruntime small-run --wait=false" in made
+    assert (
+        "--namespace=train delete configmap small-run-recipe --wait=false --ignore-not-found"
+        in made
+    )
 
 
 def test_what_is_there_already_is_left_alone(

@@ -10,6 +10,8 @@ from tests.launch.requests import own_recipe as a_recipe
 from tests.launch.requests import request, said
 from weft.job import WeftError, read_job
 from weft.launch.manifest import (
+    WHOLE,
+    Option,
     command,
     common_problems,
     own_recipe,
@@ -29,12 +31,13 @@ def test_seconds() -> None:
 
 
 def test_every_mistake_at_once() -> None:
-    asked = request(("launch.time", "soon"), options={"buckte": "b", "role": "a b"})
-    known = {"bucket": "where to", "role": "who"}
+    asked = request(("launch.time", "soon"), options={"buckte": "b", "role": "a b", "disk": "x"})
+    known = {"bucket": Option("where to"), "role": Option("who"), "disk": Option("", WHOLE, "no")}
     text = said(common_problems(asked, known, ["bucket"], r"\w+"))
     assert "launch.options.buckte = \"b\": is no option here; did you mean 'bucket'?" in text
     assert "launch.options.bucket: is missing; --launch.options bucket=...: where to" in text
     assert "launch.options.role" in text
+    assert 'launch.options.disk = "x": no' in text
     assert "launch.time" in text
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,16 @@ def test_setup_runs_before(tmp_path: Path) -> None:
     entry = asked["AlgorithmSpecification"]["ContainerEntrypoint"]
     assert entry[:2] == ["bash", "-c"]
     assert entry[2] == "set -e\npip install x\nexec python -m weft.launch.sagemaker_entry"
+
+
+def test_a_mistake_is_not_told_of_another_key() -> None:
+    asked = request(
+        IMAGE,
+        options=OPTIONS | {"spot": "true", "wait": "2-00:00:00"},
+    )
+    launch = asked.job.launch.model_copy(update={"time": "soon"})
+    asked = replace(asked, job=asked.job.model_copy(update={"launch": launch}))
+    assert [problem.key for problem in sagemaker.problems(asked)] == ["launch.time"]
 
 
 def test_every_mistake() -> None:

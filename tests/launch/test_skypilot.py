@@ -66,6 +66,15 @@ def test_without_sky_nothing_is_checked(
     assert "not checked against SkyPilot's schemas" in capsys.readouterr().err
 
 
+def test_where_sky_is_a_wrapper_nothing_is_checked_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first line names a shell, which cannot run the check: no mistake of the task's."""
+    fake_tool(tmp_path, monkeypatch, "sky", "")
+    assert skypilot.check(skypilot.render(REQUESTS["gpu"])) == []
+    assert "not checked against SkyPilot's schemas, by /bin/sh" in capsys.readouterr().err
+
+
 def test_a_task() -> None:
     found = task(skypilot.render(REQUESTS["gpu"]))
     run = found.pop("run")

@@ -83,7 +83,7 @@ def test_mistakes(words: list[str], told: str, capsys: pytest.CaptureFixture[str
 
 
 def test_a_damaged_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for text in ("{", "[]", "{}"):
+    for text in ("{", "[]", "{}", '{"on": "lsf", "id": "7"}'):
         (tmp_path / "launch.json").write_text(text)
         assert launch("status", ".") == 2
         assert "launch.json is damaged" in capsys.readouterr().err

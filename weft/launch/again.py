@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from weft.data.text import Text, open_text
 from weft.inference.model import Found
 from weft.job import InvalidJob, Job, Problem
 from weft.launch.preparing import cache_folder, showing
+from weft.launch.process import PYTHON, on_one_host
 from weft.plan.resolve import Plan
 from weft.train.setup import Rank, connect, joined
 
@@ -70,12 +70,7 @@ def on_every_rank(plan: Plan, arguments: Sequence[str], run: Callable[[Rank], No
         with connect(plan) as rank:
             run(rank)
         return 0
-    environment = {"OMP_NUM_THREADS": str(plan.threads), **os.environ}
-    if plan.device == "cpu" and sys.platform == "linux":
-        # One host: do not depend on what its name resolves to.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # -P: a file of the user's that is called like a module must not come before that module.
-    python = [sys.executable, "-P", "-m"]
-    agent = [*python, "torch.distributed.run", "--standalone", "--no-python"]
-    command = [*agent, "--nproc-per-node", str(plan.world_size), *python, "weft.cli", *arguments]
+    environment = {"OMP_NUM_THREADS": str(plan.threads)} | on_one_host(plan.device) | os.environ
+    agent = [*PYTHON, "torch.distributed.run", "--standalone", "--no-python"]
+    command = [*agent, "--nproc-per-node", str(plan.world_size), *PYTHON, "weft.cli", *arguments]
     return subprocess.run(command, env=environment, check=False).returncode

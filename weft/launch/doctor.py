@@ -7,28 +7,23 @@ process itself uses no device: what hangs or dies there is a process of its own.
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from weft.job import InvalidJob, Job, Problem
+from weft.job import InvalidJob, Job, Problem, WeftError
 from weft.job import replace as changed
 from weft.launch import SICK
-from weft.launch.checks import SEVERITIES, WAIT, Finding, examine
+from weft.launch.checks import examine
+from weft.launch.facts import WAIT_SECONDS, Facts, gpus_in
+from weft.launch.finding import SEVERITIES, Finding
 from weft.launch.measure import measure
-from weft.launch.probes import (
-    Facts,
-    gpus_in,
-    look,
-    meet,
-    try_endpoint,
-    try_folder,
-    try_store,
-    versions,
-)
+from weft.launch.probes import look, meet, try_endpoint, try_folder, try_store, versions
 from weft.observe.files import write_json
 from weft.train.where import PORT, find, reachable
 
@@ -48,40 +43,60 @@ def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
     Raises:
         InvalidJob: if run.nodes cannot be read, or the environment contradicts itself.
     """
-    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
-    counts, endpoint = range(1, 2), ""
-    if here.nodes != "1":
-        from weft.plan.resolve import node_range  # imports torch, which may be what is broken
-
-        counts = node_range(changed(job, run={"nodes": here.nodes}))
-        if not counts:
-            rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
-            raise InvalidJob([Problem("run.nodes", here.nodes, rule, remedy)])
-        if here.rendezvous:
-            host, _, port = here.rendezvous.rpartition(":")
-            endpoint = f"{reachable(host)}:{port}" if host else f"{reachable(port)}:{PORT}"
-    nodes = counts[-1]
-    facts = replace(look(), nodes=nodes, least_nodes=counts[0])
-    gpus = len(gpus_in(facts.gpus)) or facts.device_files
+    counts, endpoint = nodes_of(job)
+    facts = replace(look(), nodes=counts[-1], least_nodes=counts[0], endpoint=endpoint)
+    gpus = visible_gpus(facts)
     on_gpu = job.run.device == "cuda" or (gpus > 0 and job.run.device == "auto")
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        gpus = len(list(filter(None, visible.split(","))))
     ranks = max(1, gpus if on_gpu else min(facts.usable, MOST_RANKS))
     device, size = "cuda" if on_gpu else "cpu", FULL if full else QUICK
     home = job.checkpoint.dir
     facts = replace(
         facts,
         device=device,
-        measured=measure(device, ranks, max(1, facts.usable // ranks), full, WAIT),
+        measured=measure(device, ranks, max(1, facts.usable // ranks), full, WAIT_SECONDS),
         folders=tuple(try_folder(key, path, size) for key, path in folders(job)),
         stores=(try_store("checkpoint.dir", home, size),) if "://" in home else (),
     )
-    if nodes == 1 or not endpoint:
+    if not endpoint or not together:
         return facts
-    facts = replace(facts, endpoint=endpoint, meeting=try_endpoint(endpoint) if together else "")
+    facts = replace(facts, meeting=try_endpoint(endpoint))
     if facts.meeting in ("free", "answers"):
-        facts = replace(facts, others=tuple(meet(endpoint, nodes, versions(), WAIT)))
+        try:
+            others = meet(endpoint, facts.nodes, versions(), WAIT_SECONDS)
+        except WeftError:
+            return replace(facts, meeting="nobody answers there as a launcher does")
+        facts = replace(facts, others=tuple(others))
     return facts
+
+
+def nodes_of(job: Job) -> tuple[Sequence[int], str]:
+    """How many nodes a job may have, from the fewest to the most, and where they meet.
+
+    Raises:
+        InvalidJob: see `gather`.
+    """
+    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
+    if here.nodes == "1":
+        return (1,), ""
+    from weft.plan.resolve import node_range  # imports torch, which may be what is broken
+
+    counts = node_range(changed(job, run={"nodes": here.nodes}))
+    if not counts:
+        rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
+        raise InvalidJob([Problem("run.nodes", here.nodes, rule, remedy)])
+    if counts[-1] == 1 or not here.rendezvous:
+        return counts, ""
+    host, _, port = here.rendezvous.rpartition(":")
+    return counts, f"{reachable(host)}:{port}" if host else f"{reachable(port)}:{PORT}"
+
+
+def visible_gpus(facts: Facts) -> int:
+    """How many of the GPUs there are a process may use: all, or those of CUDA_VISIBLE_DEVICES up to
+    the first word that is none (Slurm's 'NoDevFiles', -1)."""
+    there = len(gpus_in(facts.gpus)) or facts.device_files
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
+    named = list(takewhile(re.compile(r"\s*(\d+|GPU-|MIG-)").match, words))
+    return min(there, len(named))
 
 
 def folders(job: Job) -> list[tuple[str, Path]]:

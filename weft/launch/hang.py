@@ -26,7 +26,7 @@ from typing import Any
 
 from weft.checkpoint.manifest import checkpoints
 from weft.job import InvalidJob, Job, Problem
-from weft.launch.process import log_path
+from weft.launch.process import log_path, read_reports
 from weft.launch.start import how_to_go_on
 from weft.launch.watchdog import (
     FRAME,
@@ -63,6 +63,7 @@ class Told:
     advice: list[str]
 
     def to_json(self) -> str:
+        """For programs, with what is worked out for people beside each rank."""
         ranks = [one.to_dict() | {"waits_in": call(one), "where": where(one)} for one in self.ranks]
         return json.dumps(asdict(self) | {"ranks": ranks}, indent=2)
 
@@ -259,8 +260,8 @@ def _nothing(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
     advice = [f"logs: {logs}"] if logs.is_dir() else []
     if step >= job.train.steps:
         said = f"no hang: the run is complete, at step {step}"
-    elif errors := [json.loads(path.read_text("utf-8")) for path in logs.glob("rank-*.error.json")]:
-        failure = min(errors, key=lambda error: float(error["time"]))
+    elif reports := read_reports(folder):
+        failure = reports[0]
         said = f"no hang: rank {failure['rank']} failed: {failure['kind']}: {failure['message']}"
         advice = [f"log: {log_path(folder, failure['rank'])}", _next(folder, job)]
     elif not hosts and not records:

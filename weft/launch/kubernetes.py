@@ -21,6 +21,8 @@ from weft.job import Problem, WeftError
 from weft.launch import FAILED, MISTAKE, REQUEUE
 from weft.launch.manifest import (
     RUN_DIR,
+    WHOLE,
+    Option,
     command,
     common_problems,
     lines_of,
@@ -35,18 +37,19 @@ from weft.launch.submit import Request
 from weft.train.where import PORT
 
 ENDING = ".yaml"
-OPTIONS = {
-    "kind": "trainjob (Kubeflow Trainer v2) or jobset",
-    "claim": "PersistentVolumeClaim that all nodes share (ReadWriteMany), mounted at /runs",
-    "namespace": "where to; kubectl's own, if not given",
-    "cpu": "cores of a node",
-    "memory": "of a node: 64Gi",
-    "efa": "EFA devices of a node: 32 of a p5.48xlarge",
-    "account": "service account of the pods",
-}
 KINDS = ("trainjob", "jobset")
+OPTIONS = {
+    "kind": Option(
+        "trainjob (Kubeflow Trainer v2) or jobset", "|".join(KINDS), "must be trainjob or jobset"
+    ),
+    "claim": Option("PersistentVolumeClaim that all nodes share (ReadWriteMany), mounted at /runs"),
+    "namespace": Option("where to; kubectl's own, if not given"),
+    "cpu": Option("cores of a node"),
+    "memory": Option("of a node: 64Gi"),
+    "efa": Option("EFA devices of a node: 32 of a p5.48xlarge", WHOLE, "must be a whole number"),
+    "account": Option("service account of the pods"),
+}
 REMEDY = "see https://kubernetes.io/docs/tasks/tools"
-# Of Kubeflow's, for a JobSet as well.
 # What ranks have to finish a step and save, after a pod was told to end.
 GRACE_SECONDS = 600
 # Pods that ended otherwise than by a documented status, a disruption or success: lost nodes.
@@ -55,15 +58,10 @@ LOST_NODES = 6
 
 def problems(request: Request) -> list[Problem]:
     """What cannot be asked for here."""
-    options = request.job.launch.options
     found = common_problems(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
     if not request.name[0].isalpha():
         rule = f"names the run {request.name}, and what Kubernetes runs begins with a letter"
         found.append(Problem("run.dir", str(request.run_dir), rule, "use another --run.dir"))
-    if (kind := options.get("kind", KINDS[0])) not in KINDS:
-        found.append(Problem("launch.options.kind", kind, "must be trainjob or jobset"))
-    if not (efa := options.get("efa", "1")).isdecimal():
-        found.append(Problem("launch.options.efa", efa, "must be a whole number"))
     if request.job.launch.image == "auto":
         rule = "Kubernetes has no default image, and Kubeflow's has no weft in it"
         found.append(Problem("launch.image", "auto", rule, "name one; docs/kubernetes.md"))
@@ -260,25 +258,14 @@ def submit(path: Path, request: Request) -> str:
     """Hand the file in; NAMESPACE/KIND/NAME, the namespace empty if it is kubectl's own."""
     options = request.job.launch.options
     space, kind = options.get("namespace", ""), options.get("kind", KINDS[0])
-    there = (
-        "kubectl",
-        "get",
-        kind,
-        request.name,
-        *_space(space),
-        "--ignore-not-found",
-        "-o",
-        "name",
-    )
-    if tool(*there, remedy=REMEDY).strip():
+    if _kubectl(space, "get", kind, request.name, "--ignore-not-found", "-o", "name").strip():
         rule = f"there is a {kind} {request.name} already"
         raise WeftError(f"{rule}: weft launch stop, kubectl delete, or another --run.dir")
     try:
-        tool("kubectl", "apply", *_space(space), "-f", str(path), remedy=REMEDY)
+        _kubectl(space, "apply", "-f", str(path))
     except WeftError:  # of several documents some may have been taken
         with suppress(WeftError):
-            remove = ("delete", *_space(space), "--ignore-not-found", "--wait=false")
-            tool("kubectl", *remove, "-f", str(path), remedy=REMEDY)
+            _kubectl(space, "delete", "--ignore-not-found", "--wait=false", "-f", str(path))
         raise
     return f"{space}/{kind}/{request.name}"
 
@@ -286,8 +273,7 @@ def submit(path: Path, request: Request) -> str:
 def status(id: str) -> str:
     """One line that begins with 'waiting' or 'running' (on which nodes), or how it ended."""
     space, kind, name = id.split("/")
-    words = ("kubectl", "get", kind, name, *_space(space), "-o", "json")
-    found = json.loads(tool(*words, remedy=REMEDY))
+    found = json.loads(_kubectl(space, "get", kind, name, "-o", "json"))
     true = [c for c in found.get("status", {}).get("conditions", []) if c["status"] == "True"]
     for condition in true:
         if condition["type"] in ("Complete", "Completed"):
@@ -297,8 +283,7 @@ def status(id: str) -> str:
             return f"failed: {said}"
         if condition["type"] == "Suspended":
             return f"waiting: suspended: {said}"
-    words = ("kubectl", "get", "pods", *_space(space), "-l", _pods(name), "-o", "json")
-    pods = json.loads(tool(*words, remedy=REMEDY))["items"]
+    pods = json.loads(_kubectl(space, "get", "pods", "-l", _pods(name), "-o", "json"))["items"]
     running = [pod for pod in pods if pod["status"].get("phase") == "Running"]
     if not running:
         return f"waiting: {len(pods)} pods, none of which runs"
@@ -309,7 +294,7 @@ def status(id: str) -> str:
 def logs(id: str, follow: bool) -> Iterator[str]:
     """Lines that the job has printed, each after its pod's name."""
     space, _, name = id.split("/")
-    words = ["kubectl", "logs", *_space(space), "-l", _pods(name), "--prefix", "--tail=-1"]
+    words = ["kubectl", *_space(space), "logs", "-l", _pods(name), "--prefix", "--tail=-1"]
     # As many as there may be nodes: kubectl's own limit is 5.
     more = ["--follow", "--max-log-requests=1000"] if follow else []
     return lines_of(*words, *more, remedy=REMEDY)
@@ -318,16 +303,19 @@ def logs(id: str, follow: bool) -> Iterator[str]:
 def stop(id: str) -> str:
     """Have it save and end."""
     space, kind, name = id.split("/")
-    parts = [(kind, name), *([("trainingruntime", name)] if kind == "trainjob" else [])]
-    for what in parts:
-        tool("kubectl", "delete", *what, *_space(space), "--wait=false", remedy=REMEDY)
-    recipe = ("configmap", f"{name}-recipe", *_space(space), "--wait=false", "--ignore-not-found")
-    tool("kubectl", "delete", *recipe, remedy=REMEDY)
+    for what in (kind, "trainingruntime") if kind == "trainjob" else (kind,):
+        _kubectl(space, "delete", what, name, "--wait=false")
+    recipe = f"{name}-recipe"
+    _kubectl(space, "delete", "configmap", recipe, "--wait=false", "--ignore-not-found")
     return f"deleted {kind} {name}: its pods have {GRACE_SECONDS} s to save; /runs/{name} stays"
 
 
+def _kubectl(namespace: str, *words: str) -> str:
+    return tool("kubectl", *_space(namespace), *words, remedy=REMEDY)
+
+
 def _space(namespace: str) -> list[str]:
-    return ["-n", namespace] if namespace else []
+    return [f"--namespace={namespace}"] if namespace else []
 
 
 def _pods(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -15,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
 from torch.distributed import DistError
@@ -33,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from weft.job import Job, flatten
 from weft.launch import REQUEUE
 from weft.launch.nodes import JOIN, Meeting, meet
-from weft.launch.process import error_path, log_path, status
+from weft.launch.process import PYTHON, log_path, on_one_host, read_reports, status
 from weft.plan.resolve import Plan
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import is_loopback
@@ -104,17 +102,7 @@ def launch(
     same = {key: value for key, value in flatten(job).items() if not key.startswith("run.")}
     same |= {"run.workers": plan.local_world_size, "run.nodes": list(plan.node_counts)}
     meeting = meet(endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say)
-    # -P: a file of the user's that is called like a module must not come before that module.
-    command = [sys.executable, "-P", "-m", "weft.launch.worker", str(folder), str(store)]
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=plan.local_world_size,
-        rdzv_handler=meeting,
-        entrypoint=command[0],
-        args=tuple(command[1:]),
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    spec = worker_spec(plan, store, meeting)
     failures: list[tuple[float, Failure]] = []
     limit = job.resilience.time_limit
     try:
@@ -162,9 +150,23 @@ def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
     # All nodes have as many ranks: they need not tell each other how many.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
-    if plan.device == "cpu" and sys.platform == "linux" and is_loopback(endpoint):
-        # One host: do not depend on what its name resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if is_loopback(endpoint):
+        for name, value in on_one_host(plan.device).items():
+            os.environ.setdefault(name, value)
+
+
+def worker_spec(plan: Plan, store: Path, meeting: Meeting) -> WorkerSpec:
+    """This host's ranks, as torch's agent starts them: once, for what is next is decided here."""
+    python, *rest = PYTHON
+    return WorkerSpec(
+        role="rank",
+        local_world_size=plan.local_world_size,
+        rdzv_handler=meeting,
+        entrypoint=python,
+        args=(*rest, "weft.launch.worker", plan.run_dir, str(store)),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
 
 
 def run_once(spec: WorkerSpec, meeting: Meeting) -> RunResult | None:
@@ -309,11 +311,7 @@ def first_cause(
         killed: processes that were ended because another had failed.
         began: seconds since the epoch; reports from before are of an earlier attempt.
     """
-    reports: list[dict[str, Any]] = []
-    for rank in ranks:
-        with suppress(FileNotFoundError):
-            reports.append(json.loads(error_path(folder, rank).read_text("utf-8")))
-    reports = [report for report in reports if float(report["time"]) >= began]
+    reports = [report for report in read_reports(folder, began) if report["rank"] in ranks]
     reported = {report["rank"] for report in reports}
     for rank, failure in sorted(failures.items()):
         if rank not in reported and failure.pid not in killed:
@@ -327,7 +325,7 @@ def first_cause(
             return Failure(rank, kind, message, "", log_path(folder, rank))
     if not reports:
         return None
-    first = min(reports, key=lambda report: float(report["time"]))
+    first = reports[0]
     return Failure(
         rank=first["rank"],
         kind=first["kind"],

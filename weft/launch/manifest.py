@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.job import MISSING, Job, Problem, WeftError, flatten, read_job, recipe_names, suggest
 from weft.launch.submit import Request
@@ -29,37 +29,60 @@ def seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def time_problems(text: str) -> list[Problem]:
-    """What is wrong with ``launch.time``."""
+def time_problems(text: str, key: str = "launch.time") -> list[Problem]:
+    """What is wrong with a key that is a time."""
     try:
         rule = "" if seconds(text) else "must be longer"
     except ValueError as error:
         rule = str(error)
-    return [Problem("launch.time", text, rule)] if rule else []
+    return [Problem(key, text, rule)] if rule else []
+
+
+class Option(NamedTuple):
+    """One of ``launch.options``: what it is, and the pattern and the rule of its values, if they
+    have one beside that of the cluster's."""
+
+    meaning: str
+    pattern: str = ""
+    rule: str = ""
+    remedy: str = ""
+
+
+# Of options that are numbers, or switches.
+WHOLE, SWITCH = "[0-9]+", ("true|false", "must be true or false")
 
 
 def common_problems(
-    request: Request, known: Mapping[str, str], needed: Sequence[str], clean: str
+    request: Request, known: Mapping[str, Option], needed: Sequence[str], clean: str
 ) -> list[Problem]:
     """What is wrong with [launch] wherever a manifest is made of it.
 
     Args:
-        known: options and what they are.
-        needed: those of them that have to be given.
-        clean: a pattern for their values.
+        needed: those of the options that have to be given.
+        clean: a pattern for the values of all.
     """
     launch, found = request.job.launch, []
     for name, value in launch.options.items():
+        key = f"launch.options.{name}"
         if name not in known:
-            rule = "is no option here"
-            found.append(Problem(f"launch.options.{name}", value, rule, suggest(name, known)))
+            found.append(Problem(key, value, "is no option here", suggest(name, known)))
         elif not re.fullmatch(clean, value):
-            found.append(Problem(f"launch.options.{name}", value, "has letters it cannot have"))
+            found.append(Problem(key, value, "has letters it cannot have"))
+        elif known[name].pattern and not re.fullmatch(known[name].pattern, value):
+            found.append(Problem(key, value, known[name].rule, known[name].remedy))
     for name in needed:
         if name not in launch.options:
-            remedy = f"--launch.options {name}=...: {known[name]}"
+            remedy = f"--launch.options {name}=...: {known[name].meaning}"
             found.append(Problem(f"launch.options.{name}", MISSING, "is missing", remedy))
     return found + time_problems(launch.time)
+
+
+def fixed_nodes(request: Request, rule: str) -> list[Problem]:
+    """What is wrong with a range of nodes, for the reason ``rule``."""
+    least, most = request.nodes
+    if least == most:
+        return []
+    return [Problem("run.nodes", f"{least}:{most}", rule, f"use {most}")]
 
 
 def pairs_of(request: Request) -> dict[str, str]:
@@ -74,11 +97,15 @@ def command(request: Request, recipe: str, changes: Mapping[str, str]) -> list[s
     return ["weft", "train", recipe, *(word for k, v in pairs.items() for word in (f"--{k}", v))]
 
 
+def on_lines(words: Sequence[str], indent: str) -> str:
+    """The command as shell has it, each option on a line of its own."""
+    pairs = zip(words[3::2], words[4::2], strict=True)
+    return f" \\\n{indent}".join(shlex.join(part) for part in (words[:3], *pairs))
+
+
 def script(lines: Sequence[str], words: Sequence[str]) -> str:
-    """Shell that runs ``lines`` and then becomes the command, option by option on its lines."""
-    pairs = [shlex.join(pair) for pair in zip(words[3::2], words[4::2], strict=True)]
-    last = " \\\n  ".join([f"exec {shlex.join(words[:3])}", *pairs])
-    return "\n".join(["set -e", *lines, last]) + "\n"
+    """Shell that runs ``lines`` and then becomes the command."""
+    return "\n".join(["set -e", *lines, f"exec {on_lines(words, '  ')}"]) + "\n"
 
 
 def own_recipe(request: Request) -> str | None:

@@ -21,11 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.launch.probes import Measured, nvidia
-from weft.launch.process import die_with_parent, leave
+from weft.launch.facts import Measured
+from weft.launch.probes import nvidia
+from weft.launch.process import PYTHON, die_with_parent, leave, on_one_host
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 8192, 28672))
 SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
@@ -42,20 +44,16 @@ def measure(device: str, ranks: int, threads: int, full: bool, limit: float) -> 
         full: every pair of devices, and several shapes of products.
         limit: seconds until all is ended.
     """
+    environment = os.environ | on_one_host(device) | {"OMP_NUM_THREADS": str(threads)}
+    environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory(prefix="weft-doctor-") as folder:
-        asked = {"device": device, "size": ranks, "full": full, "limit": limit}
+        asked = {"kind": device, "size": ranks, "full": full, "limit": limit}
         processes = []
         for rank in range(ranks):
             one = json.dumps(asked | {"rank": rank, "store": f"{folder}/store"})
+            command = [*PYTHON, "weft.launch.measure", one]
             with open(f"{folder}/{rank}", "wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-P", "-m", "weft.launch.measure", one],
-                        stdout=log,
-                        stderr=log,
-                        env=_environment(device, threads),
-                    )
-                )
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         late = _wait(processes, limit)
         told = [Path(folder, str(rank)).read_text("utf-8", "replace") for rank in range(ranks)]
     for rank, process in enumerate(processes):
@@ -65,18 +63,18 @@ def measure(device: str, ranks: int, threads: int, full: bool, limit: float) -> 
         who = ", ".join(map(str, late))
         return Measured(device, error=f"not done within {limit:.0f} s: process {who}")
     found = [json.loads(last_line(text)) for text in told]
-    of_all = {name: tuple(one[name] for one in found) for name in ("flops", "bandwidth", "same")}
-    pairs = tuple((a, b, rate) for a, b, rate in found[0]["pairs"])
-    tuples = {"pairs": pairs, "nccl": tuple(found[0]["nccl"])}
-    return Measured(**(found[0] | of_all | tuples | {"right": all(one["right"] for one in found)}))
-
-
-def _environment(device: str, threads: int) -> dict[str, str]:
-    changes = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if device == "cpu" and sys.platform == "linux":
-        # One host: do not depend on what its name resolves to.
-        changes["GLOO_SOCKET_IFNAME"] = "lo"
-    return os.environ | changes
+    first = found[0]
+    return Measured(
+        device,
+        nccl=tuple(first["nccl"]),
+        flops=tuple(one["flops"] for one in found),
+        bandwidth=tuple(one["bandwidth"] for one in found),
+        same=tuple(one["same"] for one in found),
+        busbw=first["busbw"],
+        right=all(one["right"] for one in found),
+        pairs=tuple((a, b, rate) for a, b, rate in first["pairs"]),
+        clocks=first["clocks"],
+    )
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: float) -> list[int]:
@@ -104,7 +102,7 @@ def last_line(text: str) -> str:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, least: float = 0.3) -> float:
-    """Of one call, over as many as take ``least`` seconds, and at least five."""
+    """Of one call: the median over as many as take ``least`` seconds, and at least five."""
     import torch
 
     def one() -> float:
@@ -121,35 +119,34 @@ def median_seconds(run: Callable[[], object], device: torch.device, least: float
     return statistics.median(took)
 
 
-def products(
-    device: torch.device, shapes: Sequence[tuple[int, int, int]] = (), least: float = 0.3
-) -> Iterator[tuple[str, float]]:
-    """Precisions with the FLOP/s of their best product; on a CPU float32 goes as bf16."""
+def in_bf16(a: Tensor, b: Tensor) -> Callable[[], object]:
+    """Their product, in the usual precision: on a CPU float32."""
     import torch
 
-    on_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    best: dict[str, float] = {}
-    for m, k, n in shapes or (SHAPES if on_gpu else SMALL_SHAPES):
-        a = torch.randn(m, k, device=device).to(dtype)
-        b = torch.randn(n, k, device=device).to(dtype).t()
-        runs: dict[str, Callable[[], object]] = {"bf16": partial(torch.matmul, a, b)}
-        if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
-            one = torch.ones((), device=device)
-            a8, b8 = a.to(torch.float8_e4m3fn), b.t().to(torch.float8_e4m3fn).t()
-            runs["float8"] = partial(
-                torch._scaled_mm,
-                a8,
-                b8,
-                scale_a=one,
-                scale_b=one,
-                out_dtype=torch.bfloat16,
-                use_fast_accum=True,
-            )
-        for name, run in runs.items():
-            rate = 2 * m * k * n / median_seconds(run, device, least)
-            best[name] = max(best.get(name, 0.0), rate)
-    yield from best.items()
+    dtype = torch.bfloat16 if a.is_cuda else torch.float32
+    return partial(torch.matmul, a.to(dtype), b.to(dtype).t())
+
+
+def product_flops(
+    device: torch.device,
+    shapes: Sequence[tuple[int, int, int]] = (),
+    least: float = 0.3,
+    prepare: Callable[[Tensor, Tensor], Callable[[], object]] = in_bf16,
+) -> float:
+    """FLOP/s of the fastest of some products.
+
+    Args:
+        shapes: m, k, n of each: m x k by k x n; none: several large ones.
+        least: seconds to spend on each.
+        prepare: from (m, k) and (n, k) in float32 makes what computes the product.
+    """
+    import torch
+
+    rates = []
+    for m, k, n in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
+        run = prepare(torch.randn(m, k, device=device), torch.randn(n, k, device=device))
+        rates.append(2 * m * k * n / median_seconds(run, device, least))
+    return max(rates)
 
 
 def bandwidth(device: torch.device, least: float = 0.3) -> float:
@@ -242,9 +239,8 @@ def be_measured(rank: int, size: int, kind: str, store: str, full: bool, limit: 
     shapes = () if full else (SHAPES[1] if on_gpu else SMALL_SHAPES[0],)
     together()
     found: dict[str, Any] = {
-        "device": kind,
         "nccl": nccl() if on_gpu else (),
-        "flops": dict(products(device, shapes, least))["bf16"],
+        "flops": product_flops(device, shapes, least),
         "bandwidth": bandwidth(device, least),
         "same": repeats(device),
         "clocks": clocks_under_load(device, rank == 0) if on_gpu else "",
@@ -260,9 +256,7 @@ def be_measured(rank: int, size: int, kind: str, store: str, full: bool, limit: 
 def main() -> None:
     """Print what is found as the last line."""
     die_with_parent()
-    asked = json.loads(sys.argv[1])
-    kind = asked.pop("device")
-    print(json.dumps(be_measured(kind=kind, **asked)))
+    print(json.dumps(be_measured(**json.loads(sys.argv[1]))))
     leave(0)
 
 

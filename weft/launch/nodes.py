@@ -75,6 +75,7 @@ class Meeting(DynamicRendezvousHandler):
 
     @property
     def several(self) -> bool:
+        """Whether the run may have more than one node."""
         return self.counts[-1] > 1
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -198,26 +199,10 @@ def meet(
     # With torch's default every restart meets the addresses of the dead incarnation.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     local = "localhost" if is_loopback(endpoint) else None
-    backend, store = None, None
-    deadline = time.monotonic() + JOIN.total_seconds()
-    serve: bool | None = None  # torch is to find out
-    while backend is None:
-        try:
-            parameters = RendezvousParameters(
-                "c10d", endpoint, run, counts[0], counts[-1], read_timeout=10, is_host=serve
-            )
-            if counts[-1] == 1:
-                store = listening_store("127.0.0.1", 0, True)
-                backend = C10dRendezvousBackend(store, run)
-            else:
-                backend, store = create_backend(parameters)
-        except RendezvousConnectionError as error:
-            # torch compares with this host's own name, which says nothing of a second interface.
-            serve = True if serve is None and is_here(endpoint) else None
-            if time.monotonic() > deadline:
-                rule = f"nobody has answered there for {JOIN}"
-                raise WeftError(f"run.rendezvous = {endpoint}: {rule}") from error
-    assert store is not None
+    if counts[-1] == 1:
+        store = listening_store("127.0.0.1", 0, True)
+    else:
+        store = find_store(endpoint, run, counts, JOIN.total_seconds())
     store.set_timeout(timedelta(seconds=60))
     number = 0
     while True:
@@ -247,6 +232,32 @@ def meet(
             if value != theirs.get(key)
         )
     return meeting
+
+
+def find_store(endpoint: str, run: str, counts: Sequence[int], seconds: float) -> Any:
+    """The store of torch's c10d rendezvous at a meeting place, which is made if that is here.
+
+    Args:
+        endpoint, run, counts: see `meet`.
+        seconds: how long to try.
+
+    Raises:
+        WeftError: if nobody answers.
+    """
+    deadline = time.monotonic() + seconds
+    serve: bool | None = None  # torch is to find out
+    while True:
+        parameters = RendezvousParameters(
+            "c10d", endpoint, run, counts[0], counts[-1], read_timeout=10, is_host=serve
+        )
+        try:
+            return create_backend(parameters)[1]
+        except RendezvousConnectionError as error:
+            # torch compares with this host's own name, which says nothing of a second interface.
+            serve = True if serve is None and is_here(endpoint) else None
+            if time.monotonic() > deadline:
+                rule = f"nobody has answered there for {timedelta(seconds=seconds)}"
+                raise WeftError(f"run.rendezvous = {endpoint}: {rule}") from error
 
 
 def is_here(endpoint: str) -> bool:

@@ -1,8 +1,7 @@
-"""What a node is like: facts, gathered without judging them (`weft.launch.doctor` does).
+"""How the facts of a node are gathered.
 
-Everything here is thin, and gets on with whatever is missing: a tool that is not there gives an
-empty text, a file that is not there None.  What tools print is kept as they print it, and taken
-apart by functions of their own, so that tests can give them what other machines have printed.
+Everything here is thin, and gets on with whatever is missing: a tool or file that is not there
+gives an empty text.
 """
 
 from __future__ import annotations
@@ -22,36 +21,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import weft
-from weft.checkpoint.storage import create, open_folder, put_new, read_range, remove
+from weft.checkpoint.storage import create, is_remote, open_folder, put_new, read_range, remove
 from weft.job import WeftError
+from weft.launch.facts import ASKED, TIMED_OUT, Adapter, Facts, Folder, Node, Store
 
 ASKS, LINGER_SECONDS = 5, 1.0  # for the time; and for others to read what the store has
-PATIENCE = 30.0  # seconds for a tool; a broken driver lets nvidia-smi wait for ever
-TIMED_OUT = "no answer"  # what such a tool has said
-SPOILT = "what was read is not what was written"
-# What is asked of every GPU; "reasons" has another name in drivers before 535.
-ASKED = {
-    "index": "index",
-    "name": "name",
-    "driver": "driver_version",
-    "memory": "memory.total",
-    "used": "memory.used",
-    "celsius": "temperature.gpu",
-    "watts": "power.draw",
-    "sm": "clocks.sm",
-    "most_sm": "clocks.max.sm",
-    "reasons": "clocks_event_reasons.active",
-    "ecc": "ecc.errors.uncorrected.volatile.total",
-    "width": "pcie.link.width.current",
-    "most_width": "pcie.link.width.max",
-    "mig": "mig.mode.current",
-}
+TOOL_SECONDS = 30.0  # for a tool to answer; a broken driver lets nvidia-smi wait for ever
 OLD_REASONS = "clocks_throttle_reasons.active"
 REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
 # Variables that are looked at; of others not even the name is taken, for some are secrets.
@@ -61,134 +41,12 @@ PLUGINS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local", "/usr")
 LIBRARIES = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """One of InfiniBand's kind, by /sys; ``rdma_read``: EFA's own, on devices that can."""
-
-    name: str
-    driver: str = ""
-    state: str = ""
-    rate: str = ""
-    rdma_read: bool = False
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder of the job's.  Rates in bytes/s; ``locks``: a second holder of its lock is refused;
-    ``links``: it has hard links.  ``error``: why nothing could be tried."""
-
-    key: str
-    path: str
-    kind: str = ""
-    options: str = ""
-    free: int = 0
-    files: int = -1  # free inodes; -1: not counted there
-    write: float = 0.0
-    read: float = 0.0
-    locks: bool = True
-    links: bool = True
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Store:
-    """A place in an object store; ``once``: it refuses to put an object that is there already."""
-
-    key: str
-    url: str
-    write: float = 0.0
-    read: float = 0.0
-    seconds: float = 0.0  # of a small put
-    once: bool = True
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Node:
-    """What nodes tell each other.  ``ahead``: of the first one's clock, in seconds, give or take
-    ``doubt``."""
-
-    host: str
-    versions: Mapping[str, str]
-    ahead: float = 0.0
-    doubt: float = 0.0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Of one node; each tuple has a number of every device.
-
-    ``busbw``: bytes/s of each in all-reduces, as nccl-tests reckons it; 0 of one device.
-    ``pairs``: from, to, and bytes/s of a copy.  ``same``: whether products came out the same every
-    time.  ``clocks``: what `weft.launch.probes.nvidia` saw under load.  ``error``: instead of all.
-    """
-
-    device: str = "cpu"
-    nccl: tuple[int, ...] = ()
-    flops: tuple[float, ...] = ()
-    bandwidth: tuple[float, ...] = ()
-    same: tuple[bool, ...] = ()
-    busbw: float = 0.0
-    right: bool = True  # the sum over ranks
-    pairs: tuple[tuple[int, int, float], ...] = ()
-    clocks: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Of one node.  Texts are what tools have printed; None, an empty text or 0 is not known."""
-
-    host: str = ""
-    device: str = "cpu"  # that the job is to use
-    nodes: int = 1  # that the job is to have, at most ...
-    least_nodes: int = 1  # ... and at least
-    weft: str = weft.__version__
-    torch: str = ""
-    cuda: str = ""  # that torch was built for
-    python: str = platform.python_version()
-    kernel: str = platform.release()
-    cores: int = 0  # of the machine
-    usable: int = 0  # of them by affinity
-    quota: float = 0.0  # of them by the control group
-    memory: int = 0
-    available: int = 0
-    limit: int = 0  # of the control group, in bytes
-    shm: int = 0
-    shm_free: int = 0
-    memlock: int = -1  # -1: no limit
-    nofile: int = -1
-    clock_in_step: bool | None = None
-    address: str = ""  # that this host's name resolves to
-    interfaces: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    gpus: str = ""
-    smi: str = ""  # its head, which has the newest CUDA of the driver
-    topology: str = ""
-    nvlinks: str = ""
-    remapped: str = ""
-    kernel_log: str = ""
-    device_files: int = 0  # of NVIDIA's driver, one a GPU
-    modules: tuple[str, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
-    libfabric: str = ""
-    efa_provider: str = ""
-    ofi_plugin: str = ""  # its version; '?': one of a version unknown
-    folders: tuple[Folder, ...] = ()
-    stores: tuple[Store, ...] = ()
-    endpoint: str = ""  # where nodes are to meet
-    meeting: str = ""  # '' nobody asked, else 'free', 'answers' or why not
-    others: tuple[Node, ...] = ()
-    measured: Measured | None = None
-
-
 def look() -> Facts:
     """All that needs neither a job's folders nor its devices at work."""
-    mine = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
-    sizes = {k: int(v) * 1024 for k, v in re.findall(r"(\w+):\s+(\d+) kB", mine)}
+    told = re.findall(r"(\w+):\s+(\d+) kB", content(Path("/proc/meminfo")))
+    sizes = {name: int(number) * 1024 for name, number in told}
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     limit, quota = control_group(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    with_gpu = shutil.which("nvidia-smi") is not None
     address = ""
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
@@ -210,10 +68,10 @@ def look() -> Facts:
         address=address,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         variables={k: v for k, v in os.environ.items() if k.startswith(PREFIXES) or k in NAMES},
-        gpus=nvidia() if with_gpu else "",
-        smi=run("nvidia-smi") if with_gpu else "",
-        topology=run("nvidia-smi", "topo", "-m") if with_gpu else "",
-        nvlinks=run("nvidia-smi", "nvlink", "-s") if with_gpu else "",
+        gpus=nvidia(),
+        smi=run("nvidia-smi"),
+        topology=run("nvidia-smi", "topo", "-m"),
+        nvlinks=run("nvidia-smi", "nvlink", "-s"),
         remapped=run("nvidia-smi", f"--query-remapped-rows={REMAPPED}", "--format=csv,noheader"),
         kernel_log="\n".join(line for line in run("dmesg").splitlines() if "NVRM: Xid" in line),
         device_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
@@ -236,11 +94,23 @@ def cuda_of_torch() -> str:
     return match[1] if match else ""
 
 
+def content(path: Path) -> str:
+    """What a file of the kernel's has; empty if it is not there, or cannot be read."""
+    with suppress(OSError):
+        return path.read_text("utf-8", "surrogateescape")
+    return ""
+
+
 def run(*command: str) -> str:
     """What a tool prints, if it is there and succeeds."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TOOL_SECONDS,
+            check=False,
         )
     except OSError:
         return ""
@@ -258,21 +128,6 @@ def nvidia() -> str:
     return ""
 
 
-def gpus_in(text: str) -> list[dict[str, str]]:
-    """The lines of `nvidia`, each by the names of `ASKED`."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [dict(zip(ASKED, row, strict=True)) for row in rows if len(row) == len(ASKED)]
-
-
-def topology_in(text: str) -> dict[tuple[str, str], str]:
-    """Of ``nvidia-smi topo -m`` how each pair of GPUs and adapters is joined: NV18, PIX, SYS."""
-    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in text.splitlines()]
-    head = next((words for words in lines if words[:1] == ["GPU0"]), [])
-    known = [word for word in head if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)]
-    rows = [words for words in lines if words and words[0] in known and words != head]
-    return {(row[0], name): how for row in rows for name, how in zip(known, row[1:], strict=False)}
-
-
 def control_group(own: Path, root: Path) -> tuple[int, float]:
     """The memory in bytes and the cores that this process's control groups leave it; the smallest
     on the way up, 0 where there is no limit.  Both versions of control groups.
@@ -282,7 +137,7 @@ def control_group(own: Path, root: Path) -> tuple[int, float]:
         root: where the groups are mounted.
     """
     memory, cores = [], []
-    for line in own.read_text().splitlines() if own.exists() else []:
+    for line in content(own).splitlines():
         _, kinds, path = line.split(":", 2)
         tops = [root / kind for kind in kinds.split(",")] if kinds else [root, root / "unified"]
         for top in tops:
@@ -298,9 +153,7 @@ def control_group(own: Path, root: Path) -> tuple[int, float]:
 
 
 def _numbers(path: Path) -> list[int]:
-    with suppress(OSError):
-        return [int(word) for word in path.read_text().split() if word.isdigit()]
-    return []
+    return [int(word) for word in content(path).split() if word.isdigit()]
 
 
 def clock_in_step() -> bool | None:
@@ -317,10 +170,11 @@ def adapters(root: Path) -> Iterator[Adapter]:
     """The first port of each."""
     for one in sorted(root.iterdir()) if root.is_dir() else []:
         port = one / "ports" / "1"
-        text = {name: (port / name).read_text().strip() for name in ("state", "rate")}
-        driver = (one / "device" / "driver").resolve().name
+        state, rate = (content(port / name).strip() for name in ("state", "rate"))
+        link = one / "device" / "driver"
+        driver = link.resolve().name if link.is_symlink() else ""
         read = (port / "hw_counters" / "rdma_read_bytes").exists()
-        yield Adapter(one.name, driver, text["state"], text["rate"], read)
+        yield Adapter(one.name, driver, state, rate, read)
 
 
 def plugin(folders: Sequence[str]) -> str:
@@ -341,44 +195,53 @@ def mount_of(path: Path, mounts: str) -> tuple[str, str]:
     best = ("", "", "")
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape")  # a space is \040
+        # A space is \040.
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), left.split()[4])
         if path.is_relative_to(point) and len(point) >= len(best[0]):
             kind, _, *options = right.split()
             best = (point, kind, ",".join(options))
     return best[1], best[2]
 
 
+def write_and_read(path: Path, size: int) -> tuple[float, float, str]:
+    """Bytes/s of writing a new file of so many bytes, and of reading it from the disk or store;
+    and what is wrong with what was read."""
+    written = os.urandom(1 << 20) * (size >> 20)
+    began = time.perf_counter()
+    with create(path, size) as file:
+        file.write(written)
+    wrote = time.perf_counter() - began
+    if not is_remote(path):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    found = read_range(path, 0, size)
+    took = time.perf_counter() - began
+    wrong = "" if bytes(found) == written else "what was read is not what was written"
+    return size / wrote, size / took, wrong
+
+
 def try_folder(key: str, folder: Path, size: int) -> Folder:
     """Write and read a file in a folder, or in the nearest one that there is; nothing stays."""
-    there = next(path for path in (folder, *folder.parents) if path.is_dir()).resolve()
-    mounts = Path("/proc/self/mountinfo")
-    kind, options = mount_of(there, mounts.read_text() if mounts.exists() else "")
-    block = os.urandom(1 << 20)
+    there = next(path for path in (folder, *folder.parents) if os.path.isdir(path)).resolve()
+    kind, options = mount_of(there, content(Path("/proc/self/mountinfo")))
     try:
         with tempfile.TemporaryDirectory(prefix=".weft-doctor-", dir=there) as own:
-            path, content = Path(own, "file"), block * (size >> 20)
-            began = time.perf_counter()
-            with create(path, len(content)) as file:
-                file.write(content)
-            wrote = time.perf_counter() - began
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            began = time.perf_counter()
-            found = read_range(path, 0, len(content))
-            took = time.perf_counter() - began
+            path = Path(own, "file")
+            write, read, error = write_and_read(path, size)
             usage = os.statvfs(there)
             return Folder(
                 key,
                 str(folder),
                 kind,
                 options,
-                usage.f_bavail * usage.f_frsize,
-                usage.f_favail if usage.f_files else -1,
-                size / wrote,
-                size / took,
-                locks(path),
-                links(path),
-                "" if bytes(found) == content else SPOILT,
+                free=usage.f_bavail * usage.f_frsize,
+                files=usage.f_favail if usage.f_files else -1,
+                write=write,
+                read=read,
+                locks=locks(path),
+                links=links(path),
+                error=error,
             )
     except OSError as error:
         return Folder(key, str(folder), kind, options, error=f"cannot be written: {error.strerror}")
@@ -407,17 +270,10 @@ def links(path: Path) -> bool:
 
 def try_store(key: str, url: str, size: int) -> Store:
     """Write and read an object, as checkpoints are; nothing stays."""
-    content = os.urandom(size)
     try:
         place = open_folder(url) / f".weft-doctor-{socket.gethostname()}-{os.getpid()}"
         try:
-            began = time.perf_counter()
-            with create(place / "large", size) as file:
-                file.write(content)
-            wrote = time.perf_counter() - began
-            began = time.perf_counter()
-            found = read_range(place / "large", 0, size)
-            took = time.perf_counter() - began
+            write, read, wrong = write_and_read(place / "large", size)
             began = time.perf_counter()
             put_new(place / "small", b"first")
             small = time.perf_counter() - began
@@ -432,8 +288,7 @@ def try_store(key: str, url: str, size: int) -> Store:
         return Store(key, url, error=str(error))
     except Exception as error:  # whatever the client of the store raises
         return Store(key, url, error=f"{type(error).__name__}: {error.__cause__ or error}")
-    why = "" if bytes(found) == content else SPOILT
-    return Store(key, url, size / wrote, size / took, small, once, why)
+    return Store(key, url, write, read, small, once, wrong)
 
 
 # --------------------------------------------------------------------------- other nodes
@@ -471,17 +326,23 @@ def versions() -> dict[str, str]:
 def meet(endpoint: str, nodes: int, mine: Mapping[str, str], limit: float) -> list[Node]:
     """Find the other nodes that ask the same, and compare clocks with the first that came.
 
+    Args:
+        mine: the versions of this one.
+        limit: seconds to wait for the others.
+
     Returns:
         All of them; fewer than ``nodes`` if the others did not come in time.
+
+    Raises:
+        WeftError: if nobody answers at the endpoint.
     """
     from datetime import timedelta
 
     from torch.distributed import DistStoreError
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
-    parameters = RendezvousParameters("c10d", endpoint, "doctor", 1, nodes, read_timeout=int(limit))
-    _, store = create_backend(parameters)
+    from weft.launch.nodes import find_store
+
+    store = find_store(endpoint, "doctor", (1, nodes), limit)
     store.set_timeout(timedelta(seconds=limit))
     number = store.add("count", 1) - 1
     store.set(f"node/{number}", json.dumps([socket.gethostname(), dict(mine)]))

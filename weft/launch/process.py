@@ -1,4 +1,4 @@
-"""What a rank's process leaves for its launcher, and how it ends.
+"""How weft starts processes of its own; what a rank's leaves for its launcher, and how it ends.
 
 Nothing heavy is imported: ranks do this before anything else.
 """
@@ -13,11 +13,22 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from weft.job import WeftError
 from weft.observe.files import write_json
+
+# -P: a file of the user's that is called like a module must not come before that module.
+PYTHON = [sys.executable, "-P", "-m"]
+
+
+def on_one_host(device: str) -> dict[str, str]:
+    """Variables for ranks that are all on this host: gloo on CPUs must not depend on what the
+    host's name resolves to."""
+    on_loopback = device == "cpu" and sys.platform == "linux"
+    return {"GLOO_SOCKET_IFNAME": "lo"} if on_loopback else {}
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -75,6 +86,20 @@ def write_report(folder: Path, rank: int, report: dict[str, Any], torchrun: str 
     """
     write_json(error_path(folder, rank), {"rank": rank, "time": time.time(), **report})
     tell_torchrun(torchrun, f"{report['kind']}: {report['message']}", report["traceback"])
+
+
+def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
+    """What the ranks of a run have left of their errors, the earliest first.
+
+    Args:
+        since: seconds since the epoch; reports from before are of an earlier attempt.
+    """
+    found = []
+    for path in (folder / "logs").glob("rank-*.error.json"):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text("utf-8")))
+    later = [report for report in found if report["time"] >= since]
+    return sorted(later, key=lambda report: float(report["time"]))
 
 
 def tell_torchrun(path: str | None, why: str, traceback: str) -> None:

@@ -20,20 +20,34 @@ from pathlib import Path
 from typing import Any
 
 from weft.job import Problem, WeftError
-from weft.launch.manifest import RUN_DIR, common_problems, own_recipe, pairs_of, seconds, unchecked
+from weft.launch.manifest import (
+    RUN_DIR,
+    SWITCH,
+    WHOLE,
+    Option,
+    common_problems,
+    fixed_nodes,
+    own_recipe,
+    pairs_of,
+    seconds,
+    time_problems,
+    unchecked,
+)
 from weft.launch.submit import Request
 
 ENDING = ".json"
 OPTIONS = {
-    "role": "ARN of the role that the job takes: arn:aws:iam::...:role/...",
-    "instance_type": "such as ml.p5.48xlarge",
-    "bucket": "where the run's folder, checkpoints, recipe and model go, below weft/NAME",
-    "region": "where to; the AWS configuration's own, if not given",
-    "volume": "GB of disk of each instance (100)",
-    "spot": "true: managed spot training; the job goes on where it was interrupted",
-    "wait": "spot: longest time until it ends, D-HH:MM:SS (twice launch.time)",
-    "subnets": "of a VPC, with '+' between them; for FSx, and EFA across instances",
-    "security_groups": "of the VPC, with '+' between them",
+    "role": Option("ARN of the role that the job takes: arn:aws:iam::...:role/..."),
+    "instance_type": Option("such as ml.p5.48xlarge"),
+    "bucket": Option("where the run's folder, checkpoints, recipe and model go, below weft/NAME"),
+    "region": Option("where to; the AWS configuration's own, if not given"),
+    "volume": Option("GB of disk of each instance (100)", WHOLE, "must be a whole number of GB"),
+    "spot": Option(
+        "true: managed spot training; the job goes on where it was interrupted", *SWITCH
+    ),
+    "wait": Option("spot: longest time until it ends, D-HH:MM:SS (twice launch.time)"),
+    "subnets": Option("of a VPC, with '+' between them; for FSx, and EFA across instances"),
+    "security_groups": Option("of the VPC, with '+' between them"),
 }
 CHANNEL = "/opt/ml/input/data"
 GROUP = "/aws/sagemaker/TrainingJobs"
@@ -45,27 +59,20 @@ POLL_SECONDS = 5.0
 
 def problems(request: Request) -> list[Problem]:
     """What cannot be asked for here."""
-    launch, (least, most) = request.job.launch, request.nodes
+    launch = request.job.launch
     needed = ["role", "instance_type", "bucket"]
     found = common_problems(request, OPTIONS, needed, r"[A-Za-z0-9][A-Za-z0-9_+=,.@:/\-]*")
     key = "launch.options"
-    if (spot := launch.options.get("spot", "false")) not in ("true", "false"):
-        found.append(Problem(f"{key}.spot", spot, "must be true or false"))
-    if not (volume := launch.options.get("volume", "1")).isdecimal():
-        found.append(Problem(f"{key}.volume", volume, "must be a whole number of GB"))
     if ("subnets" in launch.options) != ("security_groups" in launch.options):
         found.append(Problem(f"{key}.subnets", "", "goes with security_groups, and they with it"))
     if wait := launch.options.get("wait"):
-        try:
-            if seconds(wait) < seconds(launch.time):
-                found.append(Problem(f"{key}.wait", wait, "must not be shorter than launch.time"))
-        except ValueError as error:
-            found.append(Problem(f"{key}.wait", wait, str(error)))
-        if spot != "true":
+        unread = time_problems(wait, f"{key}.wait")
+        found += unread
+        if not (unread or time_problems(launch.time)) and seconds(wait) < seconds(launch.time):
+            found.append(Problem(f"{key}.wait", wait, "must not be shorter than launch.time"))
+        if launch.options.get("spot") != "true":
             found.append(Problem(f"{key}.wait", wait, "is for spot=true"))
-    if least != most:
-        rule = "SageMaker starts a fixed number of instances"
-        found.append(Problem("run.nodes", f"{least}:{most}", rule, f"use {most}"))
+    found += fixed_nodes(request, "SageMaker starts a fixed number of instances")
     if launch.image == "auto":
         rule = "SageMaker has no default image with weft in it"
         found.append(Problem("launch.image", "auto", rule, "name one; docs/sagemaker.md"))

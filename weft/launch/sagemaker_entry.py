@@ -45,7 +45,7 @@ from typing import Any
 
 from weft.job import MISSING, InvalidJob, Problem, WeftError, read_job
 from weft.launch import FAILED, MISTAKE, REQUEUE
-from weft.launch.process import die_with_parent
+from weft.launch.process import PYTHON, die_with_parent, read_reports
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import find
 
@@ -167,6 +167,7 @@ def as_text(value: object) -> str:
 
 
 def as_toml(value: object) -> str:
+    """A JSON value as TOML in a line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{json.dumps(k)} = {as_toml(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -220,8 +221,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list
         Its exit status, negative if a signal ended it, and the last lines of its stderr.
     """
     process = subprocess.Popen(
-        # -P: a file of the user's that is called like a module must not come before that module.
-        [sys.executable, "-P", "-m", "weft.cli", *words],
+        [*PYTHON, "weft.cli", *words],
         env=dict(environment),
         stderr=subprocess.PIPE,
         text=True,
@@ -246,6 +246,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list
 
 
 def pass_through(lines: Iterable[str], tail: deque[str]) -> None:
+    """Print what comes on stderr, and keep the last of it."""
     for line in lines:
         tail.append(line)
         sys.stderr.write(line)
@@ -270,13 +271,9 @@ def first_cause(run_dir: Path, status: int, tail: Sequence[str], began: float) -
     own = [number for number, line in enumerate(tail) if line.startswith("weft: ")]
     if own:
         return "".join(tail[own[-1] :]).strip()
-    reports = []  # of ranks that torchrun has started; on stderr they say nothing
-    for path in run_dir.glob("logs/rank-*.error.json"):
-        with suppress(OSError, ValueError):
-            reports.append(json.loads(path.read_text("utf-8")))
-    reports = [report for report in reports if report["time"] >= began]
-    if reports:
-        first = min(reports, key=lambda report: float(report["time"]))
+    # Of ranks that torchrun has started: on stderr they say nothing.
+    if reports := read_reports(run_dir, began):
+        first = reports[0]
         head = f"rank {first['rank']}: {first['kind']}: {first['message']}"
         return f"{head}\n\n{first['traceback']}"
     return "".join(tail).strip() or f"weft train ended with status {status}"

@@ -11,7 +11,6 @@ Validated by SkyPilot's own schemas, in the environment that its command ``sky``
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -23,8 +22,12 @@ from weft.job import Problem
 from weft.launch import REQUEUE
 from weft.launch.manifest import (
     RUN_DIR,
+    SWITCH,
+    WHOLE,
+    Option,
     command,
     common_problems,
+    fixed_nodes,
     lines_of,
     own_recipe,
     script,
@@ -36,13 +39,18 @@ from weft.launch.submit import Request
 
 ENDING = ".yaml"
 OPTIONS = {
-    "bucket": "s3://NAME, where the run's folder and checkpoints are, below NAME of the run",
-    "accelerator": "name of the GPU: H100, A100-80GB; 'sky gpus list' has all",
-    "infra": "cloud, region and zone: aws/us-east-1",
-    "spot": "true: nodes that can be taken away",
-    "cpus": "of a node: 16, or 16+",
-    "memory": "of a node in GB: 64, or 64+",
-    "disk": "of a node in GB",
+    "bucket": Option(
+        "s3://NAME, where the run's folder and checkpoints are, below NAME of the run",
+        r"s3://[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]",
+        "is no bucket that weft can use",
+        "use s3://NAME, without a folder",
+    ),
+    "accelerator": Option("name of the GPU: H100, A100-80GB; 'sky gpus list' has all"),
+    "infra": Option("cloud, region and zone: aws/us-east-1"),
+    "spot": Option("true: nodes that can be taken away", *SWITCH),
+    "cpus": Option("of a node: 16, or 16+"),
+    "memory": Option("of a node in GB: 64, or 64+"),
+    "disk": Option("of a node in GB", WHOLE, "must be a whole number of GB"),
 }
 REMEDY = "pip install 'skypilot[aws]', in an environment of its own"
 # SkyPilot's words for what has not ended, beside 'running'.
@@ -65,20 +73,10 @@ print(json.dumps([where + e.message for where, v, s in parts for e in check(s).i
 
 def problems(request: Request) -> list[Problem]:
     """What cannot be asked for here."""
-    launch, (least, most) = request.job.launch, request.nodes
+    launch = request.job.launch
     needed = ["bucket", *(["accelerator"] if request.devices else [])]
     found = common_problems(request, OPTIONS, needed, r"[A-Za-z0-9*][A-Za-z0-9_+*.:/\-]*")
-    bucket = launch.options.get("bucket", "s3://b")
-    if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]|s3://b", bucket):
-        rule, remedy = "is no bucket that weft can use", "use s3://NAME, without a folder"
-        found.append(Problem("launch.options.bucket", bucket, rule, remedy))
-    if (spot := launch.options.get("spot", "false")) not in ("true", "false"):
-        found.append(Problem("launch.options.spot", spot, "must be true or false"))
-    if not (disk := launch.options.get("disk", "1")).isdecimal():
-        found.append(Problem("launch.options.disk", disk, "must be a whole number of GB"))
-    if least != most:
-        rule = "SkyPilot starts a fixed number of nodes"
-        found.append(Problem("run.nodes", f"{least}:{most}", rule, f"use {most}"))
+    found += fixed_nodes(request, "SkyPilot starts a fixed number of nodes")
     if launch.image == "auto" and not launch.setup:
         rule = "nothing puts weft onto the nodes"
         remedy = "name an image that has it, or lines in launch.setup that install it"
@@ -97,9 +95,7 @@ def render(request: Request) -> str:
     resources: dict[str, Any] = {}
     if request.devices:
         resources["accelerators"] = f"{options['accelerator']}:{request.devices}"
-    for name, key in (("infra", "infra"), ("cpus", "cpus"), ("memory", "memory")):
-        if name in options:
-            resources[key] = options[name]
+    resources |= {name: options[name] for name in ("infra", "cpus", "memory") if name in options}
     if "disk" in options:
         resources["disk_size"] = int(options["disk"])
     if options.get("spot") == "true":
@@ -137,8 +133,9 @@ def check(text: str) -> list[str]:
         check=False,
     )
     if done.returncode:
+        # As of a wrapper, whose first line names a shell.
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return [f"cannot be checked by the environment of {sky}: {last}"]
+        return unchecked(f"SkyPilot's schemas, by {python}: {last}", REMEDY)
     found: list[str] = json.loads(done.stdout)
     return found
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from weft.job import Problem, WeftError
 from weft.launch import REQUEUE, SICK
 from weft.launch.doctor import SICK_NODES
-from weft.launch.manifest import Refused, seconds, time_problems, tool
-from weft.launch.submit import Request
+from weft.launch.manifest import Refused, on_lines, seconds, time_problems, tool
+from weft.launch.submit import Request, alive
 
 ENDING = ".sh"
 # What ranks get to finish a step and save; at most a quarter of the whole.
@@ -113,9 +113,7 @@ def render(request: Request) -> str:
     srun += ["--no-kill"] if elastic else []
     if "cpus-per-task" in options:  # which srun does not take over from sbatch
         srun.append(f"--cpus-per-task={options['cpus-per-task']}")
-    words = request.words
-    pairs = [words[i : i + 2] for i in range(3, len(words), 2)]
-    command = " \\\n    ".join(shlex.join(part) for part in (words[:3], *pairs))
+    command = on_lines(request.words, "    ")
     if launch.setup:
         inner = "\n".join(["set -e", *launch.setup, f"exec {command}"])
         start = f"{shlex.join(srun)} bash -c {shlex.quote(inner)}"
@@ -149,7 +147,8 @@ def check(text: str) -> list[str]:
     for command in tools:
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if done.returncode:
-            return [f"{shlex.join(command)}: {line}" for line in done.stderr.splitlines()]
+            said = done.stderr.splitlines() or [f"ended with status {done.returncode}"]
+            return [f"{shlex.join(command)}: {line}" for line in said]
     return []
 
 
@@ -184,7 +183,7 @@ def logs(id: str, follow: bool) -> Iterator[str]:
     path = Path(_job(id).get("StdOut", ""))
     while not path.is_file():
         said = status(id)
-        if not follow or not said.startswith(("waiting", "running")):
+        if not follow or not alive(said):
             raise WeftError(f"job {id} has printed nothing: {said}")
         time.sleep(1)
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -200,7 +199,7 @@ def logs(id: str, follow: bool) -> Iterator[str]:
                     yield rest
                 return
             time.sleep(1)
-            last = not status(id).startswith(("waiting", "running"))
+            last = not alive(status(id))
 
 
 def stop(id: str) -> str:

@@ -342,41 +342,36 @@ def show_end(folder: Path, recipe: str, job: Job, text: Text, console: Console) 
     # A skipped step has no loss to count.
     newest = [record["loss"] for record in records if record["loss"] is not None][-20:] or [nan]
     held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
-    seconds = last["time"] - records[0]["time"]
-    held_out_line = (
-        f"  held out {held_out[-1]:.3f}   on text that it was not trained on\n" if held_out else ""
-    )
-    spent = ""
+    of_tokens = job.train.objective == "next_token"
+    losses = "in nats per token" if of_tokens else f"of {job.train.objective}"
+    lines = [
+        f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in "
+        f"{duration(last['time'] - records[0]['time'])}; losses {losses}:",
+        f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records",
+    ]
+    if held_out:
+        lines.append(f"  held out {held_out[-1]:.3f}   on text that it was not trained on")
+    if of_tokens:
+        guess = "what guessing by the tokens' frequencies alone would give"
+        lines.append(f"  unigram  {text.unigram_entropy_nats:.3f}   {guess}")
     if (kinds := last.get("seconds", {})).get("restarting"):  # it took more than one start
         longest = ", ".join(f"{kind} {duration(s)}" for kind, s in kinds.items() if s >= 1)
-        spent = f"goodput {goodput(kinds):.1%} of all its starts: {longest}\n"
-    beside = ""
+        lines.append(f"goodput {goodput(kinds):.1%} of all its starts: {longest}")
     if "expected_memory_gib" in last:
         usual = median(record["step_seconds"] for record in records[1:] or records)
         beside = f"memory {last['memory_peak_gib']:.1f} GiB"
         beside += f" (expected {last['expected_memory_gib']:.1f}), {usual:.3g} s a step"
         if "expected_step_seconds" in last:
             beside += f" (expected {last['expected_step_seconds']:.3g})"
-        beside += "\n"
-    losses, unigram = f"of {job.train.objective}", ""
-    if job.train.objective == "next_token":
-        losses = "in nats per token"
-        unigram = f"  unigram  {text.unigram_entropy_nats:.3f}   "
-        unigram += "what guessing by the tokens' frequencies alone would give\n"
-    where = shown(folder)
+        lines.append(beside)
     name = recipe if not recipe.endswith(".toml") else "demo"
-    console.print(
-        f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in {duration(seconds)}; "
-        f"losses {losses}:\n"
-        f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records\n"
-        f"{held_out_line}"
-        f"{unigram}{spent}{beside}"
-        f"the run lies in {where}\n"
-        f"next:  weft generate {shlex.quote(where)} --prompt 'class '\n"
-        f"       weft train {name} --data.path FILE_OR_FOLDER      your own text\n"
-        f"       weft train --help                          every key",
-        soft_wrap=True,
-    )
+    lines += [
+        f"the run lies in {shown(folder)}",
+        f"next:  weft generate {shlex.quote(shown(folder))} --prompt 'class '",
+        f"       weft train {name} --data.path FILE_OR_FOLDER      your own text",
+        "       weft train --help                          every key",
+    ]
+    console.print("\n".join(lines), soft_wrap=True)
 
 
 def last_step(folder: Path) -> int:

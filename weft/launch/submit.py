@@ -184,7 +184,8 @@ def submit(on: str, asked: Request, text: str) -> str:
 
     Raises:
         InvalidJob: if an earlier job of the run has not ended.
-        WeftError: if it was not taken; nothing is left behind then.
+        WeftError: if it was not taken, and nothing is left behind then; or if it was, and that
+            cannot be noted.
     """
     module, folder = cluster(on), asked.run_dir
     if (folder / RECORD).is_file():
@@ -209,7 +210,12 @@ def submit(on: str, asked: Request, text: str) -> str:
             with suppress(OSError):  # somebody has put something there
                 made.rmdir()
         raise
-    write_json(folder / RECORD, {"on": on, "id": id, "file": path.name, "time": time.time()})
+    record = {"on": on, "id": id, "file": path.name, "time": time.time()}
+    try:
+        write_json(folder / RECORD, record)
+    except OSError as error:
+        rule = f"{folder / RECORD} cannot be written: {error.strerror}"
+        raise WeftError(f"{on} has taken it, as job {id}, but {rule}") from error
     return id
 
 
@@ -236,6 +242,8 @@ class Launched:
         """Raises InvalidJob if ``folder`` has no such record."""
         try:
             record: dict[str, Any] = json.loads((folder / RECORD).read_text("utf-8"))
+            if record["on"] not in CLUSTERS:
+                raise ValueError(record["on"])
             return cls(folder.absolute(), record["on"], record["id"])
         except OSError as error:
             rule = f"has no {RECORD}: {error.strerror}"
@@ -245,9 +253,11 @@ class Launched:
             raise InvalidJob([Problem("RUN", str(folder), f"{RECORD} is damaged")]) from error
 
     def status(self) -> str:
+        """See `Cluster.status`."""
         return cluster(self.on).status(self.id)
 
     def stop(self) -> str:
+        """See `Cluster.stop`."""
         return cluster(self.on).stop(self.id)
 
     def logs(self, follow: bool) -> Iterator[str]:

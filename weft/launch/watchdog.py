@@ -32,17 +32,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.job import Job
-from weft.launch.process import die_with_parent, log_path, status, write_report
+from weft.launch.process import PYTHON, die_with_parent, log_path, status, write_report
 from weft.observe.files import write_json
 from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
+
+if TYPE_CHECKING:
+    from weft.train.setup import Rank
 
 # Seconds between two looks, for an answer, and for the watchdogs of other hosts to speak first.
 LOOK, ANSWER, OTHERS_FIRST = 0.25, 0.75, 3.0
@@ -50,18 +53,18 @@ LOOK, ANSWER, OTHERS_FIRST = 0.25, 0.75, 3.0
 FRAME = re.compile(r'File "(.*)", line (\S+) in (.*)')  # as faulthandler writes it
 
 
-def watch(job: Job, folder: Path, rank: Any) -> None:
+def watch(job: Job, folder: Path, rank: Rank) -> None:
     """Let this host's ranks be watched from now on, or at least asked; every rank calls it.
 
     Args:
         folder: of the run.
-        rank: this process (`weft.train.setup.Rank`).
+        rank: this process.
     """
-    timeout = job.resilience.step_timeout
     if sys.platform != "linux":
         return
     import torch.distributed as dist
 
+    timeout = job.resilience.step_timeout
     seconds = None if timeout == "auto" else timeout
     contacts: list[Any] = [None] * rank.world_size
     dist.all_gather_object(contacts, start(rank.rank, seconds or None, job.observe.log_interval))
@@ -75,7 +78,7 @@ def watch(job: Job, folder: Path, rank: Any) -> None:
         what = json.dumps([str(folder), rank.world_size, here])
         # What is sent to all processes of a job is not for this one; blocked is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        subprocess.Popen([sys.executable, "-P", "-m", "weft.launch.watchdog", what])
+        subprocess.Popen([*PYTHON, "weft.launch.watchdog", what])
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -217,6 +220,7 @@ def progress(one: Seen) -> tuple[int, int]:
 
 
 def where(one: Seen) -> str:
+    """'step 7, waiting for data'."""
     return f"step {one.step}, {doing(one.site)}"
 
 
@@ -235,6 +239,7 @@ def call(one: Seen) -> str:
 
 
 def all_calls(seen: Sequence[Seen], most: int = 4) -> str:
+    """What some ranks wait in, ``most`` of them by name."""
     some = ", ".join(f"rank {one.rank} waits in {call(one)} ({where(one)})" for one in seen[:most])
     return some + (f" and {len(seen) - most} more" if len(seen) > most else "")
 
@@ -269,6 +274,7 @@ class Watched:
         return self.line
 
     def ask(self) -> None:
+        """Have it say which collectives are open; `answer` has what it says."""
         self.asked = (self._answer() or {"asked": 0})["asked"]
         with suppress(OSError):
             pipe = os.open(self.files / str(self.contact.question), os.O_WRONLY | os.O_NONBLOCK)
@@ -287,6 +293,7 @@ class Watched:
         return None
 
     def ask_for_stacks(self) -> None:
+        """Have it write where all its threads are; `stacks` has that."""
         self.told = len(self._read(self.contact.stacks))
         self.send(signal.SIGUSR2)
 
@@ -295,10 +302,12 @@ class Watched:
         return self._read(self.contact.stacks)[self.told :]
 
     def send(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.process, number)
 
     def state(self) -> str:
+        """The state of its process, as /proc/ID/status has it; empty if there is none."""
         return status(self.contact.pid).get("State", "")
 
     def seen(self, told: dict[str, Any] | None) -> Seen:
@@ -326,8 +335,8 @@ def main_stack(text: str) -> list[str]:
     return [line.strip() for line in last if FRAME.fullmatch(line.strip())]
 
 
-def until(condition: Any, seconds: float) -> None:
-    """Wait for ``condition()``, for so long."""
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until it holds, at most for so long."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
