@@ -332,6 +332,17 @@ def test_mistakes_that_need_no_reading(
     assert rule in problem.rule
 
 
+def test_mistakes_of_a_mixture_are_the_mixtures(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path, LLAMA)
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    mixed = {"mixture": {"/nowhere.jsonl": 1.0, str(file): 1.0, "python-stdlib": 1.0}}
+    problems = check_chat(section("python-stdlib", tokenizer, **mixed))
+    assert [(p.key, p.value) for p in problems] == [
+        ("data.mixture", "/nowhere.jsonl"),
+        ("data.mixture", "python-stdlib"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("template", "rule"),
     [("{% if %}", "is no chat template: line 1"), ("", "neither chat_template.jinja nor")],

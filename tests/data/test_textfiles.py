@@ -11,8 +11,8 @@ from weft.data import textfiles
 from weft.data.files import local_file
 from weft.data.shards import PIECE_BYTES
 from weft.data.source import look
-from weft.data.textfiles import Part, Scan, keep_text, read_piece, scan, split
-from weft.job import InvalidJob
+from weft.data.textfiles import Part, Scan, keep_text, read_piece, read_texts, scan, split
+from weft.job import DataSection, InvalidJob
 
 
 def scan_all(path: Path, holdout: float = 0.1) -> list[Scan]:
@@ -114,6 +114,14 @@ def test_file_that_changes_after_its_scan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("after, and longer\n")
     with pytest.raises(InvalidJob, match="changed while"):
         read_piece(found, 0, 5)
+
+
+def test_file_that_vanishes_before_its_scan_is_refused(tmp_path: Path) -> None:
+    write_documents(tmp_path, 3)
+    files = look(str(tmp_path)).files
+    (tmp_path / "001.txt").unlink()
+    with pytest.raises(InvalidJob, match=r'001\.txt": cannot be read: No such file'):
+        read_texts(DataSection(), files, tmp_path / "cache", 1000, lambda progress: None)
 
 
 # ------------------------------------------------------------------ holding out

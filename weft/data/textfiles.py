@@ -163,10 +163,13 @@ def read_texts(
 def _scan_all(files: Sequence[File], holdout: float, cache: Path, report: Report) -> list[Scan]:
     """Of all files; what was read before is not read again while no file seems changed."""
     files = [file for file in files if file.size_bytes]
-    seen = [
-        [file.path, file.size_bytes, file.version, Path(file.path).stat().st_ctime_ns]
-        for file in files
-    ]
+    seen = []
+    for file in files:
+        try:  # the inode's time is changed by whoever sets the other one back, too
+            changed_ns = Path(file.path).stat().st_ctime_ns
+        except OSError as error:
+            raise unreadable(file, error) from error
+        seen.append([file.path, file.size_bytes, file.version, changed_ns])
     known = cache / "scans" / f"{hash_json([FORMAT, PIECE_BYTES, holdout, seen])}.json"
     if known.is_file():
         return [

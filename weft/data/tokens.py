@@ -30,7 +30,16 @@ from weft.data.cache import Report, counting
 from weft.data.files import File
 from weft.data.order import Ints
 from weft.data.shards import Built, Encoder, Odd, describe, too_little
-from weft.data.store import SPLITS, Dtype, Shard, Split, hash_tokens, map_shard, write_file
+from weft.data.store import (
+    SPLITS,
+    Dtype,
+    Shard,
+    Split,
+    SplitName,
+    hash_tokens,
+    map_shard,
+    write_file,
+)
 from weft.data.workers import Advance
 from weft.job import DataSection, InvalidJob, Problem
 
@@ -66,6 +75,7 @@ class TokenFile:
     pieces: tuple[Ints, Ints] | None = None  # where each sequence begins, and its size, in tokens
 
     def map(self) -> NDArray[Any]:
+        """All that follows the header, mapped into memory."""
         if not self.file.size_bytes:
             return np.empty(0, self.dtype)
         count = (self.file.size_bytes - self.begin) // np.dtype(self.dtype).itemsize
@@ -102,47 +112,55 @@ class TokenFiles:
         """Check every token, and copy those that cannot be read where they lie."""
         dtypes = {dtype_in_place(source, encoder.separator) for source in self.files}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        spans = split_tokens(self.files, encoder.separator, self.section.holdout)
+        train, validation = split_tokens(self.files, encoder.separator, self.section.holdout)
+        total = sum(span.end - span.begin for span in (*train, *validation))
+        if not train or not validation:
+            raise too_little(self.section, f"has too few tokens ({total})", bool(train))
         message = "copying the tokens" if dtype is None else "checking the tokens"
-        total = sum(span.end - span.begin for side in spans for span in side)
         advance = counting(report, message, total)
-        splits = []
-        for name, side in zip(SPLITS, spans, strict=True):
-            shards: list[Shard] = []
-            documents = 0
-            for number, span in enumerate(side):
-                added = None if dtype else encoder.separator
-                for begin, tokens in _checked(span, added, encoder, advance):
-                    documents += int((tokens == encoder.separator).sum())
-                    if dtype is None:
-                        file = folder / f"{name}-{number:05d}-{begin:012d}.bin"
-                        copied = np.ascontiguousarray(tokens.astype(encoder.dtype))
-                        write_file(file, copied.data)
-                        shards.append(describe(file, copied))
-                if dtype is not None:
-                    shards.append(_where_it_lies(span, dtype))
-            splits.append(Split(documents, 0, sum(shard.tokens for shard in shards), shards))
-        if not all(spans):
-            raise too_little(self.section, f"has too few tokens ({total})", bool(spans[0]))
+        splits = [
+            _build_split(folder, name, spans, dtype, encoder, advance)
+            for name, spans in zip(SPLITS, (train, validation), strict=True)
+        ]
         return Built(splits[0], splits[1], dtype or encoder.dtype)
 
 
-def _checked(
-    span: Span, separator: int | None, encoder: Encoder, advance: Advance
-) -> Iterator[tuple[int, NDArray[Any]]]:
-    """See `chunks`; refuses what the tokenizer does not know."""
-    for begin, tokens in chunks(span, separator):
-        unknown = np.flatnonzero((tokens >= encoder.vocab_size) | (tokens < 0))
-        if len(unknown):
-            place = int(unknown[0])
-            rule = (
-                f"has {encoder.vocab_size:,} entries, and token {begin + place:,} of "
-                f"{span.source.file.name} is {int(tokens[place]):,}"
-            )
-            remedy = "give the tokenizer.json that the tokens were made with"
-            raise InvalidJob([Problem("data.tokenizer", "(given)", rule, remedy)])
-        advance(len(tokens))
-        yield begin, tokens
+def _build_split(
+    folder: Path,
+    name: SplitName,
+    spans: Sequence[Span],
+    dtype: Dtype | None,
+    encoder: Encoder,
+    advance: Advance,
+) -> Split:
+    """``dtype``: as what tokens are read where they lie; None: they are copied."""
+    shards: list[Shard] = []
+    documents = 0
+    for number, span in enumerate(spans):
+        for begin, tokens in chunks(span, encoder.separator if dtype is None else None):
+            _check_vocabulary(span, begin, tokens, encoder)
+            documents += int((tokens == encoder.separator).sum())
+            advance(len(tokens))
+            if dtype is None:
+                file = folder / f"{name}-{number:05d}-{begin:012d}.bin"
+                copied = np.ascontiguousarray(tokens.astype(encoder.dtype))
+                write_file(file, copied.data)
+                shards.append(describe(file, copied))
+        if dtype is not None:
+            shards.append(_where_it_lies(span, dtype))
+    return Split(documents, 0, sum(shard.tokens for shard in shards), shards)
+
+
+def _check_vocabulary(span: Span, begin: int, tokens: NDArray[Any], encoder: Encoder) -> None:
+    if tokens.max() < encoder.vocab_size and tokens.min() >= 0:
+        return
+    place = int(np.flatnonzero((tokens >= encoder.vocab_size) | (tokens < 0))[0])
+    rule = (
+        f"has {encoder.vocab_size:,} entries, and token {begin + place:,} of "
+        f"{span.source.file.name} is {int(tokens[place]):,}"
+    )
+    remedy = "give the tokenizer.json that the tokens were made with"
+    raise InvalidJob([Problem("data.tokenizer", "(given)", rule, remedy)])
 
 
 def _where_it_lies(span: Span, dtype: Dtype) -> Shard:

@@ -110,7 +110,7 @@ def to_config(family: Family, config: Any, dtype: str) -> Json:
     theirs = counterpart(family)
     stretched = (
         {name: getattr(config, ours) for name, ours in SCALING.items()}
-        if (getattr(config, "rope_scaling", False))
+        if getattr(config, "rope_scaling", False)
         else None
     )
     return {
