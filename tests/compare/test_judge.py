@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from weft.compare.experiment import Ended, Variant, trial_folder
-from weft.compare.judge import held_out_loss, measure, percent, split_warm_up, train_loss
+from weft.compare.folder import Ended, trial_folder
+from weft.compare.judge import percent
 from weft.compare.result import Result, Settings, finished, result_of
+from weft.compare.trials import held_out_loss, measure_trial, split_warm_up, train_loss
+from weft.compare.variants import Variant
 from weft.job import Job, Problem, replace
 
 TOKENS = 256  # of a step
@@ -48,7 +50,7 @@ def test_the_median_step_without_warm_up(tmp_path: Path) -> None:
     """20 records: two are left out, and a hiccup moves the median by nothing."""
     seconds = [9.0, 5.0, *[0.5] * 17, 7.0]
     write_run(tmp_path / "run", [record(i + 1, s, 3.0, mfu=0.4) for i, s in enumerate(seconds)])
-    trial = measure(0, 1, 0, tmp_path / "run", plan())
+    trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
     assert (trial.records, trial.warm_up, trial.step_seconds) == (18, 2, 0.5)
     assert trial.tokens_per_second == 512
     assert trial.device_hours == pytest.approx(1e9 / 512 / 3600)
@@ -66,7 +68,7 @@ def test_each_start_warms_up() -> None:
 
 def test_one_step_has_no_speed(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [record(1, 1.0, 3.0)])
-    trial = measure(0, 1, 0, tmp_path / "run", plan())
+    trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
     assert trial.step_seconds is trial.tokens_per_second is trial.device_hours is None
 
 
@@ -200,6 +202,15 @@ def test_the_margin(tmp_path: Path) -> None:
         assert found.judged[0].loss is not None
         answers.append(found.judged[0].loss.answer)
     assert answers == ["higher", "equivalent", "higher"]
+
+
+def test_a_loss_below_zero_has_a_margin_too(tmp_path: Path) -> None:
+    """Of an objective of the user's own, the margin is a part of its size."""
+    same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
+    losses = {"A": [-3.0, -3.0, -3.0], "B": [-3.001, -3.002, -3.001]}
+    found = outcome(tmp_path, same, losses)
+    assert found.judged[0].margin_nats == pytest.approx(0.015)
+    assert "losses are equivalent within 0.5 %: B's is -0.08 % to -0.01 %" in found.verdict[0]
 
 
 def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
