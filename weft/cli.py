@@ -786,7 +786,8 @@ def report(options: argparse.Namespace) -> int:
     """Write the page of one run, or of several beside each other."""
     from weft.observe.files import replace_bytes
     from weft.observe.history import History, no_run
-    from weft.observe.report import FILE, plotly, report_page
+    from weft.observe.html import plotly
+    from weft.observe.report import FILE, report_page
 
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from tests.observe.test_record import record
 from tests.small import small_job
 from weft.cli import main
 from weft.job import InvalidJob, WeftError, to_toml
+from weft.observe import history
 from weft.observe import report as module
+from weft.observe.curves import MOST_POINTS
 from weft.observe.history import History, columns_of, fewer
-from weft.observe.report import FILE, MOST_POINTS, Report, report_page
+from weft.observe.report import FILE, Report, report_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
@@ -457,6 +459,31 @@ def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
     assert run.columns["loss"].tolist()[2] == 7.0
     assert np.isnan(run.columns["new"][:3]).all()
     assert run.columns["new"][3] == 1.5
+
+
+def test_a_line_that_grows_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rest is no line of its own, and nothing after it is shifted."""
+    folder = make_run(tmp_path / "one", [values(1)])
+    first, second = (json.dumps(values(step)) + "\n" for step in (2, 3))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(first[:50])
+    parsed = history.parsed
+
+    def and_then_more(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+        monkeypatch.setattr(history, "parsed", parsed)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(first[50:])
+        return parsed(lines)
+
+    monkeypatch.setattr(history, "parsed", and_then_more)
+    run = History(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(second)
+    run.read_on()
+    assert run.columns["step"].tolist() == [1, 2, 3]
+    assert run.damaged == 0
 
 
 @pytest.mark.parametrize("count", [1999, 2002, 4321, 100_003])

@@ -10,8 +10,8 @@ from weft.compare.judge import percents
 from weft.compare.result import Result
 from weft.job import WeftError
 from weft.observe.files import replace_bytes
-from weft.observe.report import FILE, Section, report_page
-from weft.observe.report import table as html_table
+from weft.observe.html import Section, table
+from weft.observe.report import FILE, report_page
 
 
 def write_page(folder: Path, result: Result, say: Callable[[str], object]) -> None:
@@ -32,7 +32,7 @@ def sections(result: Result) -> list[Section]:
         found.append(("Intervals", plot))
     if result.rows:
         numbers = [1, *range(3, len(result.head))]
-        found.append(("Variants", html_table(result.head, result.rows, numbers=numbers)))
+        found.append(("Variants", table(result.head, result.rows, numbers=numbers)))
     if result.failures:
         found.append(("Not compared", _list(result.failures)))
     if result.changes:

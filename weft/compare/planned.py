@@ -23,10 +23,10 @@ from weft.compare.variants import Overrides, read_variants
 from weft.compare.verify import layout
 from weft.job import InvalidJob, Job, Problem
 from weft.observe.files import replace_bytes, replace_text
+from weft.observe.html import document as document_of
+from weft.observe.html import table as html_table
 from weft.observe.record import device_hours
 from weft.observe.report import FILE
-from weft.observe.report import document as document_of
-from weft.observe.report import table as html_table
 from weft.plan.devices import GIB
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan

@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 
 PIECE_BYTES = 1 << 24  # of metrics.jsonl, read at a time
 WARMING = 2  # records of a start that are not the steady state
-SILENCE = 60.0  # seconds; a run that says nothing for this and ten records' time is not running
+# A run that says nothing for this and ten records' time is not running.
+SILENCE_SECONDS = 60.0
 
 # Kinds of events that are to be expected, and those that end a run.
 ROUTINE = {"start", "checkpoint", "evaluation", "stop", "end"}
@@ -115,12 +116,15 @@ class History:
         with path.open("rb") as file:
             file.seek(self._offset)
             while lines := file.readlines(PIECE_BYTES):
-                whole = lines if lines[-1].endswith(b"\n") else lines[:-1]
+                cut = not lines[-1].endswith(b"\n")
+                whole = lines[:-1] if cut else lines
                 self._offset += sum(map(len, whole))
                 records = parsed(whole)
                 self.damaged += len(whole) - len(records)
                 if records:
                     pieces.append((columns_of(records), len(records)))
+                if cut:
+                    break  # what has been added meanwhile begins in the middle of this line
         names = dict.fromkeys(chain.from_iterable(columns for columns, _ in pieces))
         self.columns = {
             name: np.concatenate([c.get(name, np.full(count, np.nan)) for c, count in pieces])
@@ -174,7 +178,7 @@ class History:
         if (self.last("step") or 0) >= self.steps:
             return "finished", ""
         if running is None:
-            quiet = SILENCE + 10 * (self.last("step_seconds") or 0) * self._interval()
+            quiet = SILENCE_SECONDS + 10 * (self.last("step_seconds") or 0) * self._interval()
             heard = max([self.last("time") or 0.0, *(mark.time for mark in marks[-1:])])
             ended = bool(marks) and marks[-1].kind in FAILURES | {"stop", "end"}
             running = now - heard < quiet and not ended

@@ -11,8 +11,8 @@ the same names: while it is taken, each phase and span is a range of torch.profi
 
 A span costs some microseconds, most of them when it is written: at the site ``record``, where the
 host would wait for the device, and at the end.  A rank that is killed loses what it noted since.
-The file is whole JSON after every write; at `BYTES` it is renamed, and replaces the one renamed
-before.
+The file is whole JSON after every write, an event a line; at `FILE_BYTES` it is renamed, and
+replaces the one renamed before.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.profiler import record_function
 
 from weft.resilience import faults
 
-BYTES = 2**20  # of a file
-EVENTS = 2000  # that wait to be written, at most
+FILE_BYTES = 2**20
+WAITING_EVENTS = 2000  # for being written, at most
 END = b"\n]\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -87,7 +87,7 @@ class Spans:
             now = time.perf_counter_ns()
             args["step"] = self.step
             self._events.append(Event(name, self._epoch + began, self._epoch + now, args))
-            if len(self._events) >= EVENTS:
+            if len(self._events) >= WAITING_EVENTS:
                 self.flush()
 
     def flush(self) -> None:
@@ -101,7 +101,7 @@ class Spans:
                 file.seek(self._end)
                 file.write(text + END)  # over the old end
             self._end += len(text)
-            if self._end > BYTES:
+            if self._end > FILE_BYTES:
                 self._open(self._path)
         except OSError as error:  # a full disk is no reason to lose a run
             print(f"warning: {self._path}: no more spans are written: {error}", flush=True)
@@ -111,7 +111,7 @@ class Spans:
         """Go on in the file that is there, unless it is full, or torn where a rank was killed."""
         if path.exists():
             text = path.read_bytes()
-            if len(text) <= BYTES and text.endswith(END):
+            if len(text) <= FILE_BYTES and text.endswith(END):
                 self._end = len(text) - len(END)
                 return
             os.replace(path, path.with_suffix(".old.json"))
@@ -182,10 +182,18 @@ def spans_path(folder: Path, rank: int) -> Path:
 
 
 def read_spans(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What rank ``rank`` of the run in ``folder`` noted, the renamed file first."""
+    """What rank ``rank`` of the run in ``folder`` noted, the renamed file first.
+
+    An event is a line; one that is being written, or was cut off, is left out.
+    """
     path = spans_path(folder, rank)
-    found: list[dict[str, Any]] = []
+    found = []
     for each in (path.with_suffix(".old.json"), path):
-        if each.is_file():
-            found += json.loads(each.read_text("utf-8"))
-    return [event for event in found if event["ph"] == "X"]
+        for line in each.read_text("utf-8", "replace").splitlines() if each.is_file() else ():
+            try:
+                event = json.loads(line.strip("[],"))
+            except ValueError:
+                continue
+            if event["ph"] == "X":
+                found.append(event)
+    return found
