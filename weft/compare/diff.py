@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.job import MISSING, InvalidJob, Job, Problem, difference
-from weft.observe.files import read_records
+from weft.observe.files import only_finite, read_records
 from weft.observe.history import job_of
 from weft.observe.statistics import KINDS, read_statistics
 from weft.train.position import home_of
@@ -56,11 +56,12 @@ class Difference:
     advice: list[str]
 
     def to_json(self) -> str:
+        """One object; a distance that is not comparable is the text ``inf``."""
         values = asdict(self)
         for name in ("part", "rounding"):
             place = getattr(self, name)
             values[name] = place and place._asdict()
-        return json.dumps(_writable(values), indent=2)
+        return json.dumps(only_finite(values, str), indent=2)
 
     def __str__(self) -> str:
         lines = []
@@ -246,12 +247,3 @@ def _percent(distance: float) -> str:
     if not math.isfinite(distance):
         return "not comparable"
     return f"{distance:.2%} apart" if distance >= 1e-3 else f"{distance:.1e} apart"
-
-
-def _writable(value: Any) -> Any:
-    """With infinity as text: JSON cannot write it."""
-    if isinstance(value, dict):
-        return {key: _writable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_writable(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

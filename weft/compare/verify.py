@@ -38,6 +38,7 @@ from weft.compare.measure import (
 from weft.compare.ranks import run_ranks
 from weft.compare.shrink import Case, plan_of_recipe, shrink
 from weft.job import InvalidJob, Job, Problem, read_job
+from weft.observe.files import only_finite
 from weft.plan.stages import align
 from weft.train.check import check_names
 
@@ -102,7 +103,7 @@ class Report:
 
     def to_json(self) -> str:
         """One object; null stands for what is not a number."""
-        return json.dumps(_no_infinities(asdict(self)), indent=2)
+        return json.dumps(only_finite(asdict(self)), indent=2)
 
 
 def read_recipe(
@@ -402,11 +403,3 @@ def table(report: Report) -> str:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _no_infinities(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _no_infinities(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_no_infinities(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

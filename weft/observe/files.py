@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,19 @@ def replace_bytes(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: object) -> None:
     """See `replace_text`."""
     replace_text(path, json.dumps(value))
+
+
+def only_finite(value: Any, instead: Callable[[float], object] = lambda number: None) -> Any:
+    """A tree of dicts and lists as JSON can have it: what is infinite or not a number becomes null.
+
+    Args:
+        instead: makes something else of such a number.
+    """
+    if isinstance(value, dict):
+        return {name: only_finite(each, instead) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [only_finite(each, instead) for each in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def drop_later(path: Path, step: int) -> None:

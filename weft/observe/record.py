@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -11,12 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, Self
 
+from weft.observe.files import only_finite
 from weft.observe.ledger import goodput
-
-
-def tokens_per_second(tokens: int, seconds: float) -> float:
-    """Tokens of the whole job per second."""
-    return tokens / seconds
 
 
 def tflops_per_device(tokens: int, seconds: float, devices: int, flops_per_token: float) -> float:
@@ -116,7 +111,7 @@ class StepRecord:
     ) -> Self:
         """The record of a step that took ``times`` = (seconds, of which waiting for data)."""
         seconds, data_seconds = times
-        rate = tokens_per_second(tokens_per_step, seconds)
+        rate = tokens_per_step / seconds
         tflops, causal = (
             tflops_per_device(tokens_per_step, seconds, devices, flops)
             for flops in (flops_per_token, causal_flops_per_token)
@@ -141,11 +136,7 @@ class StepRecord:
         """
         optional = {field.name for field in fields(self) if field.default is None}
         record = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
-        for of in (record, record.get("grad_norms", {})):
-            for name, value in of.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    of[name] = None
-        return record
+        return dict(only_finite(record))
 
 
 # What of a record trackers plot, under names that their users expect; numbers in a dict get its
