@@ -93,6 +93,7 @@ def test_names_for_trackers() -> None:
     assert found["train/loss"] == 5.0
     assert found["grad_norm/layers.0"] == 0.5
     assert found["time/goodput"] == 0.75
+    assert scalars(record(2, expert_load=1.5))["train/expert_load"] == 1.5
     assert "grad_norm/head" not in found
     assert "train/grad_norm" not in found
     assert all(isinstance(value, float | int) for value in found.values())

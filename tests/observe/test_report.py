@@ -21,7 +21,7 @@ from weft.cli import main
 from weft.job import InvalidJob, WeftError, to_toml
 from weft.observe import history
 from weft.observe import report as module
-from weft.observe.curves import MOST_POINTS
+from weft.observe.curves import MOST_POINTS, charts_of, data_of
 from weft.observe.history import History, columns_of, fewer
 from weft.observe.report import FILE, Report, report_page
 
@@ -459,6 +459,25 @@ def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
     assert run.columns["loss"].tolist()[2] == 7.0
     assert np.isnan(run.columns["new"][:3]).all()
     assert run.columns["new"][3] == 1.5
+
+
+def test_records_that_lack_time_and_tokens(tmp_path: Path) -> None:
+    """Events among them have a place by their step at least."""
+    lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
+    folder = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
+    runs = [History(folder)]
+    drawn = json.loads(data_of(runs, ["one"], charts_of(runs)))["runs"][0]
+    assert drawn["x"]["step"] == [1, 2, 3]
+    assert drawn["x"]["time"][:2] == drawn["x"]["token"][:2] == [None, None]
+    (mark,) = drawn["marks"]
+    assert (mark["step"], mark["token"], mark["time"]) == (1, None, 0.0)
+
+
+def test_objectives_and_experts_have_charts(tmp_path: Path) -> None:
+    told = {"expert_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
+    runs = [History(make_run(tmp_path / "one", [values(1, **told)]))]
+    keys = {key for chart in charts_of(runs) for key, _, _ in chart["curves"]}
+    assert {"expert_load", "metrics.margin", "eval_metrics.margin"} <= keys
 
 
 def test_a_line_that_grows_while_it_is_read(

@@ -14,7 +14,6 @@ with the one that was cut off.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -45,7 +44,7 @@ from weft.compare.ranks import die_with_parent
 from weft.compare.result import Result, Settings, finished, result_of
 from weft.compare.variants import Variant
 from weft.job import Problem
-from weft.observe.files import replace_text
+from weft.observe.files import replace_text, write_json
 from weft.observe.terminal import duration
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.folder import owning
@@ -86,7 +85,7 @@ def compare(
                     "makes false claims likelier"
                 )
             document = result.document | stored(variants, ended, looks)
-            replace_text(folder / COMPARISON, json.dumps(document, indent=2) + "\n")
+            write_json(folder / COMPARISON, document, indent=2)
             return result
 
         note(looks)

@@ -22,7 +22,7 @@ from weft.compare.judge import percent
 from weft.compare.variants import Overrides, read_variants
 from weft.compare.verify import layout
 from weft.job import InvalidJob, Job, Problem
-from weft.observe.files import replace_bytes, replace_text
+from weft.observe.files import replace_bytes, write_json
 from weft.observe.html import document as document_of
 from weft.observe.html import table as html_table
 from weft.observe.record import device_hours
@@ -123,7 +123,7 @@ def compare_plans(
         body += [html_table(head, rows, numbers=range(3, len(head))), *_paragraphs(reasons)]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / COMPARISON, json.dumps(found, indent=2) + "\n")
+            write_json(folder / COMPARISON, found, indent=2)
             replace_bytes(folder / FILE, document_of(title, "\n".join(body)))
         except OSError as error:
             raise unwritable(folder, error) from error

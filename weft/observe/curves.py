@@ -62,6 +62,12 @@ CHARTS: list[tuple[str, str, str, list[tuple[str, str, str]]]] = [
         [(f"seconds.{kind}", kind, colour) for kind, colour in COLOURS.items()],
     ),
     ("data_seconds", "Waiting for data", "seconds of a step", [("data_seconds", "", "")]),
+    (
+        "expert_load",
+        "Load of the most loaded expert",
+        "times the mean, in the worst layer",
+        [("expert_load", "", "")],
+    ),
 ]
 STACKED = {"parts", "ledger"}
 # Objects in records, and what a chart of their numbers is called.
@@ -69,6 +75,8 @@ GROUPED = {
     "grad_norms": ("Gradient norm by group", "before clipping"),
     "source_losses": ("Loss by source", "nats per token"),
     "source_eval_losses": ("Held-out loss by source", "nats per token"),
+    "metrics": ("What the objective tells", "mean since the last record"),
+    "eval_metrics": ("What the objective tells of held-out text", "mean of the samples"),
     "ranks.memory_peak_gib": ("Memory over the ranks", "GiB, most so far"),
     "ranks.compute_seconds": ("Computing over the ranks", "seconds of a step"),
     "ranks.data_seconds": ("Waiting for data over the ranks", "seconds of a step"),
@@ -94,10 +102,11 @@ def charts_of(runs: Sequence[History]) -> list[dict[str, Any]]:
         there.add("rest_seconds")
     charts = [*CHARTS]
     for group, (heading, unit) in GROUPED.items():
-        inside = sorted(name for name in there if name.startswith(f"{group}."))
-        curves = [(name, name.removeprefix(f"{group}."), "") for name in inside]
         curves = [
-            curve for curve in curves if not (group.startswith("ranks.") and curve[1] == "rank")
+            (name, label, "")
+            for name in sorted(there)
+            if (label := name.removeprefix(f"{group}.")) != name
+            and not (group.startswith("ranks.") and label == "rank")  # whose the most is
         ]
         charts.append((group.replace(".", "-"), heading, unit, curves))
     leave_out = STACKED if len(runs) > 1 else {"data_seconds"}
@@ -190,48 +199,49 @@ def data_of(
     ``mean`` where a point stands for others; ``marks``.
     """
     unit, seconds = time_unit_of(runs)
-    drawn = []
-    for run, name in zip(runs, names, strict=True):
-        marks, step, at = kept(run.marks()), run.column("step"), run.column("time")
-        began = min([*at[:1].tolist(), *(mark.time for mark in marks[:1])], default=0.0)
-        picked = {}
-        for key in dict.fromkeys(key for chart in charts for key, _, _ in chart["curves"]):
-            values = run.column(key)
-            indices, mean = fewer(values, MOST_POINTS)
-            if len(indices):
-                picked[key] = (indices, values[indices], mean)
-        every = np.unique(
-            np.concatenate([np.zeros(0, np.intp), *(at for at, _, _ in picked.values())])
-        )
-        x = {"step": step, "token": run.column("tokens"), "time": (at - began) / seconds}
-        curves: dict[str, dict[str, Any]] = {}
-        for key, (indices, values, mean) in picked.items():
-            curves[key] = {"y": values.tolist()}
-            if len(indices) < len(every):
-                curves[key]["at"] = np.searchsorted(every, indices).tolist()
-            if mean is not None:
-                curves[key]["mean"] = [float(f"{value:.6g}") for value in mean]
-        of_steps = [float(mark.step) for mark in marks]
-        tokens = np.interp(of_steps, step, x["token"]).tolist() if len(run) else of_steps
-        drawn.append(
-            {
-                "name": plain(name),
-                "x": {axis: finite(values[every]) for axis, values in x.items()},
-                "curves": curves,
-                "marks": [
-                    {
-                        "step": mark.step,
-                        "token": token,
-                        "time": (mark.time - began) / seconds,
-                        "kind": mark.kind,
-                        "text": plain(f"{mark.kind}: {mark.text}"),
-                    }
-                    for mark, token in zip(marks, tokens, strict=True)
-                ],
-            }
-        )
+    keys = list(dict.fromkeys(key for chart in charts for key, _, _ in chart["curves"]))
+    drawn = [_drawn(run, name, keys, seconds) for run, name in zip(runs, names, strict=True)]
     text = json.dumps({"runs": drawn, "charts": charts, "time_unit": unit}, allow_nan=False)
     return text.replace("<", "\\u003c")
+
+
+def _drawn(run: History, name: str, keys: Sequence[str], unit_seconds: float) -> dict[str, Any]:
+    """Of one run, see `data_of`."""
+    marks = kept(run.marks())
+    step, tokens, time = (run.column(key) for key in ("step", "tokens", "time"))
+    began = min([*time[np.isfinite(time)][:1], *(mark.time for mark in marks[:1])], default=0.0)
+    picked = {}
+    for key in keys:
+        values = run.column(key)
+        indices, mean = fewer(values, MOST_POINTS)
+        if len(indices):
+            picked[key] = (indices, values[indices], mean)
+    every = np.unique(np.concatenate([np.zeros(0, np.intp), *(at for at, _, _ in picked.values())]))
+    curves: dict[str, dict[str, Any]] = {}
+    for key, (indices, values, mean) in picked.items():
+        curves[key] = {"y": values.tolist()}
+        if len(indices) < len(every):
+            curves[key]["at"] = np.searchsorted(every, indices).tolist()
+        if mean is not None:
+            curves[key]["mean"] = [float(f"{value:.6g}") for value in mean]
+    x = {"step": step, "token": tokens, "time": (time - began) / unit_seconds}
+    of_steps = np.array([mark.step for mark in marks], np.float64)
+    of_tokens = np.interp(of_steps, step, tokens) if len(run) else of_steps
+    return {
+        "name": plain(name),
+        "x": {axis: finite(values[every]) for axis, values in x.items()},
+        "curves": curves,
+        "marks": [
+            {
+                "step": mark.step,
+                "token": token,
+                "time": (mark.time - began) / unit_seconds,
+                "kind": mark.kind,
+                "text": plain(f"{mark.kind}: {mark.text}"),
+            }
+            for mark, token in zip(marks, finite(of_tokens), strict=True)
+        ],
+    }
 
 
 def plain(text: str) -> str:
@@ -240,4 +250,5 @@ def plain(text: str) -> str:
 
 
 def finite(values: Floats) -> list[float | None]:
+    """As JSON can have them."""
     return [value if np.isfinite(value) else None for value in values.tolist()]

@@ -24,9 +24,9 @@ def replace_bytes(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object, indent: int | None = None) -> None:
     """See `replace_text`."""
-    replace_text(path, json.dumps(value))
+    replace_text(path, json.dumps(value, indent=indent) + "\n")
 
 
 def only_finite(value: Any, instead: Callable[[float], object] = lambda number: None) -> Any:

@@ -156,6 +156,7 @@ NAMES = {
     "mfu": "speed/mfu",
     "mfu_causal": "speed/mfu_causal",
     "memory_peak_gib": "memory/peak_gib",
+    "expert_load": "train/expert_load",
     "grad_norms": "grad_norm",
     "ranks": "ranks",
     "source_losses": "train/loss_of",
