@@ -171,6 +171,21 @@ def test_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
     assert found.rows[1][-2:] == [f"{hours:,.1f}", f"{3 * hours:,.2f}"]
 
 
+def test_the_number_of_comparisons_is_that_of_their_kind(tmp_path: Path) -> None:
+    """Three variants are compared in speed, of which two have other numbers of devices."""
+    speeds = {
+        "A": [1.0, 1.0, 1.0],
+        "B": [0.465, 0.48, 0.475],
+        "C": [0.51, 0.495, 0.5],
+        "D": [1.0, 1.02, 0.97],
+    }
+    found = outcome(tmp_path, speeds, devices={"B": 2, "C": 2})
+    assert found.judged[0].per_device is not None
+    assert found.judged[0].per_device.answer == "not claimed"
+    assert "faster than A per device is open" in found.verdict[0]
+    assert "with 2 comparisons at once" in found.verdict[0]
+
+
 @pytest.mark.parametrize(
     ("theirs", "answer", "words"),
     [

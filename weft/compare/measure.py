@@ -66,8 +66,6 @@ Tamper = Callable[[Built, Plan], None]
 SEPARATOR = 0  # the token that ends a document
 DOCUMENT_TOKENS = 12  # in a document, on average
 
-ONE = "one.pt"
-
 
 class Difference(NamedTuple):
     """Of a whole tensor from that of one process."""
@@ -114,7 +112,7 @@ def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measure
     rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     built = build(job, plan, rank)
     params = dict(named_parameters(built.parts))
-    tensors = _Tensors(Path(folder) / ONE)
+    tensors = _Tensors(Path(folder) / "one.pt")
     initial = tensors.compare("initial", params.items())
     if tamper is not None:
         tamper(built, plan)

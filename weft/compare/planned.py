@@ -11,7 +11,7 @@ prediction of low confidence none below its error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -130,14 +130,15 @@ def compare_plans(
     return found, sum(each.speed is not None for each in planned)
 
 
-def _problems_of(folder: Path) -> Iterable[Problem]:
-    """Why it should not be written into a folder, if there is a reason."""
+def _problems_of(folder: Path) -> list[Problem]:
+    """Why the outcome should not be written into a folder."""
     try:
-        if "compared" in (read_comparison(folder) or {}):
-            raise not_ours(folder, "holds a comparison of runs, which this one would replace")
+        found = read_comparison(folder)
     except InvalidJob as error:
-        return error.problems
-    return ()
+        return list(error.problems)
+    if found is None or "compared" not in found:
+        return []
+    return not_ours(folder, "holds a comparison of runs, which this one would replace").problems
 
 
 def _paragraphs(lines: Sequence[str]) -> list[str]:

@@ -216,7 +216,9 @@ def _verdict(
         return ["no trial has finished: there is nothing to compare"]
     if not judged:
         return [f"only {labels[trials[0].variant]} has finished trials: nothing to compare it with"]
-    lines, comparisons = [], len(judged)
+    lines = []
+    tested = _tested([each.speed for each in judged])
+    tested_per_device = _tested([each.per_device for each in judged])
     for each in judged:
         ours, base = labels[each.variant], labels[each.baseline]
         spreads = [t.spread for t in trials if t.variant in (each.variant, each.baseline)]
@@ -224,20 +226,23 @@ def _verdict(
         steps = ""
         if known:
             steps = f" (half of a run's steps were within {percent(max(known))} of its median)"
-        parts = [
-            speed_sentence(claim, ours, base, what, comparisons, steps)
-            for claim, what in ((each.speed, ""), (each.per_device, " per device"))
-            if claim is not None
-        ]
+        parts = [speed_sentence(each.speed, ours, base, "", tested, steps)]
+        if (claim := each.per_device) is not None:
+            what = " per device"
+            parts.append(speed_sentence(claim, ours, base, what, tested_per_device, steps))
         parts.append(loss_sentence(each, losses.kind, ours, base, usual))
         lines.append("; ".join(parts))
-    if comparisons > 1:
-        base = labels[judged[0].baseline]
+    if len(judged) > 1:
         lines.append(
-            f"{comparisons} variants were compared with {base}, by Holm's correction for so many; "
-            "not with each other"
+            f"{len(judged)} variants were compared with {labels[judged[0].baseline]}, by Holm's "
+            "correction for so many; not with each other"
         )
     return lines
+
+
+def _tested(claims: Sequence[Claim | None]) -> int:
+    """How many p-values were corrected together."""
+    return sum(claim is not None and claim.interval is not None for claim in claims)
 
 
 def _table(
