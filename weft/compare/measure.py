@@ -93,6 +93,8 @@ class Step(NamedTuple):
 
 
 class Measured(NamedTuple):
+    """What a rank saw of the whole training."""
+
     names: list[str]  # of this rank's parameters, in the order of their definition
     initial: dict[str, Difference]
     steps: list[Step]
@@ -195,6 +197,7 @@ class _Tensors:
         return distances
 
     def save(self) -> None:
+        """Leave one process's tensors for the ranks of a layout."""
         if self.theirs is None:
             torch.save(self.ours, self.path)
 
@@ -217,6 +220,7 @@ def ratio(a: float, b: float) -> float:
 
 
 def finite(value: float) -> float:
+    """The value; infinity for what is not a number."""
     return value if math.isfinite(value) else math.inf
 
 

@@ -236,7 +236,7 @@ def _drawn(run: History, name: str, keys: Sequence[str], unit_seconds: float) ->
                 "step": mark.step,
                 "token": token,
                 "time": (mark.time - began) / unit_seconds,
-                "kind": mark.kind,
+                "routine": mark.kind in ROUTINE,
                 "text": plain(f"{mark.kind}: {mark.text}"),
             }
             for mark, token in zip(marks, finite(of_tokens), strict=True)

@@ -156,6 +156,7 @@ class History:
         return {kind: self.last(f"seconds.{kind}") or 0.0 for kind in KINDS}
 
     def goodput(self) -> float | None:
+        """The productive share of the seconds so far; None if there are none."""
         spent = self.seconds()
         return goodput(spent) if sum(spent.values()) else None
 

@@ -29,17 +29,12 @@ def document(title: str, body: str, head: str = "", scripts: Sequence[bytes] = (
         *([head] if head else []),
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
         body,
-        *["<script>"] * bool(scripts),
     ]
     # Bytes, since plotly's script takes four times as many as a string.
-    return b"".join(
-        [
-            "\n".join(top).encode(),
-            b"</script>\n<script>".join(scripts),
-            b"</script>" * bool(scripts),
-            b"\n</body>\n</html>\n",
-        ]
-    )
+    parts = ["\n".join(top).encode()]
+    for script in scripts:
+        parts += [b"\n<script>", script, b"</script>"]
+    return b"".join([*parts, b"\n</body>\n</html>\n"])
 
 
 def plotly() -> bytes:

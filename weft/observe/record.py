@@ -181,12 +181,16 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 class Clock:
-    """Seconds per step, since it was last restarted."""
+    """Seconds per step, since it was last restarted.
+
+    `read` and `own` are asked after a step was counted.
+    """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
+        """What was before does not count."""
         self._began = time.perf_counter()
         self._thread = time.thread_time()
         self._data = self._device = 0.0
@@ -194,17 +198,20 @@ class Clock:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
+        """Inside, the host waits for rows."""
         began = time.perf_counter()
         yield
         self._data += time.perf_counter() - began
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
+        """Inside, the host waits for what it has asked the device for."""
         began = time.perf_counter()
         yield
         self._device += time.perf_counter() - began
 
     def count_step(self) -> None:
+        """A step is done."""
         self._steps += 1
 
     def read(self) -> tuple[float, float]:

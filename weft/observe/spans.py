@@ -122,6 +122,7 @@ class Spans:
         self._end = len(text)
 
     def close(self) -> None:
+        """End the phase that goes on, and write what is left."""
         global _current
         faults.listeners.remove(self._pass)
         if self._phase is not None:
