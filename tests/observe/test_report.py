@@ -624,6 +624,7 @@ def test_a_run_trains_though_its_page_cannot_be_written(tmp_path: Path) -> None:
     sink.close()
     (told,) = said
     assert told.startswith("warning: no report.html: IsADirectoryError: ")
+    assert not list(folder.glob(".*.tmp"))
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

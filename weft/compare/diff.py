@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.job import MISSING, InvalidJob, Job, Problem, difference
-from weft.observe.files import only_finite, read_records
+from weft.observe.files import only_finite, read_json, read_records
 from weft.observe.history import job_of
 from weft.observe.statistics import KINDS, read_statistics
 from weft.train.position import home_of
@@ -98,6 +98,7 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
 
     Raises:
         InvalidJob: if one of them is no run, or they have no step in common.
+        WeftError: if what lies there cannot be read.
     """
     jobs = [job_of(run, name) for name, run in (("run_a", ours), ("run_b", theirs))]
     records = [
@@ -206,10 +207,7 @@ def _value(value: Any) -> str:
 
 def _environments(ours: Path, theirs: Path) -> Iterator[str]:
     """What they ran on."""
-    found = []
-    for run in (ours, theirs):
-        path = run / "environment.json"
-        found.append(json.loads(path.read_text("utf-8")) if path.is_file() else {})
+    found = [read_json(run / "environment.json") for run in (ours, theirs)]
     for name in ("weft", "git", "torch", "cuda", "python", "devices"):
         a, b = (about.get(name) for about in found)
         if a != b:

@@ -7,7 +7,6 @@ how a page of a running run stays cheap.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -21,6 +20,7 @@ from pydantic_core import from_json
 
 from weft.job import InvalidJob, Job, Problem, WeftError, read_job
 from weft.observe.events import read_events
+from weft.observe.files import read_json
 from weft.observe.ledger import KINDS, goodput
 
 Floats = NDArray[np.float64]
@@ -91,18 +91,9 @@ class History:
         head = [line for line in text.splitlines() if line.startswith("# ")]
         changes = [line[2:].partition(": ") for line in head if " -> " in line]
         self.changes = {name: change for name, _, change in changes}
-        self.environment = self._json("environment.json")
-        self.plan = self._json("plan.json")
+        self.environment = read_json(folder / "environment.json")
+        self.plan = read_json(folder / "plan.json")
         self.read_on()
-
-    def _json(self, name: str) -> dict[str, Any]:
-        """What a file holds; nothing if it is not there."""
-        path = self.folder / name
-        try:
-            found = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        except (OSError, ValueError) as error:
-            raise WeftError(f"{path}: cannot be read: {error}") from error
-        return found if isinstance(found, dict) else {}
 
     def __len__(self) -> int:
         return len(self.columns["step"]) if self.columns else 0
