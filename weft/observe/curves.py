@@ -20,57 +20,22 @@ MOST_MARKS = 400  # of a run
 COLOURS = dict(
     zip(KINDS, ["#7ac27a", "#70a6f0", "#8cd2dc", "#c49ee6", "#eed25c", "#f096be"], strict=True)
 )
-# Curves that records may have: identifier, heading, unit, and of each its name in the record, its
-# label and its style (``exact`` is not smoothed), or the colour of its area.  Of several runs the
-# areas are left out.
-CHARTS: list[tuple[str, str, str, list[tuple[str, str, str]]]] = [
-    ("loss", "Loss", "nats per token", [("loss", "train", ""), ("eval_loss", "held out", "dots")]),
-    ("speed", "Speed", "tokens per second", [("tokens_per_second", "", "")]),
-    (
-        "mfu",
-        "Model FLOPs utilisation",
-        "%",
-        [("mfu", "MFU", ""), ("mfu_causal", "attention counted as causal", "")],
-    ),
-    ("grad_norm", "Gradient norm", "before clipping", [("grad_norm", "", "")]),
-    ("lr", "Learning rate", "", [("lr", "", "exact")]),
-    (
-        "step_seconds",
-        "Seconds of a step",
-        "mean since the last record",
-        [("step_seconds", "measured", ""), ("expected_step_seconds", "predicted", "dash")],
-    ),
-    (
-        "memory",
-        "Memory of the fullest rank",
-        "GiB, most so far",
-        [("memory_peak_gib", "measured", "exact"), ("expected_memory_gib", "predicted", "dash")],
-    ),
-    (
-        "parts",
-        "Parts of a step",
-        "seconds, stacked",
-        [
-            ("rest_seconds", "computing and communication", "#7ac27a"),
-            ("data_seconds", "waiting for data", "#f09c58"),
-        ],
-    ),
-    (
-        "ledger",
-        "What the run's time went into",
-        "seconds since it began, stacked",
-        [(f"seconds.{kind}", kind, colour) for kind, colour in COLOURS.items()],
-    ),
-    ("data_seconds", "Waiting for data", "seconds of a step", [("data_seconds", "", "")]),
-    (
-        "expert_load",
-        "Load of the most loaded expert",
-        "times the mean, in the worst layer",
-        [("expert_load", "", "")],
-    ),
-]
+# Charts that records may have: heading and unit.
+CHARTS = {
+    "loss": ("Loss", "nats per token"),
+    "speed": ("Speed", "tokens per second"),
+    "mfu": ("Model FLOPs utilisation", "%"),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "lr": ("Learning rate", ""),
+    "step_seconds": ("Seconds of a step", "mean since the last record"),
+    "memory": ("Memory of the fullest rank", "GiB, most so far"),
+    "parts": ("Parts of a step", "seconds, stacked"),
+    "ledger": ("What the run's time went into", "seconds since it began, stacked"),
+    "data_seconds": ("Waiting for data", "seconds of a step"),
+    "expert_load": ("Load of the most loaded expert", "times the mean, in the worst layer"),
+}
 STACKED = {"parts", "ledger"}
-# Objects in records, and what a chart of their numbers is called.
+# Objects in records, each a chart of its numbers.
 GROUPED = {
     "grad_norms": ("Gradient norm by group", "before clipping"),
     "source_losses": ("Loss by source", "nats per token"),
@@ -81,6 +46,26 @@ GROUPED = {
     "ranks.compute_seconds": ("Computing over the ranks", "seconds of a step"),
     "ranks.data_seconds": ("Waiting for data over the ranks", "seconds of a step"),
 }
+# Of each chart of `CHARTS` the curves: name in the record, label, and style (``exact`` is not
+# smoothed), or the colour of its area.
+CURVES = [
+    ("loss", "loss", "train", ""),
+    ("loss", "eval_loss", "held out", "dots"),
+    ("speed", "tokens_per_second", "", ""),
+    ("mfu", "mfu", "MFU", ""),
+    ("mfu", "mfu_causal", "attention counted as causal", ""),
+    ("grad_norm", "grad_norm", "", ""),
+    ("lr", "lr", "", "exact"),
+    ("step_seconds", "step_seconds", "measured", ""),
+    ("step_seconds", "expected_step_seconds", "predicted", "dash"),
+    ("memory", "memory_peak_gib", "measured", "exact"),
+    ("memory", "expected_memory_gib", "predicted", "dash"),
+    ("parts", "rest_seconds", "computing and communication", "#7ac27a"),
+    ("parts", "data_seconds", "waiting for data", "#f09c58"),
+    *(("ledger", f"seconds.{kind}", kind, colour) for kind, colour in COLOURS.items()),
+    ("data_seconds", "data_seconds", "", ""),
+    ("expert_load", "expert_load", "", ""),
+]
 
 
 def kept(marks: Sequence[Mark]) -> list[Mark]:
@@ -94,34 +79,39 @@ def kept(marks: Sequence[Mark]) -> list[Mark]:
 
 
 def charts_of(runs: Sequence[History]) -> list[dict[str, Any]]:
-    """The charts for which a run has numbers."""
+    """The charts for which a run has numbers; of several runs those with areas are left out."""
     there = {
         name for run in runs for name, values in run.columns.items() if np.isfinite(values).any()
     }
     if {"step_seconds", "data_seconds"} <= there:
         there.add("rest_seconds")
-    charts = [*CHARTS]
-    for group, (heading, unit) in GROUPED.items():
-        curves = [
-            (name, label, "")
-            for name in sorted(there)
-            if (label := name.removeprefix(f"{group}.")) != name
-            and not (group.startswith("ranks.") and label == "rank")  # whose the most is
-        ]
-        charts.append((group.replace(".", "-"), heading, unit, curves))
-    leave_out = STACKED if len(runs) > 1 else {"data_seconds"}
-    return [
-        {
-            "id": name,
-            "heading": heading,
-            "unit": unit,
-            "stack": name in STACKED,
-            "format": ".1%" if name == "mfu" else "",
-            "curves": [(key, plain(label), style) for key, label, style in found],
-        }
-        for name, heading, unit, curves in charts
-        if name not in leave_out and (found := [curve for curve in curves if curve[0] in there])
+    grouped = [
+        (group, name, label, "")
+        for group in GROUPED
+        for name in sorted(there)
+        if (label := name.removeprefix(f"{group}.")) != name
+        and not (group.startswith("ranks.") and label == "rank")  # whose the most is
     ]
+    leave_out = STACKED if len(runs) > 1 else {"data_seconds"}
+    charts = []
+    for name, (heading, unit) in (CHARTS | GROUPED).items():
+        curves = [
+            (key, plain(label), style)
+            for chart, key, label, style in (*CURVES, *grouped)
+            if chart == name and key in there
+        ]
+        if curves and name not in leave_out:
+            charts.append(
+                {
+                    "id": name.replace(".", "-"),
+                    "heading": heading,
+                    "unit": unit,
+                    "stack": name in STACKED,
+                    "format": ".1%" if name == "mfu" else "",
+                    "curves": curves,
+                }
+            )
+    return charts
 
 
 def curves_section(

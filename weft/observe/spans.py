@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from torch.profiler import record_function
 
@@ -32,15 +32,6 @@ FILE_BYTES = 2**20
 WAITING_EVENTS = 2000  # for being written, at most
 END = b"\n]\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
-class Event(NamedTuple):
-    """What ended, in nanoseconds since the epoch."""
-
-    name: str
-    began: int
-    ended: int
-    args: dict[str, Any]
 
 
 class Spans:
@@ -54,7 +45,7 @@ class Spans:
         self.step = 0
         self.ranges = False  # whether spans are also torch.profiler's
         self._path, self._rank = path, rank
-        self._events: list[Event] = []
+        self._events: list[dict[str, Any]] = []
         self._end = 0  # of what is in the file, but for `END`
         # Two clocks: one that never jumps, and what it says of the epoch.
         self._epoch = time.time_ns() - time.perf_counter_ns()
@@ -82,11 +73,14 @@ class Spans:
             self.flush()
 
     def note(self, name: str, began: int, args: dict[str, Any]) -> None:
-        """``began``: on the clock that never jumps."""
+        """A span ends, in Chrome's trace format; ``began``: on the clock that never jumps."""
         if self._path is not None:
-            now = time.perf_counter_ns()
-            args["step"] = self.step
-            self._events.append(Event(name, self._epoch + began, self._epoch + now, args))
+            # Whole microseconds keep spans inside of others.
+            start = (self._epoch + began) // 1000
+            end = (self._epoch + time.perf_counter_ns()) // 1000
+            event = {"name": name, "ph": "X", "ts": start, "dur": end - start}
+            event |= {"pid": self._rank, "tid": 0, "args": {**args, "step": self.step}}
+            self._events.append(event)
             if len(self._events) >= WAITING_EVENTS:
                 self.flush()
 
@@ -94,7 +88,7 @@ class Spans:
         """Write what is noted."""
         if self._path is None or not self._events:
             return
-        text = b"".join(b",\n" + as_json(event, self._rank) for event in self._events)
+        text = "".join(f",\n{encode(event)}" for event in self._events).encode()
         self._events.clear()
         try:
             with self._path.open("r+b") as file:
@@ -167,14 +161,6 @@ def set_ranges(on: bool) -> None:
     """Whether spans that begin from now on are also ranges of torch.profiler."""
     if _current is not None:
         _current.ranges = on
-
-
-def as_json(event: Event, rank: int) -> bytes:
-    """In Chrome's trace format; in whole microseconds, which keeps spans inside of others."""
-    began, ended = event.began // 1000, event.ended // 1000
-    entry = {"name": event.name, "ph": "X", "ts": began, "dur": ended - began}
-    entry |= {"pid": rank, "tid": 0, "args": event.args}
-    return encode(entry).encode()
 
 
 def spans_path(folder: Path, rank: int) -> Path:
