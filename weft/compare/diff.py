@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.job import MISSING, InvalidJob, Job, Problem, difference
@@ -31,7 +31,8 @@ WHAT = {"loss": "the loss", "grad_norm": "the gradient norm; the loss agrees"}  
 VALUES = ("count", "mean", "rms", "most", "nonfinite")  # of a row of statistics
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A step, or a tensor in it, and how far two runs are apart there."""
 
     step: int
@@ -57,11 +58,7 @@ class Difference:
 
     def to_json(self) -> str:
         """One object; a distance that is not comparable is the text ``inf``."""
-        values = asdict(self)
-        for name in ("part", "rounding"):
-            place = getattr(self, name)
-            values[name] = place and place._asdict()
-        return json.dumps(only_finite(values, str), indent=2)
+        return json.dumps(only_finite(asdict(self), str), indent=2)
 
     def __str__(self) -> str:
         lines = []
