@@ -59,9 +59,6 @@ BFLOAT16 = Limits(5e-2, 2e-2, 0.6)
 # Rounding in float32 moves a number across the edge between two of float8, 6 % apart: the same.
 FLOAT8 = Limits(1e-1, 2e-2, 0.6)
 
-RANKS, STEPS = 8, 3
-TIMEOUT_SECONDS = 600.0
-
 
 @dataclass(frozen=True)
 class StepReport:
@@ -135,11 +132,10 @@ def read_recipe(
 def verify(
     job: Job,
     *,
-    ranks: int = RANKS,
-    steps: int = STEPS,
+    ranks: int = 8,
+    steps: int = 3,
     keep: Collection[str] = (),
     tamper: Tamper | None = None,
-    timeout: float = TIMEOUT_SECONDS,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Train a job's layout and one process, both shrunk, and compare them.
@@ -150,7 +146,6 @@ def verify(
         keep: keys that are not replaced, among ``compile.enable`` and those of ``precision``.
         tamper: a test's, to break something: called on every rank of the layout with what
             `weft.train.setup.build` made, and the plan.
-        timeout: seconds for each of the two runs.
         say: told what is going on, in lines.
 
     Raises:
@@ -160,10 +155,8 @@ def verify(
     case = shrink(job, plan_of_recipe(job), ranks, steps, keep)
     say(describe(case))
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
-        (one,) = run_ranks(measure, 1, case.one_job, case.one_plan, folder, None, timeout=timeout)
-        many = run_ranks(
-            measure, case.plan.world_size, case.job, case.plan, folder, tamper, timeout=timeout
-        )
+        (one,) = run_ranks(measure, 1, case.one_job, case.one_plan, folder, None)
+        many = run_ranks(measure, case.plan.world_size, case.job, case.plan, folder, tamper)
     report = compare(case, one, many)
     say(table(report))
     return report
@@ -175,9 +168,7 @@ def verify(
 def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
     """Judge what the ranks measured."""
     sharp = case.plan.compute_dtype == case.plan.reduce_dtype == "float32"
-    limits = FLOAT32 if sharp else BFLOAT16
-    if case.plan.float8 != "none":
-        limits = FLOAT8
+    limits = FLOAT8 if case.plan.float8 != "none" else FLOAT32 if sharp else BFLOAT16
     steps = []
     for i, theirs in enumerate(one.steps):
         # Ranks agree on loss and norm, or the worst of them is what counts.
@@ -204,14 +195,15 @@ def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
         )
     eval_loss = _farthest(one.eval_loss, (rank.eval_loss for rank in many))
     eval_difference = _relative(eval_loss, one.eval_loss)
-    judged = [(s.loss_difference, s.grad_norm_difference, s.gradient_difference) for s in steps]
     updates = [u for rank in many for step in rank.steps for u in step.updates.values()]
     wrong = next(_departures(one, many, steps, eval_difference, limits), None)
-    reached = max(eval_difference, *(value for values in judged for value in values))
+    reached = max(
+        eval_difference,
+        *(max(s.loss_difference, s.grad_norm_difference, s.gradient_difference) for s in steps),
+    )
     agreed = (
-        f"losses, gradient norms and every gradient agree with one process's within "
-        f"{limits.tolerance:g}; "
-        f"the largest relative difference is {reached:.1e}"
+        "losses, gradient norms and every gradient agree with one process's within "
+        f"{limits.tolerance:g}; the largest relative difference is {reached:.1e}"
     )
     return Report(
         holds=wrong is None,
