@@ -228,12 +228,18 @@ def test_a_loss_below_zero_has_a_margin_too(tmp_path: Path) -> None:
     assert "losses are equivalent within 0.5 %: B's is -0.08 % to -0.01 %" in found.verdict[0]
 
 
-def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
-    same = {"A": [1.0, 1.0], "B": [1.0, 1.0]}
-    jobs = {"B": replace(Job(), data={"vocab_size": 300})}
+def test_losses_of_something_else_are_not_compared(tmp_path: Path) -> None:
+    same = {name: [1.0, 1.0] for name in "ABCD"}
+    jobs = {
+        "B": replace(Job(), data={"vocab_size": 300}),
+        "C": replace(Job(), train={"objective": "dpo"}),
+        "D": replace(Job(), train={"objective": "mine:objective"}),
+    }
     found = outcome(tmp_path, same, jobs=jobs)
-    assert found.judged[0].loss is None
-    assert "losses cannot be compared: they count other tokens" in found.verdict[0]
+    for judged, line in zip(found.judged, found.verdict, strict=False):
+        assert judged.loss is None
+        assert "losses cannot be compared: they are of other tokens or objectives" in line
+    assert "loss: held-out, of next_token, dpo, mine:objective after 2,560 tokens" in found.notes
 
 
 def test_without_a_finished_trial(tmp_path: Path) -> None:

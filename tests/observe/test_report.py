@@ -476,6 +476,9 @@ def test_records_that_lack_time_and_tokens(tmp_path: Path) -> None:
 def test_objectives_and_experts_have_charts(tmp_path: Path) -> None:
     told = {"expert_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
     runs = [History(make_run(tmp_path / "one", [values(1, **told)]))]
+    assert next(chart["unit"] for chart in charts_of(runs)) == "nats per token"
+    dpo = make_run(tmp_path / "dpo", [values(1)], ("train.objective", "dpo"))
+    assert next(chart["unit"] for chart in charts_of([History(dpo)])) == "of dpo"
     keys = {key for chart in charts_of(runs) for key, _, _ in chart["curves"]}
     assert {"expert_load", "metrics.margin", "eval_metrics.margin"} <= keys
 

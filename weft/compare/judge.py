@@ -215,7 +215,7 @@ def loss_sentence(judged: Judged, kind: str, ours: str, base: str, usual: float 
     """
     it = judged.loss
     if it is None:
-        return "their losses cannot be compared: they count other tokens"
+        return "their losses cannot be compared: they are of other tokens or objectives"
     if not it.differences or usual is None or judged.margin_nats is None:
         return "there is no pair of losses"
     margin = percent(judged.margin_nats / usual)

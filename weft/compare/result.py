@@ -25,12 +25,20 @@ from weft.compare.trials import Losses, Trial, losses_of, measure_trial, usual_l
 from weft.compare.variants import OWN, Variant
 from weft.compare.verify import layout
 from weft.job import difference, flatten
+from weft.observe.curves import loss_unit
 from weft.observe.terminal import shown
 from weft.plan.placement import AXES
 from weft.plan.stages import align
 
-# Of the text: between models of other tokens, nats per token mean something else.
-OF_THE_TEXT = ("data.path", "data.mixture", "data.tokenizer", "data.vocab_size", "data.holdout")
+# What a loss is of: between other tokens or objectives, the same number means something else.
+OF_THE_LOSS = (
+    "data.path",
+    "data.mixture",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.holdout",
+    "train.objective",
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def result_of(
     labels = [variant.label for variant in variants]
     losses = losses_of(trials) if trials else None
     base = trials[0].variant if trials else 0
-    apart = [v for v in range(len(variants)) if _text_of(variants[v]) != _text_of(variants[base])]
+    apart = [v for v in range(len(variants)) if _loss_of(variants[v]) != _loss_of(variants[base])]
     judged = judge(trials, losses, settings.margin, settings.relative, apart)
     usual = None if losses is None else usual_loss(losses, base)
     verdict = _verdict(judged, losses, labels, trials, usual)
@@ -161,9 +169,9 @@ def _curves(losses: Losses, labels: Sequence[str]) -> dict[str, Any]:
     return {"tokens": losses.tokens, "kind": losses.kind, "curve": curve}
 
 
-def _text_of(variant: Variant) -> list[Any]:
-    flat = flatten(variant.job)
-    return [flat[key] for key in OF_THE_TEXT]
+def _loss_of(variant: Variant) -> list[Any]:
+    flat, train = flatten(variant.job), variant.job.train
+    return [*(flat[key] for key in OF_THE_LOSS), train.dpo_beta * (train.objective == "dpo")]
 
 
 def _changed(variant: Variant, base: Variant) -> dict[str, list[Any]]:
@@ -323,7 +331,9 @@ def _notes(
         f"record{'s' * (cold != [1])} (warm-up); pairs are runs of one repeat"
     )
     window = "" if losses.kind == "held-out" else ", mean over the last tenth of them"
-    notes.append(f"loss: {losses.kind}, nats per token after {losses.tokens:,} tokens{window}")
+    objectives = dict.fromkeys(variants[t.variant].job.train.objective for t in trials)
+    unit = loss_unit(objectives)
+    notes.append(f"loss: {losses.kind}, {unit} after {losses.tokens:,} tokens{window}")
     if len({t.tokens for t in trials}) > 1:
         notes.append("some trained on more tokens; losses are taken where all have seen as many")
     return notes

@@ -124,7 +124,7 @@ def held_out_loss(records: Sequence[Record], tokens: float) -> float | None:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of all trials, by (variant, repeat), in nats per token after ``tokens``."""
+    """Of all trials, by (variant, repeat), after ``tokens``: nats per token, or the objective's."""
 
     tokens: int
     kind: str  # held-out or train

@@ -20,9 +20,10 @@ MOST_MARKS = 400  # of a run
 COLOURS = dict(
     zip(KINDS, ["#7ac27a", "#70a6f0", "#8cd2dc", "#c49ee6", "#eed25c", "#f096be"], strict=True)
 )
+NATS = "nats per token"
 # Charts that records may have: heading and unit.
 CHARTS = {
-    "loss": ("Loss", "nats per token"),
+    "loss": ("Loss", NATS),
     "speed": ("Speed", "tokens per second"),
     "mfu": ("Model FLOPs utilisation", "%"),
     "grad_norm": ("Gradient norm", "before clipping"),
@@ -38,8 +39,8 @@ STACKED = {"parts", "ledger"}
 # Objects in records, each a chart of its numbers.
 GROUPED = {
     "grad_norms": ("Gradient norm by group", "before clipping"),
-    "source_losses": ("Loss by source", "nats per token"),
-    "source_eval_losses": ("Held-out loss by source", "nats per token"),
+    "source_losses": ("Loss by source", NATS),
+    "source_eval_losses": ("Held-out loss by source", NATS),
     "metrics": ("What the objective tells", "mean since the last record"),
     "eval_metrics": ("What the objective tells of held-out text", "mean of the samples"),
     "ranks.memory_peak_gib": ("Memory over the ranks", "GiB, most so far"),
@@ -93,6 +94,7 @@ def charts_of(runs: Sequence[History]) -> list[dict[str, Any]]:
         and not (group.startswith("ranks.") and label == "rank")  # whose the most is
     ]
     leave_out = STACKED if len(runs) > 1 else {"data_seconds"}
+    objectives = [run.job["train"].get("objective", "next_token") for run in runs]
     charts = []
     for name, (heading, unit) in (CHARTS | GROUPED).items():
         curves = [
@@ -105,13 +107,19 @@ def charts_of(runs: Sequence[History]) -> list[dict[str, Any]]:
                 {
                     "id": name.replace(".", "-"),
                     "heading": heading,
-                    "unit": unit,
+                    "unit": loss_unit(objectives) if unit == NATS else unit,
                     "stack": name in STACKED,
                     "format": ".1%" if name == "mfu" else "",
                     "curves": curves,
                 }
             )
     return charts
+
+
+def loss_unit(objectives: Iterable[str]) -> str:
+    """What losses of these ``train.objective`` are in."""
+    names = dict.fromkeys(objectives)
+    return NATS if set(names) <= {"next_token"} else f"of {', '.join(names)}"
 
 
 def curves_section(
