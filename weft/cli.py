@@ -240,15 +240,16 @@ def verify(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Train variants, or only plan them, and compare them."""
-    from weft.compare.experiment import (
-        default_folder,
+    from weft.compare.experiment import compare
+    from weft.compare.folder import default_folder
+    from weft.compare.result import Settings
+    from weft.compare.variants import (
         parse_margin,
         parse_price,
         parse_vary,
         prepare,
         read_variants,
     )
-    from weft.compare.result import Settings, compare, to_json
     from weft.observe.terminal import quiet_console
 
     problems = list(options.problems)
@@ -279,7 +280,7 @@ def compare(options: argparse.Namespace) -> int:
     result, stopped = compare(folder, variants, Settings(repeats, margin, relative, price), say)
     say(f"\n{result.text()}\n\neverything is in {folder}")
     if options.json:
-        print(to_json(result))
+        print(json.dumps(result.document, indent=2))
     if stopped:
         print("interrupted; the same command goes on with the trial", file=sys.stderr)
         return REQUEUE if stopped == 1 else INTERRUPTED
@@ -319,7 +320,8 @@ def between(name: str, text: str, least: int, most: int, problems: list[Problem]
 def report(options: argparse.Namespace) -> int:
     """Write the page of one run, or of several beside each other."""
     from weft.observe.history import History, no_run
-    from weft.observe.report import FILE, plotly, report_page
+    from weft.observe.html import plotly
+    from weft.observe.report import FILE, report_page
 
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))

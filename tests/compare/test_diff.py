@@ -177,3 +177,6 @@ def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         compare_runs(a, b, 1e-4)
     assert main(["debug", "diff", str(a), str(tmp_path)]) == 2
     assert "run_b" in capsys.readouterr().err
+    (a / "environment.json").write_text("{")
+    assert main(["debug", "diff", str(a), str(a)]) == 1
+    assert "environment.json: cannot be read" in capsys.readouterr().err

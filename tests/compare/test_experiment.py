@@ -18,16 +18,9 @@ import tomli_w
 from tests.small import SMALL, Overrides
 from tests.test_cli import rejected
 from weft.cli import main
-from weft.compare.experiment import (
-    Variant,
-    order,
-    parse_vary,
-    prepare,
-    read_variants,
-    seed_of,
-    split_values,
-    why,
-)
+from weft.compare.experiment import order, why
+from weft.compare.folder import seed_of
+from weft.compare.variants import Variant, parse_vary, prepare, read_variants, split_values
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.launch import REQUEUE
 from weft.plan.resolve import Plan
@@ -153,6 +146,13 @@ def test_a_folder_of_others_is_refused(capsys: pytest.CaptureFixture[str], tmp_p
     (line,) = rejected(capsys, *command)
     assert "neither empty nor a comparison's folder" in line
     assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
+    for damaged in ('{"compared": [', "[]", "7"):
+        (tmp_path / "comparison.json").write_text(damaged)
+        (line,) = rejected(capsys, *command)
+        assert "neither empty nor a comparison's folder" in line
+    (tmp_path / "comparison.json").write_text('{"verdict": []}')
+    (line,) = rejected(capsys, *command)
+    assert "holds a comparison that was only planned" in line
 
 
 def test_order_and_seeds() -> None:

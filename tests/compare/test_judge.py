@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from weft.compare.experiment import Ended, Variant, trial_folder
-from weft.compare.judge import held_out_loss, measure, percent, split_warm_up, train_loss
+from weft.compare.folder import Ended, trial_folder
+from weft.compare.judge import percent
 from weft.compare.result import Result, Settings, finished, result_of
+from weft.compare.trials import held_out_loss, measure_trial, split_warm_up, train_loss
+from weft.compare.variants import Variant
 from weft.job import Job, Problem, replace
 
 TOKENS = 256  # of a step
@@ -48,7 +50,7 @@ def test_the_median_step_without_warm_up(tmp_path: Path) -> None:
     """20 records: two are left out, and a hiccup moves the median by nothing."""
     seconds = [9.0, 5.0, *[0.5] * 17, 7.0]
     write_run(tmp_path / "run", [record(i + 1, s, 3.0, mfu=0.4) for i, s in enumerate(seconds)])
-    trial = measure(0, 1, 0, tmp_path / "run", plan())
+    trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
     assert (trial.records, trial.warm_up, trial.step_seconds) == (18, 2, 0.5)
     assert trial.tokens_per_second == 512
     assert trial.device_hours == pytest.approx(1e9 / 512 / 3600)
@@ -66,7 +68,7 @@ def test_each_start_warms_up() -> None:
 
 def test_one_step_has_no_speed(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [record(1, 1.0, 3.0)])
-    trial = measure(0, 1, 0, tmp_path / "run", plan())
+    trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
     assert trial.step_seconds is trial.tokens_per_second is trial.device_hours is None
 
 
@@ -169,6 +171,21 @@ def test_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
     assert found.rows[1][-2:] == [f"{hours:,.1f}", f"{3 * hours:,.2f}"]
 
 
+def test_the_number_of_comparisons_is_that_of_their_kind(tmp_path: Path) -> None:
+    """Three variants are compared in speed, of which two have other numbers of devices."""
+    speeds = {
+        "A": [1.0, 1.0, 1.0],
+        "B": [0.465, 0.48, 0.475],
+        "C": [0.51, 0.495, 0.5],
+        "D": [1.0, 1.02, 0.97],
+    }
+    found = outcome(tmp_path, speeds, devices={"B": 2, "C": 2})
+    assert found.judged[0].per_device is not None
+    assert found.judged[0].per_device.answer == "not claimed"
+    assert "faster than A per device is open" in found.verdict[0]
+    assert "with 2 comparisons at once" in found.verdict[0]
+
+
 @pytest.mark.parametrize(
     ("theirs", "answer", "words"),
     [
@@ -202,12 +219,27 @@ def test_the_margin(tmp_path: Path) -> None:
     assert answers == ["higher", "equivalent", "higher"]
 
 
-def test_losses_of_other_tokens_are_not_compared(tmp_path: Path) -> None:
-    same = {"A": [1.0, 1.0], "B": [1.0, 1.0]}
-    jobs = {"B": replace(Job(), data={"vocab_size": 300})}
+def test_a_loss_below_zero_has_a_margin_too(tmp_path: Path) -> None:
+    """Of an objective of the user's own, the margin is a part of its size."""
+    same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
+    losses = {"A": [-3.0, -3.0, -3.0], "B": [-3.001, -3.002, -3.001]}
+    found = outcome(tmp_path, same, losses)
+    assert found.judged[0].margin_nats == pytest.approx(0.015)
+    assert "losses are equivalent within 0.5 %: B's is -0.08 % to -0.01 %" in found.verdict[0]
+
+
+def test_losses_of_something_else_are_not_compared(tmp_path: Path) -> None:
+    same = {name: [1.0, 1.0] for name in "ABCD"}
+    jobs = {
+        "B": replace(Job(), data={"vocab_size": 300}),
+        "C": replace(Job(), train={"objective": "dpo"}),
+        "D": replace(Job(), train={"objective": "mine:objective"}),
+    }
     found = outcome(tmp_path, same, jobs=jobs)
-    assert found.judged[0].loss is None
-    assert "losses cannot be compared: they count other tokens" in found.verdict[0]
+    for judged, line in zip(found.judged, found.verdict, strict=False):
+        assert judged.loss is None
+        assert "losses cannot be compared: they are of other tokens or objectives" in line
+    assert "loss: held-out, of next_token, dpo, mine:objective after 2,560 tokens" in found.notes
 
 
 def test_without_a_finished_trial(tmp_path: Path) -> None:

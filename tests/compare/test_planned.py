@@ -78,6 +78,40 @@ def test_four_layouts_of_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert wide["cost_per_billion_tokens"] == pytest.approx(2.5 * hours)
 
 
+PLANNED = ["compare", "demo", "--plan-only", "--vary", "parallel.dp_shard=1,2"]
+
+
+def test_it_replaces_nothing_but_another_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A comparison of runs would lose what its trials have measured."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "comparison.json").write_text('{"compared": [], "ended": [], "looks": []}')
+    (line,) = rejected(capsys, *PLANNED, "--out", str(runs))
+    assert "holds a comparison of runs, which this one would replace" in line
+    letters = tmp_path / "letters"
+    letters.mkdir()
+    (letters / "report.html").write_text("dear")
+    lines = rejected(capsys, *PLANNED, "--out", str(letters), "--train.stepz", "3")
+    assert "is neither empty nor a comparison's folder" in lines[0]
+    assert lines[1].startswith("train.stepz")
+    assert (letters / "report.html").read_text() == "dear"
+    (line,) = rejected(capsys, *PLANNED, "--out", str(letters / "report.html"))
+    assert "is neither empty nor a comparison's folder" in line
+
+
+def test_a_folder_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(self: Path, *args: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main([*PLANNED, "--out", str(tmp_path / "out")]) == 1
+    assert "out: cannot be written: Permission denied" in capsys.readouterr().err
+
+
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     vary = ["--vary", "remat.kind=none,full"]
     lines = rejected(capsys, "compare", "llama3-8b", *vary, "--plan-only", "--cluster", "2x8xh999")

@@ -10,8 +10,10 @@ import pytest
 
 from tests.compare.test_judge import plan
 from tests.observe.test_report import Browser, make_run, needs_browser, values
-from weft.compare.experiment import Ended, Variant, trial_folder
-from weft.compare.result import Result, Settings, result_of, write_page
+from weft.compare.folder import Ended, trial_folder
+from weft.compare.page import write_page
+from weft.compare.result import Result, Settings, result_of
+from weft.compare.variants import Variant
 from weft.job import Job, Problem
 from weft.observe.report import FILE
 

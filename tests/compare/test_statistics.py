@@ -124,23 +124,41 @@ def test_false_claims_among_three_comparisons() -> None:
     assert sum(min(p) < LEVEL for p in found) > 0.11 * SIMULATED
 
 
-def test_power() -> None:
-    """What `pairs_needed` promises, a claim in 80 % of the cases, comes about."""
-    random = np.random.default_rng(2)
+@pytest.mark.parametrize(
+    ("mean", "margin", "least", "most"),
+    [
+        (0.8, 0.5, 0.76, 0.87),  # clearly no equivalence
+        (0.0, 1.0, 0.79, 0.92),  # clearly no difference
+        (0.0, 1.4, 0.79, 0.92),
+        (0.3, 1.0, 0.76, 0.87),  # nearer to one bound than to the other
+    ],
+)
+def test_power(mean: float, margin: float, least: float, most: float) -> None:
+    """What `pairs_needed` promises, a claim in 80 % of the cases, comes about.
+
+    In the first case a difference is claimed, in the others equivalence; pairs are few, and one
+    more adds as much as 8 % to the power.
+    """
     template = np.array([-1.0, 1.0, -1.0, 1.0])
-    pilot = template / template.std(ddof=1)
-    needed = pairs_needed((0.8 + pilot).tolist(), 0.5)  # clearly no equivalence
+    needed = pairs_needed((mean + template / template.std(ddof=1)).tolist(), margin)
     assert needed is not None
-    found = random.normal(0.8, 1.0, (SIMULATED, needed)).tolist()
-    assert 0.76 < sum(p_different(row) < LEVEL for row in found) / SIMULATED < 0.87
-    needed = pairs_needed(pilot.tolist(), 1.0)  # clearly no difference
-    assert needed is not None
-    found = random.normal(0.0, 1.0, (SIMULATED, needed)).tolist()
-    assert 0.6 < sum(p_equivalent(row, 1.0) < LEVEL for row in found) / SIMULATED < 0.9
+    found = np.random.default_rng(2).normal(mean, 1.0, (SIMULATED, needed)).tolist()
+    p = [p_equivalent(row, margin) if mean < margin else p_different(row) for row in found]
+    assert least < sum(each < LEVEL for each in p) / SIMULATED < most
+
+
+def test_several_comparisons_need_more_pairs() -> None:
+    """As many as give the power at Holm's first level."""
+    pilot = [-0.9, 0.8, -0.7, 0.9]
+    alone, of_four = pairs_needed(pilot, 1.0), pairs_needed(pilot, 1.0, LEVEL / 4)
+    assert alone is not None
+    assert of_four is not None
+    assert of_four > alone
 
 
 def test_more_pairs_for_more_noise() -> None:
     counts = [pairs_needed([-s, s, -s, s], 1.0) for s in (0.1, 0.5, 1.0, 2.0)]
     assert all(a is not None and b is not None and a <= b for a, b in pairwise(counts))
     assert pairs_needed([-50.0, 50.0], 0.001) is None
+    assert pairs_needed([0.5, 0.5], 0.1) is None
     assert pairs_needed([0.5, -0.5, 0.1], 0.6) > 3  # type: ignore[operator]

@@ -23,10 +23,10 @@ from weft.observe.record import (
     scalars,
     spreads,
     tflops_per_device,
-    tokens_per_second,
 )
-from weft.observe.sinks import Guarded, Jsonl, Sink, TensorBoard
+from weft.observe.sinks import SINKS, Guarded, Jsonl, Sink, open_sinks
 from weft.observe.terminal import Terminal, duration
+from weft.observe.trackers import TensorBoard
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -49,7 +49,6 @@ def record(step: int, **changes: object) -> StepRecord:
 
 
 def test_formulas() -> None:
-    assert tokens_per_second(1000, 0.5) == 2000
     # 1000 tokens x 3 GFLOP in 0.5 s on 2 devices: 3 TFLOP/s each.
     assert tflops_per_device(1000, 0.5, 2, 3e9) == pytest.approx(3.0)
     assert mfu(3.0, 6e12) == pytest.approx(0.5)
@@ -94,6 +93,7 @@ def test_names_for_trackers() -> None:
     assert found["train/loss"] == 5.0
     assert found["grad_norm/layers.0"] == 0.5
     assert found["time/goodput"] == 0.75
+    assert scalars(record(2, expert_load=1.5))["train/expert_load"] == 1.5
     assert "grad_norm/head" not in found
     assert "train/grad_norm" not in found
     assert all(isinstance(value, float | int) for value in found.values())
@@ -109,6 +109,16 @@ def test_a_record_derives_its_rates() -> None:
     assert (values["step_seconds"], values["data_seconds"]) == (0.5, 0.1)
     assert "eval_loss" not in values
     assert record(4, eval_loss=2.0).to_dict()["eval_loss"] == 2.0
+
+
+def test_what_is_no_number_is_null_wherever_it_stands() -> None:
+    bad = float("inf")
+    values = record(
+        4, loss=float("nan"), grad_norms={"head": bad}, source_losses={"a": bad, "b": 1.0}
+    )
+    told = json.loads(json.dumps(values.to_dict(), allow_nan=False))
+    assert told["loss"] is told["grad_norms"]["head"] is told["source_losses"]["a"] is None
+    assert told["source_losses"]["b"] == 1.0
 
 
 def test_the_clock_counts_since_its_restart() -> None:
@@ -183,7 +193,7 @@ def guarded(
     sink: Sink, folder: Path, monkeypatch: pytest.MonkeyPatch, every: float = 0.01
 ) -> tuple[Guarded, io.StringIO]:
     """It in its guard, with so many seconds between bursts, and what is told of it."""
-    monkeypatch.setattr(sinks, "EVERY", every)
+    monkeypatch.setattr(sinks, "BURST_SECONDS", every)
     out = io.StringIO()
     made = Guarded("mine", lambda *_: sink, folder, small_job(), 0, Console(file=out, width=200))
     return made, out
@@ -229,7 +239,7 @@ def test_a_tracker_without_a_record_is_closed(
 def test_a_tracker_that_hangs_does_not_keep_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "PATIENCE", 0.2)
+    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.2)
     sink = Waits()
     tracker, out = guarded(sink, tmp_path, monkeypatch)
     for step in (1, 2):
@@ -285,6 +295,23 @@ def test_a_sink_that_cannot_start_ends_a_first_start_only(tmp_path: Path) -> Non
         Guarded("mine", make, tmp_path, small_job(), 0, Console(file=out))
     Guarded("mine", make, tmp_path, small_job(), 7, Console(file=out)).write(record(8))
     assert "mine gets no more records" in out.getvalue()
+
+
+def test_a_sink_that_cannot_start_leaves_the_terminal_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The live line hides the cursor until it is closed."""
+
+    def make(folder: Path, job: Job, resumed_step: int) -> Sink:
+        raise ConnectionError("nobody is there")
+
+    monkeypatch.setitem(SINKS, "wandb", make)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    job = small_job(("observe.sinks", '["wandb"]'))
+    with pytest.raises(WeftError, match="wandb cannot start"):
+        open_sinks(tmp_path, job, 20, 0, console)
+    assert out.getvalue() == ""
 
 
 def test_the_journal_is_added_to(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from tests.observe.test_record import record
 from tests.small import small_job
 from weft.cli import main
 from weft.job import InvalidJob, WeftError, to_toml
+from weft.observe import history
 from weft.observe import report as module
+from weft.observe.curves import MOST_POINTS, charts_of, data_of
 from weft.observe.history import History, columns_of, fewer
-from weft.observe.report import FILE, MOST_POINTS, Report, report_page
+from weft.observe.report import FILE, Report, report_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
@@ -459,6 +461,53 @@ def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
     assert run.columns["new"][3] == 1.5
 
 
+def test_records_that_lack_time_and_tokens(tmp_path: Path) -> None:
+    """Events among them have a place by their step at least."""
+    lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
+    folder = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
+    runs = [History(folder)]
+    drawn = json.loads(data_of(runs, ["one"], charts_of(runs)))["runs"][0]
+    assert drawn["x"]["step"] == [1, 2, 3]
+    assert drawn["x"]["time"][:2] == drawn["x"]["token"][:2] == [None, None]
+    (mark,) = drawn["marks"]
+    assert (mark["step"], mark["token"], mark["time"]) == (1, None, 0.0)
+
+
+def test_objectives_and_experts_have_charts(tmp_path: Path) -> None:
+    told = {"expert_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
+    runs = [History(make_run(tmp_path / "one", [values(1, **told)]))]
+    assert next(chart["unit"] for chart in charts_of(runs)) == "nats per token"
+    dpo = make_run(tmp_path / "dpo", [values(1)], ("train.objective", "dpo"))
+    assert next(chart["unit"] for chart in charts_of([History(dpo)])) == "of dpo"
+    keys = {key for chart in charts_of(runs) for key, _, _ in chart["curves"]}
+    assert {"expert_load", "metrics.margin", "eval_metrics.margin"} <= keys
+
+
+def test_a_line_that_grows_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rest is no line of its own, and nothing after it is shifted."""
+    folder = make_run(tmp_path / "one", [values(1)])
+    first, second = (json.dumps(values(step)) + "\n" for step in (2, 3))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(first[:50])
+    parsed = history.parsed
+
+    def and_then_more(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+        monkeypatch.setattr(history, "parsed", parsed)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(first[50:])
+        return parsed(lines)
+
+    monkeypatch.setattr(history, "parsed", and_then_more)
+    run = History(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(second)
+    run.read_on()
+    assert run.columns["step"].tolist() == [1, 2, 3]
+    assert run.damaged == 0
+
+
 @pytest.mark.parametrize("count", [1999, 2002, 4321, 100_003])
 def test_fewer_points_keep_every_extreme(count: int) -> None:
     numbers = np.sin(np.arange(count) * 12.9898)
@@ -578,6 +627,7 @@ def test_a_run_trains_though_its_page_cannot_be_written(tmp_path: Path) -> None:
     sink.close()
     (told,) = said
     assert told.startswith("warning: no report.html: IsADirectoryError: ")
+    assert not list(folder.glob(".*.tmp"))
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,7 @@ def note_many(path: Path, count: int) -> None:
 
 
 def test_a_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "BYTES", 4000)
+    monkeypatch.setattr(spans, "FILE_BYTES", 4000)
     path = spans_path(tmp_path, 3)
     note_many(path, 10)
     assert not path.with_suffix(".old.json").exists()
@@ -139,8 +139,10 @@ def test_a_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_torn_file_is_put_aside(tmp_path: Path) -> None:
     path = spans_path(tmp_path, 3)
     note_many(path, 2)
+    whole = read_spans(tmp_path, 3)
     torn = path.read_bytes()[:-20]
     path.write_bytes(torn)
+    assert read_spans(tmp_path, 3) == whole[:-1]
     note_many(path, 1)
     assert path.with_suffix(".old.json").read_bytes() == torn
     assert len(json.loads(path.read_text())) > 2

@@ -18,7 +18,8 @@ from tests.small import SMALL, records
 from weft.cli import main
 from weft.job import read_job, replace, to_toml
 from weft.observe.history import History
-from weft.observe.report import FILE, document
+from weft.observe.html import document
+from weft.observe.report import FILE
 from weft.plan.devices import GIB
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.predict.calibrate import planned_again

@@ -18,11 +18,11 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.job import MISSING, InvalidJob, Job, Problem, difference
-from weft.observe.files import read_records
+from weft.observe.files import only_finite, read_json, read_records
 from weft.observe.history import job_of
 from weft.observe.statistics import KINDS, read_statistics
 from weft.train.position import home_of
@@ -31,7 +31,8 @@ WHAT = {"loss": "the loss", "grad_norm": "the gradient norm; the loss agrees"}  
 VALUES = ("count", "mean", "rms", "most", "nonfinite")  # of a row of statistics
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A step, or a tensor in it, and how far two runs are apart there."""
 
     step: int
@@ -56,11 +57,8 @@ class Difference:
     advice: list[str]
 
     def to_json(self) -> str:
-        values = asdict(self)
-        for name in ("part", "rounding"):
-            place = getattr(self, name)
-            values[name] = place and place._asdict()
-        return json.dumps(_writable(values), indent=2)
+        """One object; a distance that is not comparable is the text ``inf``."""
+        return json.dumps(only_finite(asdict(self), str), indent=2)
 
     def __str__(self) -> str:
         lines = []
@@ -97,6 +95,7 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
 
     Raises:
         InvalidJob: if one of them is no run, or they have no step in common.
+        WeftError: if what lies there cannot be read.
     """
     jobs = [job_of(run, name) for name, run in (("run_a", ours), ("run_b", theirs))]
     records = [
@@ -205,10 +204,7 @@ def _value(value: Any) -> str:
 
 def _environments(ours: Path, theirs: Path) -> Iterator[str]:
     """What they ran on."""
-    found = []
-    for run in (ours, theirs):
-        path = run / "environment.json"
-        found.append(json.loads(path.read_text("utf-8")) if path.is_file() else {})
+    found = [read_json(run / "environment.json") for run in (ours, theirs)]
     for name in ("weft", "git", "torch", "cuda", "python", "devices"):
         a, b = (about.get(name) for about in found)
         if a != b:
@@ -246,12 +242,3 @@ def _percent(distance: float) -> str:
     if not math.isfinite(distance):
         return "not comparable"
     return f"{distance:.2%} apart" if distance >= 1e-3 else f"{distance:.1e} apart"
-
-
-def _writable(value: Any) -> Any:
-    """With infinity as text: JSON cannot write it."""
-    if isinstance(value, dict):
-        return {key: _writable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_writable(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,10 +1,4 @@
-"""JUDGE: what the trials of a comparison measured, and what may be said of it.
-
-Measured of each trial, from its ``metrics.jsonl``: the median seconds of a step after warm-up (of
-each start the first tenth of its records, and at least one, is left out), what follows from that,
-memory, and the loss.  Losses are taken where all trials have seen as many tokens, the most that
-each of them has: held out, if all were evaluated there, else the mean over the last tenth of those
-tokens.
+"""JUDGE: what may be said of the trials of a comparison.
 
 Judged is each variant against the first one that has trials, by their pairs (`weft.compare.
 statistics`).  Three answers about speed: faster, slower, or that no difference was found, with what
@@ -17,9 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
-from pathlib import Path
-from statistics import fmean, median, quantiles
 from typing import Any
 
 from weft.compare.statistics import (
@@ -31,52 +22,18 @@ from weft.compare.statistics import (
     p_equivalent,
     pairs_needed,
 )
-from weft.observe.files import read_records
-from weft.observe.record import device_hours
+from weft.compare.trials import Losses, Trial, usual_loss
 
-Record = Mapping[str, Any]
-
-WARM_UP = 0.1  # of the records of a start
-WINDOW = 0.1  # of the tokens so far, over which a train loss is a mean
-CURVE = 10  # points of a loss curve
-# Of the text: between models of other tokens, nats per token mean something else.
-OF_THE_TEXT = ("data.path", "data.mixture", "data.tokenizer", "data.vocab_size", "data.holdout")
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one run measured.  Rates are of the median step, None without a step after warm-up."""
-
-    variant: int
-    repeat: int
-    seed: int
-    folder: str
-    devices: int  # ranks
-    num_params: int
-    records: int  # that count for the speed ...
-    warm_up: int  # ... and that do not
-    step_seconds: float | None
-    spread: float | None  # of step_seconds inside of the run: half of the middle half, as a part
-    tokens_per_second: float | None
-    mfu: float | None
-    memory_peak_gib: float  # the fullest rank's
-    tokens: int
-
-    @property
-    def device_hours(self) -> float | None:
-        """Of a billion tokens."""
-        if self.tokens_per_second is None:
-            return None
-        return device_hours(self.devices, self.tokens_per_second)
+Differences = tuple[float, ...]  # one of each pair
 
 
 @dataclass(frozen=True)
 class Claim:
     """A question about paired differences, and what the data answers."""
 
-    differences: tuple[float, ...]
+    differences: Differences
     interval: Interval | None  # None with fewer than two pairs
-    p: float | None  # corrected for the number of comparisons
+    p: float | None  # corrected for the number of comparisons; undecided: the smaller of two
     answer: str
 
 
@@ -99,113 +56,6 @@ class Judged:
     more_pairs: int | None
 
 
-# --------------------------------------------------------------------------- measuring
-
-
-def measure(variant: int, repeat: int, seed: int, folder: Path, plan: Mapping[str, Any]) -> Trial:
-    """What a finished run measured.
-
-    Args:
-        plan: the run's ``plan.json``.
-    """
-    records = read_records(folder / "metrics.jsonl")
-    warm, cold = split_warm_up(records)
-    seconds = [record["step_seconds"] for record in warm]
-    step = median(seconds) if seconds else None
-    rates = [record["mfu"] for record in warm if record["mfu"] is not None]
-    spread = None
-    if len(seconds) >= 4:
-        low, _, high = quantiles(seconds, n=4)
-        spread = (high - low) / 2 / median(seconds)
-    return Trial(
-        variant=variant,
-        repeat=repeat,
-        seed=seed,
-        folder=str(folder),
-        devices=plan["world_size"],
-        num_params=plan["num_params"],
-        records=len(warm),
-        warm_up=len(cold),
-        step_seconds=step,
-        spread=spread,
-        tokens_per_second=None if step is None else plan["tokens_per_step"] / step,
-        mfu=median(rates) if rates else None,
-        memory_peak_gib=max(record["memory_peak_gib"] for record in records),
-        tokens=records[-1]["tokens"],
-    )
-
-
-def split_warm_up(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """The records that count for the speed, and those of each start's warm-up.
-
-    Another start shows in the time that restarting has taken so far.
-    """
-    warm: list[Record] = []
-    cold: list[Record] = []
-    for _, start in groupby(records, key=lambda record: record["seconds"]["restarting"]):
-        some = list(start)
-        first = max(1, math.ceil(WARM_UP * len(some)))
-        cold += some[:first]
-        warm += some[first:]
-    return warm, cold
-
-
-def train_loss(records: Sequence[Record], tokens: float) -> float | None:
-    """Mean over the last `WINDOW` of the first ``tokens``, or of the last record before them."""
-    before = [r for r in records if r["tokens"] <= tokens and r["loss"] is not None]
-    some = [r["loss"] for r in before if r["tokens"] > (1 - WINDOW) * tokens]
-    some = some or [r["loss"] for r in before[-1:]]
-    return fmean(some) if some else None
-
-
-def held_out_loss(records: Sequence[Record], tokens: float) -> float | None:
-    """Where it was evaluated after exactly so many."""
-    return next(
-        (r["eval_loss"] for r in records if r["tokens"] == tokens and "eval_loss" in r), None
-    )
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Of all trials, by (variant, repeat), in nats per token after ``tokens``."""
-
-    tokens: int
-    kind: str  # held-out or train
-    final: dict[tuple[int, int], float]
-    curve: list[tuple[float, dict[tuple[int, int], float]]]  # tokens, and train losses there
-
-
-def losses_of(trials: Sequence[Trial]) -> Losses:
-    """Losses after as many tokens as every trial has seen."""
-    records = {
-        (t.variant, t.repeat): read_records(Path(t.folder) / "metrics.jsonl") for t in trials
-    }
-    tokens = min(trial.tokens for trial in trials)
-
-    def at(many: float, loss: Callable[[Sequence[Record], float], float | None]) -> Any:
-        found = {place: loss(some, many) for place, some in records.items()}
-        return {place: value for place, value in found.items() if value is not None}
-
-    held_out = at(tokens, held_out_loss)
-    whole = len(held_out) == len(records)
-    points = [tokens * (i + 1) / CURVE for i in range(CURVE)]
-    return Losses(
-        tokens,
-        "held-out" if whole else "train",
-        held_out if whole else at(tokens, train_loss),
-        [(many, at(many, train_loss)) for many in points],
-    )
-
-
-def usual_loss(losses: Losses, variant: int) -> float | None:
-    """Mean over its trials; None if none of them has recorded any."""
-    some = [loss for (v, _), loss in losses.final.items() if v == variant]
-    return fmean(some) if some else None
-
-
-# --------------------------------------------------------------------------- judging
-
-
 def judge(
     trials: Sequence[Trial],
     losses: Losses | None,
@@ -225,96 +75,87 @@ def judge(
         return []
     of = {(trial.variant, trial.repeat): trial for trial in trials}
     base, *others = there
-    paired = {
-        v: [r for (variant, r) in sorted(of) if variant == v and (base, r) in of] for v in others
-    }
+    paired = {v: [r for (w, r) in sorted(of) if w == v and (base, r) in of] for v in others}
 
-    def log_ratios(v: int, each: Callable[[Trial], float | None]) -> tuple[float, ...]:
-        both = [(each(of[v, r]), each(of[base, r])) for r in paired[v]]
+    def log_ratios(v: int, speed: Callable[[Trial], float | None]) -> Differences:
+        both = [(speed(of[v, r]), speed(of[base, r])) for r in paired[v]]
         return tuple(math.log(ours / theirs) for ours, theirs in both if ours and theirs)
 
-    devices = {v: next(t.devices for t in trials if t.variant == v) for v in there}
-    speeds = _speed_claims([log_ratios(v, lambda t: t.tokens_per_second) for v in others])
-    scaled = [v for v in others if devices[v] != devices[base]]
-    of_device = _speed_claims(
-        [
-            log_ratios(v, lambda t: t.tokens_per_second and t.tokens_per_second / t.devices)
-            for v in scaled
-        ]
-    )
     final = losses.final
     apart = {
         v: tuple(final[v, r] - final[base, r] for r in paired[v] if {(v, r), (base, r)} <= {*final})
         for v in others
         if v not in loss_apart
     }
+    devices = {trial.variant: trial.devices for trial in trials}
+    scaled = [v for v in others if devices[v] != devices[base]]
     usual = usual_loss(losses, base)
-    nats = margin * (usual or math.nan) if relative else margin
-    loss_claims = dict(zip(apart, _loss_claims(list(apart.values()), nats), strict=True))
+    nats = margin * abs(usual or math.nan) if relative else margin
+    speed = _speed_claims({v: log_ratios(v, lambda t: t.tokens_per_second) for v in others})
+    per_device = _speed_claims(
+        {v: log_ratios(v, lambda t: t.tokens_per_second_per_device) for v in scaled}
+    )
+    loss = _loss_claims(apart, nats)
     return [
         Judged(
             variant=v,
             baseline=base,
             pairs=len(paired[v]),
-            speed=speed,
-            per_device=dict(zip(scaled, of_device, strict=True)).get(v),
-            loss=(loss := loss_claims.get(v)),
-            margin_nats=nats if loss is not None and loss.differences else None,
-            more_pairs=pairs_needed(loss.differences, nats)
-            if loss is not None and loss.answer == "undecided" and loss.interval is not None
+            speed=speed[v],
+            per_device=per_device.get(v),
+            loss=loss.get(v),
+            margin_nats=nats if apart.get(v) else None,
+            more_pairs=pairs_needed(apart[v], nats, LEVEL / len(apart))
+            if v in loss and loss[v].answer == "undecided"
             else None,
         )
-        for v, speed in zip(others, speeds, strict=True)
+        for v in others
     ]
-
-
-Family = Sequence[float]  # differences of the pairs of one comparison
 
 
 def _claims(
-    families: Sequence[Family],
-    tests: Sequence[Callable[[Family], float]],
-    answer: Callable[..., Claim],
-) -> list[Claim]:
-    """A claim for each family: of its differences and its p-values, corrected for their number."""
-    able = [family for family in families if len(family) > 1]
-    corrected = zip(*(holm([test(family) for family in able]) for test in tests), strict=True)
-    return [
-        answer(family, *next(corrected))
-        if len(family) > 1
-        else Claim(tuple(family), None, None, "too few pairs")
-        for family in families
-    ]
+    differences: Mapping[int, Differences],
+    tests: Sequence[Callable[[Differences], float]],
+    claim: Callable[..., Claim],
+) -> dict[int, Claim]:
+    """A claim of each variant: from its differences, and what each test gives, corrected by Holm.
+
+    Args:
+        differences: of the pairs of each variant with the baseline.
+    """
+    able = {v: some for v, some in differences.items() if len(some) > 1}
+    p_values = zip(*(holm([test(some) for some in able.values()]) for test in tests), strict=True)
+    claims = {v: claim(able[v], *p) for v, p in zip(able, p_values, strict=True)}
+    return {v: claims.get(v, Claim(d, None, None, "too few pairs")) for v, d in differences.items()}
 
 
-def _speed_claims(families: Sequence[Family]) -> list[Claim]:
+def _speed_claims(differences: Mapping[int, Differences]) -> dict[int, Claim]:
     """Faster, slower, or none found."""
 
-    def answer(family: Family, p: float) -> Claim:
-        found, said = interval(family), "no difference found"
+    def claim(some: Differences, p: float) -> Claim:
+        found, answer = interval(some), "no difference found"
         if p < LEVEL:
-            said = "faster" if found.mean > 0 else "slower"
+            answer = "faster" if found.mean > 0 else "slower"
         elif found.low > 0 or found.high < 0:
-            said = "not claimed"  # for one comparison it would be
-        return Claim(tuple(family), found, p, said)
+            answer = "not claimed"  # for one comparison it would be
+        return Claim(some, found, p, answer)
 
-    return _claims(families, [p_different], answer)
+    return _claims(differences, [p_different], claim)
 
 
-def _loss_claims(families: Sequence[Family], margin: float) -> list[Claim]:
+def _loss_claims(differences: Mapping[int, Differences], margin: float) -> dict[int, Claim]:
     """Equivalent, higher, lower, or undecided."""
 
-    def answer(family: Family, same: float, other: float) -> Claim:
-        found = interval(family)
+    def claim(some: Differences, same: float, other: float) -> Claim:
+        found = interval(some)
         if same < LEVEL:
             # The interval that belongs to two tests of 5 % each.
-            return Claim(tuple(family), interval(family, 1 - 2 * LEVEL), same, "equivalent")
+            return Claim(some, interval(some, 1 - 2 * LEVEL), same, "equivalent")
         if other < LEVEL:
-            said = "higher" if found.mean > 0 else "lower"
-            return Claim(tuple(family), found, other, said)
-        return Claim(tuple(family), found, min(same, other), "undecided")
+            return Claim(some, found, other, "higher" if found.mean > 0 else "lower")
+        return Claim(some, found, min(same, other), "undecided")
 
-    return _claims(families, [lambda family: p_equivalent(family, margin), p_different], answer)
+    return _claims(differences, [lambda some: p_equivalent(some, margin), p_different], claim)
 
 
 # --------------------------------------------------------------------------- in words
@@ -374,7 +215,7 @@ def loss_sentence(judged: Judged, kind: str, ours: str, base: str, usual: float 
     """
     it = judged.loss
     if it is None:
-        return "their losses cannot be compared: they count other tokens"
+        return "their losses cannot be compared: they are of other tokens or objectives"
     if not it.differences or usual is None or judged.margin_nats is None:
         return "there is no pair of losses"
     margin = percent(judged.margin_nats / usual)
@@ -408,13 +249,16 @@ def _off(nats: float, usual: float) -> str:
     return f"{'-' if nats < 0 else '+'}{percent(nats / usual)}"
 
 
+def percents(logarithms: Interval) -> list[float]:
+    """Of ratios: low, mean and high."""
+    return [100 * math.expm1(x) for x in (logarithms.low, logarithms.mean, logarithms.high)]
+
+
 def to_dict(judged: Judged, labels: Sequence[str]) -> dict[str, Any]:
     """For machines: numbers as measured, and percent of tokens/s beside logarithms."""
     found = asdict(judged)
     found["variant"], found["baseline"] = labels[judged.variant], labels[judged.baseline]
-    for name in ("speed", "per_device"):
-        claim: Claim | None = getattr(judged, name)
+    for name, claim in (("speed", judged.speed), ("per_device", judged.per_device)):
         if claim is not None and claim.interval is not None:
-            ends = (claim.interval.low, claim.interval.mean, claim.interval.high)
-            found[name]["percent"] = [100 * math.expm1(end) for end in ends]
+            found[name]["percent"] = percents(claim.interval)
     return found

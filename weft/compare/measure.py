@@ -66,8 +66,6 @@ Tamper = Callable[[Built, Plan], None]
 SEPARATOR = 0  # the token that ends a document
 DOCUMENT_TOKENS = 12  # in a document, on average
 
-ONE = "one.pt"
-
 
 class Difference(NamedTuple):
     """Of a whole tensor from that of one process."""
@@ -95,6 +93,8 @@ class Step(NamedTuple):
 
 
 class Measured(NamedTuple):
+    """What a rank saw of the whole training."""
+
     names: list[str]  # of this rank's parameters, in the order of their definition
     initial: dict[str, Difference]
     steps: list[Step]
@@ -114,7 +114,7 @@ def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measure
     rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     built = build(job, plan, rank)
     params = dict(named_parameters(built.parts))
-    tensors = _Tensors(Path(folder) / ONE)
+    tensors = _Tensors(Path(folder) / "one.pt")
     initial = tensors.compare("initial", params.items())
     if tamper is not None:
         tamper(built, plan)
@@ -197,6 +197,7 @@ class _Tensors:
         return distances
 
     def save(self) -> None:
+        """Leave one process's tensors for the ranks of a layout."""
         if self.theirs is None:
             torch.save(self.ours, self.path)
 
@@ -219,6 +220,7 @@ def ratio(a: float, b: float) -> float:
 
 
 def finite(value: float) -> float:
+    """The value; infinity for what is not a number."""
     return value if math.isfinite(value) else math.inf
 
 

@@ -17,20 +17,22 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from weft.compare.experiment import COMPARISON, Overrides, read_variants
+from weft.compare.folder import COMPARISON, not_ours, read_comparison
 from weft.compare.judge import percent
+from weft.compare.variants import Overrides, read_variants
 from weft.compare.verify import layout
-from weft.job import Job, Problem
-from weft.observe.files import replace_text
+from weft.job import InvalidJob, Job, Problem
+from weft.observe.files import replace_bytes, write_json
+from weft.observe.html import document as document_of
+from weft.observe.html import table as html_table
 from weft.observe.record import device_hours
 from weft.observe.report import FILE
-from weft.observe.report import document as document_of
-from weft.observe.report import table as html_table
 from weft.plan.devices import GIB
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan
 from weft.plan.stages import align
 from weft.predict.forecast import Forecast, device_of, forecast
+from weft.train.folder import unwritable
 from weft.train.setup import detect_machine
 
 CALLED = 0.15  # predicted ratio less one, above which its direction is told
@@ -84,6 +86,10 @@ def compare_plans(
 
     Returns:
         Everything, for machines; and how many could be compared.
+
+    Raises:
+        InvalidJob: see `read_variants`; or if ``out`` holds anything but another such outcome.
+        WeftError: if it cannot be written.
     """
     machines: dict[Plan, Machine] = {}
 
@@ -92,6 +98,9 @@ def compare_plans(
         machines[plan] = machine
         return job, plan
 
+    folder = Path(out) if out else None
+    if folder is not None:
+        problems = [*problems, *_problems_of(folder)]
     variants = read_variants(recipes, vary, overrides, problems, read)
     planned = []
     for number, variant in enumerate(variants, 1):
@@ -103,20 +112,37 @@ def compare_plans(
         machine = machines[variant.plan]
         planned.append(_predicted(variant.label, variant.job, variant.plan, machine))
     head, rows = table(planned, price)
-    told = [*verdict(planned), "", *align(head, rows, left={0, 1})]
-    told += ["", *(f"{each.label}: {each.reason}" for each in planned if each.reason)]
-    say("\n" + "\n".join(told).rstrip())
+    told = verdict(planned)
+    reasons = [f"{each.label}: {each.reason}" for each in planned if each.reason]
+    lines = [*told, "", *align(head, rows, left={0, 1}), "", *reasons]
+    say("\n" + "\n".join(lines).rstrip())
     found = document(planned, price)
-    if out:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        replace_text(Path(out) / COMPARISON, json.dumps(found, indent=2) + "\n")
+    if folder is not None:
         title = f"planned: {'; '.join(each.label for each in planned)}"
-        body = [f"<h1>{escape(title)}</h1>"]
-        body += [f"<p>{escape(line)}</p>" for line in verdict(planned)]
-        body += [html_table(head, rows, numbers=range(3, len(head)))]
-        body += [f"<p>{escape(f'{e.label}: {e.reason}')}</p>" for e in planned if e.reason]
-        (Path(out) / FILE).write_bytes(document_of(title, "\n".join(body)))
+        body = [f"<h1>{escape(title)}</h1>", *_paragraphs(told)]
+        body += [html_table(head, rows, numbers=range(3, len(head))), *_paragraphs(reasons)]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / COMPARISON, found, indent=2)
+            replace_bytes(folder / FILE, document_of(title, "\n".join(body)))
+        except OSError as error:
+            raise unwritable(folder, error) from error
     return found, sum(each.speed is not None for each in planned)
+
+
+def _problems_of(folder: Path) -> list[Problem]:
+    """Why the outcome should not be written into a folder."""
+    try:
+        found = read_comparison(folder)
+    except InvalidJob as error:
+        return list(error.problems)
+    if found is None or "compared" not in found:
+        return []
+    return not_ours(folder, "holds a comparison of runs, which this one would replace").problems
+
+
+def _paragraphs(lines: Sequence[str]) -> list[str]:
+    return [f"<p>{escape(line)}</p>" for line in lines]
 
 
 def _predicted(label: str, job: Job, plan: Plan, machine: Machine) -> Planned:

@@ -128,11 +128,11 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         here = replace(here, precision={"float8_small": True})  # what is small here is not there
     if job.compile.enable and not here.compile.enable:
         notes.append("compile.enable: off; to compile here, say --compile.enable true")
+    machine = _machine(here, sizes, notes)
     problems: list[Problem] = []
     for batch, fields in _candidates(job, plan, here, sizes, steps):
         kept_whole = {"persist_below": _persist_below(job, plan, fields)}
         trial = replace(here, train=batch, model=fields, parallel=kept_whole)
-        machine = _machine(trial, sizes, notes)
         try:
             found = resolve(trial, machine)
         except InvalidJob as error:
@@ -152,7 +152,7 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         )
         one_plan = resolve(one, Machine("cpu", devices=1, world_size=1))
         shrunk = _shrunk(job, plan, trial, found)
-        return Case(plan.sizes, trial, found, one, one_plan, shrunk, tuple(dict.fromkeys(notes)))
+        return Case(plan.sizes, trial, found, one, one_plan, shrunk, tuple(notes))
     raise InvalidJob(problems)
 
 

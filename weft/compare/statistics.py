@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 
 LEVEL = 0.05  # chance of a false claim
 POWER = 0.8  # with which `pairs_needed` wants a claim to be made
-MOST_PAIRS = 100  # for which `pairs_needed` looks
+MOST_PAIRS = 100  # that `pairs_needed` tries
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,33 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def pairs_needed(differences: Sequence[float], margin: float) -> int | None:
+def pairs_needed(differences: Sequence[float], margin: float, level: float = LEVEL) -> int | None:
     """Pairs with which a claim, equivalent or different, is likely if nothing else changes.
 
-    A test of level a finds a gap g with power b when g >= (t[1-a] + t[b]) s / sqrt(n), nearly
-    (as Julious, Stat. Med. 23, 2004, has it for both kinds of trials); s is known from few
-    pairs only, so it is an indication.
+    The power of both tests is as Julious has it (Stat. Med. 23, 2004): of a difference
+    F(|d| / e - t[1-a/2]), and of two one-sided tests F((m - d) / e - t[1-a]) +
+    F((m + d) / e - t[1-a]) - 1, for a mean d with standard error e = s / sqrt(n) and a margin m.
+    F is Student's distribution in place of the noncentral one.  What d and s are is known from
+    few pairs only, so it is an indication.
+
+    Args:
+        level: of each test; of several comparisons their part of `LEVEL`, with which Holm's
+            procedure begins.
 
     Returns:
         More than there are, and at most `MOST_PAIRS`; None if those would not do either.
     """
-    mean, spread = fmean(differences), stdev(differences)
-    gaps = ((margin - abs(mean), 1 - LEVEL), (abs(mean), 1 - LEVEL / 2))
+    mean, spread = abs(fmean(differences)), stdev(differences)
+    if spread == 0:
+        return None  # more of the same would say the same
     for count in range(len(differences) + 1, MOST_PAIRS + 1):
-        of_power = t_quantile(POWER, count - 1)
-        for gap, p in gaps:
-            if gap >= (t_quantile(p, count - 1) + of_power) * spread / math.sqrt(count):
-                return count
+        df, error = count - 1, spread / math.sqrt(count)
+        one_sided, two_sided = t_quantile(1 - level, df), t_quantile(1 - level / 2, df)
+        below = t_above(one_sided - (margin - mean) / error, df)
+        above = t_above(one_sided - (margin + mean) / error, df)
+        different = t_above(two_sided - mean / error, df)
+        if max(below + above - 1, different) >= POWER:
+            return count
     return None
 
 

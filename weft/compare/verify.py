@@ -38,6 +38,7 @@ from weft.compare.measure import (
 from weft.compare.ranks import run_ranks
 from weft.compare.shrink import Case, plan_of_recipe, shrink
 from weft.job import InvalidJob, Job, Problem, read_job
+from weft.observe.files import only_finite
 from weft.plan.stages import align
 from weft.train.check import check_names
 
@@ -57,9 +58,6 @@ FLOAT32 = Limits(1e-4, 1e-5, 0.05)
 BFLOAT16 = Limits(5e-2, 2e-2, 0.6)
 # Rounding in float32 moves a number across the edge between two of float8, 6 % apart: the same.
 FLOAT8 = Limits(1e-1, 2e-2, 0.6)
-
-RANKS, STEPS = 8, 3
-TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Report:
 
     def to_json(self) -> str:
         """One object; null stands for what is not a number."""
-        return json.dumps(_no_infinities(asdict(self)), indent=2)
+        return json.dumps(only_finite(asdict(self)), indent=2)
 
 
 def read_recipe(
@@ -134,11 +132,10 @@ def read_recipe(
 def verify(
     job: Job,
     *,
-    ranks: int = RANKS,
-    steps: int = STEPS,
+    ranks: int = 8,
+    steps: int = 3,
     keep: Collection[str] = (),
     tamper: Tamper | None = None,
-    timeout: float = TIMEOUT_SECONDS,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Train a job's layout and one process, both shrunk, and compare them.
@@ -149,7 +146,6 @@ def verify(
         keep: keys that are not replaced, among ``compile.enable`` and those of ``precision``.
         tamper: a test's, to break something: called on every rank of the layout with what
             `weft.train.setup.build` made, and the plan.
-        timeout: seconds for each of the two runs.
         say: told what is going on, in lines.
 
     Raises:
@@ -159,10 +155,8 @@ def verify(
     case = shrink(job, plan_of_recipe(job), ranks, steps, keep)
     say(describe(case))
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
-        (one,) = run_ranks(measure, 1, case.one_job, case.one_plan, folder, None, timeout=timeout)
-        many = run_ranks(
-            measure, case.plan.world_size, case.job, case.plan, folder, tamper, timeout=timeout
-        )
+        (one,) = run_ranks(measure, 1, case.one_job, case.one_plan, folder, None)
+        many = run_ranks(measure, case.plan.world_size, case.job, case.plan, folder, tamper)
     report = compare(case, one, many)
     say(table(report))
     return report
@@ -174,9 +168,7 @@ def verify(
 def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
     """Judge what the ranks measured."""
     sharp = case.plan.compute_dtype == case.plan.reduce_dtype == "float32"
-    limits = FLOAT32 if sharp else BFLOAT16
-    if case.plan.float8 != "none":
-        limits = FLOAT8
+    limits = FLOAT8 if case.plan.float8 != "none" else FLOAT32 if sharp else BFLOAT16
     steps = []
     for i, theirs in enumerate(one.steps):
         # Ranks agree on loss and norm, or the worst of them is what counts.
@@ -203,14 +195,15 @@ def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
         )
     eval_loss = _farthest(one.eval_loss, (rank.eval_loss for rank in many))
     eval_difference = _relative(eval_loss, one.eval_loss)
-    judged = [(s.loss_difference, s.grad_norm_difference, s.gradient_difference) for s in steps]
     updates = [u for rank in many for step in rank.steps for u in step.updates.values()]
     wrong = next(_departures(one, many, steps, eval_difference, limits), None)
-    reached = max(eval_difference, *(value for values in judged for value in values))
+    reached = max(
+        eval_difference,
+        *(max(s.loss_difference, s.grad_norm_difference, s.gradient_difference) for s in steps),
+    )
     agreed = (
-        f"losses, gradient norms and every gradient agree with one process's within "
-        f"{limits.tolerance:g}; "
-        f"the largest relative difference is {reached:.1e}"
+        "losses, gradient norms and every gradient agree with one process's within "
+        f"{limits.tolerance:g}; the largest relative difference is {reached:.1e}"
     )
     return Report(
         holds=wrong is None,
@@ -402,11 +395,3 @@ def table(report: Report) -> str:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _no_infinities(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _no_infinities(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_no_infinities(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -47,8 +47,9 @@ def naming_backward(layers: Mapping[str, nn.Module], rows: Sequence[int]) -> Ite
         if not forward_bad[0] and not after.isfinite().all():
             forward_bad[0] = name
         if after.requires_grad:
-            hook: Any = after.register_hook
-            hook(lambda grad: backward_of.__setitem__(0, name))
+            after.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: backward_of.__setitem__(0, name)
+            )
 
     show = warnings.showwarning
 

@@ -7,7 +7,6 @@ how a page of a running run stays cheap.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -21,13 +20,15 @@ from pydantic_core import from_json
 
 from weft.job import InvalidJob, Job, Problem, WeftError, read_job
 from weft.observe.events import read_events
+from weft.observe.files import read_json
 from weft.observe.ledger import KINDS, goodput
 
 Floats = NDArray[np.float64]
 
 PIECE_BYTES = 1 << 24  # of metrics.jsonl, read at a time
 WARMING = 2  # records of a start that are not the steady state
-SILENCE = 60.0  # seconds; a run that says nothing for this and ten records' time is not running
+# A run that says nothing for this and ten records' time is not running.
+SILENCE_SECONDS = 60.0
 
 # Kinds of events that are to be expected, and those that end a run.
 ROUTINE = {"start", "checkpoint", "evaluation", "stop", "end"}
@@ -90,18 +91,9 @@ class History:
         head = [line for line in text.splitlines() if line.startswith("# ")]
         changes = [line[2:].partition(": ") for line in head if " -> " in line]
         self.changes = {name: change for name, _, change in changes}
-        self.environment = self._json("environment.json")
-        self.plan = self._json("plan.json")
+        self.environment = read_json(folder / "environment.json")
+        self.plan = read_json(folder / "plan.json")
         self.read_on()
-
-    def _json(self, name: str) -> dict[str, Any]:
-        """What a file holds; nothing if it is not there."""
-        path = self.folder / name
-        try:
-            found = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        except (OSError, ValueError) as error:
-            raise WeftError(f"{path}: cannot be read: {error}") from error
-        return found if isinstance(found, dict) else {}
 
     def __len__(self) -> int:
         return len(self.columns["step"]) if self.columns else 0
@@ -115,12 +107,15 @@ class History:
         with path.open("rb") as file:
             file.seek(self._offset)
             while lines := file.readlines(PIECE_BYTES):
-                whole = lines if lines[-1].endswith(b"\n") else lines[:-1]
+                cut = not lines[-1].endswith(b"\n")
+                whole = lines[:-1] if cut else lines
                 self._offset += sum(map(len, whole))
                 records = parsed(whole)
                 self.damaged += len(whole) - len(records)
                 if records:
                     pieces.append((columns_of(records), len(records)))
+                if cut:
+                    break  # what has been added meanwhile begins in the middle of this line
         names = dict.fromkeys(chain.from_iterable(columns for columns, _ in pieces))
         self.columns = {
             name: np.concatenate([c.get(name, np.full(count, np.nan)) for c, count in pieces])
@@ -152,6 +147,7 @@ class History:
         return {kind: self.last(f"seconds.{kind}") or 0.0 for kind in KINDS}
 
     def goodput(self) -> float | None:
+        """The productive share of the seconds so far; None if there are none."""
         spent = self.seconds()
         return goodput(spent) if sum(spent.values()) else None
 
@@ -174,7 +170,7 @@ class History:
         if (self.last("step") or 0) >= self.steps:
             return "finished", ""
         if running is None:
-            quiet = SILENCE + 10 * (self.last("step_seconds") or 0) * self._interval()
+            quiet = SILENCE_SECONDS + 10 * (self.last("step_seconds") or 0) * self._interval()
             heard = max([self.last("time") or 0.0, *(mark.time for mark in marks[-1:])])
             ended = bool(marks) and marks[-1].kind in FAILURES | {"stop", "end"}
             running = now - heard < quiet and not ended

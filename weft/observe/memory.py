@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from weft.job import Job, WeftError
+from weft.observe.files import read_json
 from weft.parallel.private_watch import dump_memory
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
@@ -39,8 +39,7 @@ def memory_peak_gib(device: torch.device) -> float:
 
 def expected_of(folder: Path) -> dict[str, Any]:
     """What was expected of a run; empty if nothing was."""
-    path = folder / EXPECTED
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return read_json(folder / EXPECTED)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

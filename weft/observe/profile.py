@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.job import Job, steps_of
 from weft.observe import breakdown, spans
-from weft.observe.files import replace_text
+from weft.observe.files import replace_text, write_json
 from weft.observe.memory import expected_of
 from weft.parallel.private_watch import around_collectives, dump_memory, record_memory
 from weft.plan.placement import AXES
@@ -134,7 +134,7 @@ class Profile:
         text = "\n".join([head, "", *lines, "", f"traces: {self._folder}"])
         summary = {"first_step": first, "steps": steps, "ranks": told, "expected": expected}
         try:
-            replace_text(self._folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+            write_json(self._folder / "summary.json", summary, indent=2)
             replace_text(self._folder / "summary.txt", text + "\n")
         except OSError as error:
             self._say(f"warning: {error}")

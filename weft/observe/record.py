@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -11,12 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, Self
 
+from weft.observe.files import only_finite
 from weft.observe.ledger import goodput
-
-
-def tokens_per_second(tokens: int, seconds: float) -> float:
-    """Tokens of the whole job per second."""
-    return tokens / seconds
 
 
 def tflops_per_device(tokens: int, seconds: float, devices: int, flops_per_token: float) -> float:
@@ -116,7 +111,7 @@ class StepRecord:
     ) -> Self:
         """The record of a step that took ``times`` = (seconds, of which waiting for data)."""
         seconds, data_seconds = times
-        rate = tokens_per_second(tokens_per_step, seconds)
+        rate = tokens_per_step / seconds
         tflops, causal = (
             tflops_per_device(tokens_per_step, seconds, devices, flops)
             for flops in (flops_per_token, causal_flops_per_token)
@@ -141,11 +136,7 @@ class StepRecord:
         """
         optional = {field.name for field in fields(self) if field.default is None}
         record = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
-        for of in (record, record.get("grad_norms", {})):
-            for name, value in of.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    of[name] = None
-        return record
+        return dict(only_finite(record))
 
 
 # What of a record trackers plot, under names that their users expect; numbers in a dict get its
@@ -165,6 +156,7 @@ NAMES = {
     "mfu": "speed/mfu",
     "mfu_causal": "speed/mfu_causal",
     "memory_peak_gib": "memory/peak_gib",
+    "expert_load": "train/expert_load",
     "grad_norms": "grad_norm",
     "ranks": "ranks",
     "source_losses": "train/loss_of",
@@ -189,12 +181,16 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 class Clock:
-    """Seconds per step, since it was last restarted."""
+    """Seconds per step, since it was last restarted.
+
+    `read` and `own` are asked after a step was counted.
+    """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
+        """What was before does not count."""
         self._began = time.perf_counter()
         self._thread = time.thread_time()
         self._data = self._device = 0.0
@@ -202,17 +198,20 @@ class Clock:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
+        """Inside, the host waits for rows."""
         began = time.perf_counter()
         yield
         self._data += time.perf_counter() - began
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
+        """Inside, the host waits for what it has asked the device for."""
         began = time.perf_counter()
         yield
         self._device += time.perf_counter() - began
 
     def count_step(self) -> None:
+        """A step is done."""
         self._steps += 1
 
     def read(self) -> tuple[float, float]:

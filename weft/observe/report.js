@@ -2,7 +2,6 @@
 "use strict";
 const { runs, charts, time_unit } = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#3b82f6", "#ef7d2d", "#22a06b", "#b05fd8", "#e0519b", "#1aa3b8", "#b59410", "#8a8a8a"];
-const ROUTINE = ["start", "checkpoint", "evaluation", "stop", "end"];
 const controls = ["axis", "smooth", "log"].map((id) => document.getElementById(id));
 const [axis, smoothing, log] = controls;
 
@@ -50,7 +49,7 @@ function marks() {
     for (const mark of run.marks) {
       x.push(mark[axis.value]);
       text.push((runs.length > 1 ? `${run.name}: ` : "") + mark.text);
-      color.push(ROUTINE.includes(mark.kind) ? "#8a8a8a" : "#d92d20");
+      color.push(mark.routine ? "#8a8a8a" : "#d92d20");
     }
   if (!x.length) return [];
   const marker = { symbol: "triangle-up", size: 10, color };

@@ -16,13 +16,13 @@ from rich.console import Console
 
 from weft.job import Job, WeftError, lookup
 from weft.observe.files import drop_later
-from weft.observe.record import StepRecord, scalars
+from weft.observe.record import StepRecord
 from weft.observe.report import Report
 from weft.observe.terminal import Terminal
-from weft.observe.trackers import MLflow, WeightsAndBiases
+from weft.observe.trackers import MLflow, TensorBoard, WeightsAndBiases
 
-EVERY = 1.0  # seconds between two bursts of records to a tracker
-PATIENCE = 60.0  # seconds that a tracker has at the end for what is left
+BURST_SECONDS = 1.0  # between two bursts of records to a tracker
+CLOSE_SECONDS = 60.0  # that a tracker has at the end for what is left
 
 
 class Sink(Protocol):
@@ -40,13 +40,15 @@ def open_sinks(
     folder: Path, job: Job, steps: int, resumed_step: int, console: Console
 ) -> list[Sink]:
     """The sinks of the run in ``folder``: always its records and the terminal, and what the job
-    asks for."""
-    sinks: list[Sink] = [
-        Jsonl(folder / "metrics.jsonl", resumed_step),
-        Terminal(console, steps, resumed_step),
-    ]
+    asks for.
+
+    Raises:
+        WeftError: if a tracker cannot be made at a first start.
+    """
+    sinks: list[Sink] = [Jsonl(folder / "metrics.jsonl", resumed_step)]
     for name in job.observe.sinks:
         sinks.append(Guarded(name, lookup(name, SINKS), folder, job, resumed_step, console))
+    sinks.append(Terminal(console, steps, resumed_step))  # its live line hides the cursor
     if job.observe.report:
         sinks.append(Report(folder, lambda text: console.print(text, soft_wrap=True)))
     return sinks
@@ -96,9 +98,9 @@ class Guarded:
             return
         self._end.set()
         thread = self._thread or self._start(self._sink)
-        thread.join(PATIENCE)
+        thread.join(CLOSE_SECONDS)
         if thread.is_alive():
-            self._give_up(TimeoutError(f"its last ones took longer than {PATIENCE:g} s"))
+            self._give_up(TimeoutError(f"its last ones took longer than {CLOSE_SECONDS:g} s"))
 
     def _start(self, sink: Sink) -> threading.Thread:
         # A daemon: if it hangs it does not keep the process.
@@ -111,7 +113,7 @@ class Guarded:
         try:
             ended = False
             while not ended:
-                ended = self._end.wait(EVERY)
+                ended = self._end.wait(BURST_SECONDS)
                 while self._waiting:
                     sink.write(self._waiting.popleft())
             sink.close()
@@ -149,32 +151,6 @@ class Jsonl:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoard:
-    """Event files in ``tensorboard/``, under names that its users expect."""
-
-    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
-        # Writes event files without TensorBoard itself (a web server) being installed.
-        from tensorboardX import SummaryWriter
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        # A name of its own for each start: the default repeats within a second, and overwrites.
-        self._writer = SummaryWriter(
-            str(folder / "tensorboard"),
-            purge_step=resumed_step + 1,
-            flush_secs=10,
-            filename_suffix=f".from-step-{resumed_step + 1}",
-        )
-        self._summary = Summary
-
-    def write(self, record: StepRecord) -> None:
-        # All in one event: one for each costs ten times as much.
-        values = [{"tag": name, "simple_value": value} for name, value in scalars(record).items()]
-        self._writer.file_writer.add_summary(self._summary(value=values), record.step, record.time)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 SINKS: dict[str, MakeSink] = {

@@ -11,8 +11,8 @@ the same names: while it is taken, each phase and span is a range of torch.profi
 
 A span costs some microseconds, most of them when it is written: at the site ``record``, where the
 host would wait for the device, and at the end.  A rank that is killed loses what it noted since.
-The file is whole JSON after every write; at `BYTES` it is renamed, and replaces the one renamed
-before.
+The file is whole JSON after every write, an event a line; at `FILE_BYTES` it is renamed, and
+replaces the one renamed before.
 """
 
 from __future__ import annotations
@@ -22,25 +22,16 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from torch.profiler import record_function
 
 from weft.resilience import faults
 
-BYTES = 2**20  # of a file
-EVENTS = 2000  # that wait to be written, at most
+FILE_BYTES = 2**20
+WAITING_EVENTS = 2000  # for being written, at most
 END = b"\n]\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
-class Event(NamedTuple):
-    """What ended, in nanoseconds since the epoch."""
-
-    name: str
-    began: int
-    ended: int
-    args: dict[str, Any]
 
 
 class Spans:
@@ -54,7 +45,7 @@ class Spans:
         self.step = 0
         self.ranges = False  # whether spans are also torch.profiler's
         self._path, self._rank = path, rank
-        self._events: list[Event] = []
+        self._events: list[dict[str, Any]] = []
         self._end = 0  # of what is in the file, but for `END`
         # Two clocks: one that never jumps, and what it says of the epoch.
         self._epoch = time.time_ns() - time.perf_counter_ns()
@@ -82,26 +73,29 @@ class Spans:
             self.flush()
 
     def note(self, name: str, began: int, args: dict[str, Any]) -> None:
-        """``began``: on the clock that never jumps."""
+        """A span ends, in Chrome's trace format; ``began``: on the clock that never jumps."""
         if self._path is not None:
-            now = time.perf_counter_ns()
-            args["step"] = self.step
-            self._events.append(Event(name, self._epoch + began, self._epoch + now, args))
-            if len(self._events) >= EVENTS:
+            # Whole microseconds keep spans inside of others.
+            start = (self._epoch + began) // 1000
+            end = (self._epoch + time.perf_counter_ns()) // 1000
+            event = {"name": name, "ph": "X", "ts": start, "dur": end - start}
+            event |= {"pid": self._rank, "tid": 0, "args": {**args, "step": self.step}}
+            self._events.append(event)
+            if len(self._events) >= WAITING_EVENTS:
                 self.flush()
 
     def flush(self) -> None:
         """Write what is noted."""
         if self._path is None or not self._events:
             return
-        text = b"".join(b",\n" + as_json(event, self._rank) for event in self._events)
+        text = "".join(f",\n{encode(event)}" for event in self._events).encode()
         self._events.clear()
         try:
             with self._path.open("r+b") as file:
                 file.seek(self._end)
                 file.write(text + END)  # over the old end
             self._end += len(text)
-            if self._end > BYTES:
+            if self._end > FILE_BYTES:
                 self._open(self._path)
         except OSError as error:  # a full disk is no reason to lose a run
             print(f"warning: {self._path}: no more spans are written: {error}", flush=True)
@@ -111,7 +105,7 @@ class Spans:
         """Go on in the file that is there, unless it is full, or torn where a rank was killed."""
         if path.exists():
             text = path.read_bytes()
-            if len(text) <= BYTES and text.endswith(END):
+            if len(text) <= FILE_BYTES and text.endswith(END):
                 self._end = len(text) - len(END)
                 return
             os.replace(path, path.with_suffix(".old.json"))
@@ -122,6 +116,7 @@ class Spans:
         self._end = len(text)
 
     def close(self) -> None:
+        """End the phase that goes on, and write what is left."""
         global _current
         faults.listeners.remove(self._pass)
         if self._phase is not None:
@@ -168,24 +163,24 @@ def set_ranges(on: bool) -> None:
         _current.ranges = on
 
 
-def as_json(event: Event, rank: int) -> bytes:
-    """In Chrome's trace format; in whole microseconds, which keeps spans inside of others."""
-    began, ended = event.began // 1000, event.ended // 1000
-    entry = {"name": event.name, "ph": "X", "ts": began, "dur": ended - began}
-    entry |= {"pid": rank, "tid": 0, "args": event.args}
-    return encode(entry).encode()
-
-
 def spans_path(folder: Path, rank: int) -> Path:
     """Where rank ``rank`` of the run in ``folder`` writes its spans."""
     return folder / "spans" / f"rank-{rank}.json"
 
 
 def read_spans(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What rank ``rank`` of the run in ``folder`` noted, the renamed file first."""
+    """What rank ``rank`` of the run in ``folder`` noted, the renamed file first.
+
+    An event is a line; one that is being written, or was cut off, is left out.
+    """
     path = spans_path(folder, rank)
-    found: list[dict[str, Any]] = []
+    found = []
     for each in (path.with_suffix(".old.json"), path):
-        if each.is_file():
-            found += json.loads(each.read_text("utf-8"))
-    return [event for event in found if event["ph"] == "X"]
+        for line in each.read_text("utf-8", "replace").splitlines() if each.is_file() else ():
+            try:
+                event = json.loads(line.strip("[],"))
+            except ValueError:
+                continue
+            if event["ph"] == "X":
+                found.append(event)
+    return found

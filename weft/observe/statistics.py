@@ -88,6 +88,7 @@ class Sums(NamedTuple):
 
 @torch.no_grad()
 def sums_of(tensor: Tensor) -> Sums:
+    """Of this rank's part of a tensor, of any floating dtype; not waited for."""
     tensor = tensor.detach()
     bad = (~tensor.isfinite()).sum()
     finite = tensor.nan_to_num(0.0, 0.0, 0.0)
@@ -127,6 +128,7 @@ class Statistics:
         self._nonfinite: dict[int, str] = {}  # in the chosen steps that have any, the first one
 
     def wants(self, step: int) -> bool:
+        """Whether a step is a chosen one."""
         return any(step in steps for steps in self._steps)
 
     def back_to(self, step: int) -> None:

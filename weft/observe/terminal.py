@@ -64,13 +64,13 @@ class Terminal:
             left = (self._steps - record.step) / rate
             line = f"step {record.step}/{self._steps}  {text}  grad norm {record.grad_norm:.3f}"
             line += f"  lr {record.lr:.2e}  {duration(left)} left"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
         if record.eval_loss is not None:
             more = record.eval_metrics or {}
             line = f"step {record.step}: held-out loss {record.eval_loss:.4f}"
             line += "".join(f"  {name} {mean:.3f}" for name, mean in more.items())
             line += "" if more else " nats/token"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
         if self._progress is not None:

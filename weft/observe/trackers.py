@@ -1,8 +1,9 @@
-"""Records for trackers of experiments: Weights & Biases, and MLflow.
+"""Records for trackers of experiments: TensorBoard, Weights & Biases, and MLflow.
 
-Where they are, and who one is there, they take from the environment as everywhere else: WANDB_MODE,
-WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.  By themselves both
-write into the run's folder.  A run that resumes goes on in the tracker's run of the same name.
+Where servers are, and who one is there, is taken from the environment as everywhere else:
+WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.  By
+themselves all write into the run's folder.  A run that resumes goes on in the tracker's run of the
+same name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,33 @@ from weft.job import Job, flatten
 from weft.observe.record import StepRecord, scalars
 
 PROJECT = "weft"
-EVERY = 5.0  # seconds, at least, between what is sent to MLflow
+SEND_SECONDS = 5.0  # at least, between what is sent to MLflow
+
+
+class TensorBoard:
+    """Event files in ``tensorboard/``, under names that its users expect."""
+
+    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
+        # Writes event files without TensorBoard itself (a web server) being installed.
+        from tensorboardX import SummaryWriter
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        # A name of its own for each start: the default repeats within a second, and overwrites.
+        self._writer = SummaryWriter(
+            str(folder / "tensorboard"),
+            purge_step=resumed_step + 1,
+            flush_secs=10,
+            filename_suffix=f".from-step-{resumed_step + 1}",
+        )
+        self._summary = Summary
+
+    def write(self, record: StepRecord) -> None:
+        # All in one event: one for each costs ten times as much.
+        values = [{"tag": name, "simple_value": value} for name, value in scalars(record).items()]
+        self._writer.file_writer.add_summary(self._summary(value=values), record.step, record.time)
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class WeightsAndBiases:
@@ -103,4 +130,4 @@ class MLflow:
         while batch := self._waiting[:1000]:  # again the most
             self._client.log_batch(self._id, metrics=batch)
             del self._waiting[: len(batch)]
-        self._next = time.monotonic() + EVERY
+        self._next = time.monotonic() + SEND_SECONDS

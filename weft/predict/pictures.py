@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from weft.job import Job
-from weft.observe.report import Section, document
+from weft.observe.html import Section, document
 from weft.plan.cost import Span
 from weft.plan.devices import GIB
 from weft.plan.placement import (

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import mode
-from typing import Any
 
 from weft.job import InvalidJob, Job
 from weft.observe.history import History
-from weft.observe.report import Section, table
-from weft.observe.spans import spans_path
+from weft.observe.html import Section, table
+from weft.observe.spans import read_spans
 from weft.plan.cost import Span
 from weft.plan.devices import GIB
 from weft.plan.placement import coordinates
@@ -157,7 +156,10 @@ def timeline(folder: Path, plan: Plan) -> tuple[int, list[Span]] | None:
         for rank, at in places.items()
         if all(index == 0 for axis, index in at.items() if axis != "pp")
     ]
-    actions = {rank: spans(spans_path(folder, rank)) for rank in pipeline}
+    actions = {
+        rank: [event for event in read_spans(folder, rank) if "stage" in event["args"]]
+        for rank in pipeline
+    }
     counts = {
         rank: Counter(each["args"]["step"] for each in mine) for rank, mine in actions.items()
     }
@@ -188,18 +190,3 @@ def timeline(folder: Path, plan: Plan) -> tuple[int, list[Span]] | None:
         )
         for rank, each in mine
     ]
-
-
-def spans(path: Path) -> list[dict[str, Any]]:
-    """The pipeline's actions that a rank has noted, one a line; a line may be cut off."""
-    found = []
-    for part in (path.with_suffix(".old.json"), path):  # see `weft.observe.spans`
-        for line in part.read_text("utf-8", "replace").splitlines() if part.is_file() else ():
-            try:
-                event = json.loads(line.strip().strip("[],"))
-            except ValueError:
-                continue
-            args = event.get("args", {}) if isinstance(event, dict) else {}
-            if {"step", "stage", "kind", "microbatch"} <= args.keys():
-                found.append(event)
-    return found
