@@ -279,6 +279,20 @@ def test_what_a_pipeline_keeps_beside_activations() -> None:
     assert "buffers" not in memory_of(LLAMA_8B, replace(lay, recv_buffers=False))
 
 
+def test_in_a_v_one_rank_has_both_tables() -> None:
+    """The first stage and the last: embedding, head, and the logits."""
+    lay = replace(LAYOUTS["interleaved"], schedule="ZBVZeroBubble")
+    first, *others = (memory_of(LLAMA_8B, lay, rank) for rank in range(4))
+    tables = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden
+    for other in others:
+        assert first["state"] - other["state"] == pytest.approx(16 * tables / 8)
+        assert first["temporaries"] > other["temporaries"]
+        # Neither receives what nobody sends.
+        assert first["buffers"] < other["buffers"]
+    loop, v = (step_of(LLAMA_8B, some).once for some in (LAYOUTS["interleaved"], lay))
+    assert v.swept_bytes - loop.swept_bytes == pytest.approx(40 * tables / 2 / 8)
+
+
 def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
     """With as many microbatches as ranks, a rank's second stage is through before its first."""
     lay = replace(LAYOUT, pp=4, zero=2, global_batch=32, remat="full")

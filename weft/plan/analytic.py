@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from weft.plan.cost import (
@@ -41,7 +40,7 @@ from weft.plan.cost import (
     Work,
     Works,
 )
-from weft.plan.timetable import Action, Timetable, timetable
+from weft.plan.timetable import Action, Timetable, one_stage, stages_of, timetable
 
 # Reserved by the caching allocator over what lives: blocks of freed temporaries that nothing of
 # later size fits in.  Measured by replays of traced steps: 1.12 to 1.24.
@@ -247,7 +246,6 @@ def _attention(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
     return forward, backward
 
 
-@lru_cache(maxsize=4096)
 def _layer(sizes: Sizes, lay: Layout) -> tuple[Work, Work, Work]:
     """A layer's forward, backward, and what recomputation adds to the latter."""
     products = _products(sizes, lay)
@@ -329,70 +327,85 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     Raises:
         ValueError: where the schedule does not allow the numbers.
     """
-    stages = lay.pp * lay.stages_per_rank
-    counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
+    counts = _layers(sizes, lay)
+    passes = _passes(sizes, lay)
+    works = tuple(_stage(sizes, lay, stage, counts, *passes) for stage in range(len(counts)))
+    table_of = _timetable(lay)
+    held = [stages_of(order) for order in table_of.values()]
+    table = sizes.vocab * sizes.hidden / lay.tp
+    owned = max(sum(counts[s] for s in mine) for mine in held) * sizes.layer_params / lay.tp
+    owned += table * max((0 in mine) + (len(counts) - 1 in mine) for mine in held)
+    owned /= lay.dp_shard * lay.cp if lay.zero else 1
+    # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
+    once = Work(swept_bytes=40 * owned, kernels=60)
+    tokens = lay.global_batch * lay.seq_len
+    if lay.pp == 1:
+        return Step(works, lay.microbatches, tokens, once)
+    stride = lay.tp * lay.cp * lay.dp
+    parts = lay.tp if lay.sequence_parallel or lay.scattered_hops else 1
+    hop = Collective("send", 2 * lay.tokens * sizes.hidden / parts, "pp", 2, stride)
+    return Step(works, lay.microbatches, tokens, once, table_of, hop)
+
+
+def _passes(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
+    """A layer's forward and backward, with recomputation, and what sharding and offload add."""
     forward, backward, again = _layer(sizes, lay)
-    layer_params, table = sizes.layer_params / lay.tp, sizes.vocab * sizes.hidden / lay.tp
-    every = lay.zero == 3  # gathers and reduces in every microbatch
-    gather = _shard(lay, "all_gather", layer_params)
-    reduce = _shard(lay, "reduce_scatter", layer_params)
-    if every:
+    layer_params = sizes.layer_params / lay.tp
+    if lay.zero == 3:  # gathers and reduces in every microbatch
+        gather = _shard(lay, "all_gather", layer_params)
         forward = sum(gather, forward)
-        backward = sum((*gather, *reduce), backward)
+        backward = sum((*gather, *_shard(lay, "reduce_scatter", layer_params)), backward)
     else:  # gradients of weights add up: one read, one written
-        backward += Work((), (), 2 * lay.gradient_bytes * layer_params)
+        backward += Work(swept_bytes=2 * lay.gradient_bytes * layer_params)
     backward += again
     if lay.offload_part:
         there = lay.offload_part * lay.tokens * _saved(sizes, lay)
         move = Work(collectives=(Collective("send", there, "offload", 2, 1, "prefetch"),))
         forward, backward = forward + move, backward + move
-    works: list[StageWork] = []
-    for stage, count in enumerate(counts):
-        ahead: Works = ((forward, count),)
-        back: Works = ((backward, count),)
-        params = count * layer_params
-        tables = (stage == 0) + (stage == stages - 1 and not (sizes.tied and stages == 1))
-        if stage == 0:
-            look = Work((), (), 12 * lay.tokens * sizes.hidden / lay.tp, 10)
-            ahead, back = ((look, 1), *ahead), (*back, (look, 1))
-        if stage == stages - 1:
-            head = _head(sizes, lay)
-            ahead, back = (*ahead, (head[0], 1)), ((head[1], 1), *back)
-        before: Works = ()
-        after: Works = ()
-        if every and tables:
-            loose = (*_shard(lay, "all_gather", table), *_shard(lay, "reduce_scatter", table))
-            ahead = (*ahead, *((work, tables) for work in loose))
-        elif not every:
-            params += tables * table
-            if lay.zero == 0 and lay.dp * lay.cp > 1:
-                overlap: Overlap = "prefetch" if lay.hide_sync else "exposed"
-                group = lay.dp * lay.cp
-                op = Collective(
-                    "all_reduce", lay.gradient_bytes * params, "dp", group, lay.tp, overlap
-                )
-                after = ((Work(collectives=(op,), swept_bytes=2 * op.bytes), 1),)
-            else:
-                before = tuple((work, 1) for work in _shard(lay, "all_gather", params))
-                after = tuple((work, 1) for work in _shard(lay, "reduce_scatter", params))
-        works.append(StageWork(ahead, back, before, after))
-    most = max(sum(counts[s] for s in range(rank, stages, lay.pp)) for rank in range(lay.pp))
-    owned = most * layer_params + table * (2 if lay.pp == 1 else 1)
-    owned /= lay.dp_shard * lay.cp if lay.zero else 1
-    # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
-    once = Work((), (), 40 * owned, 60)
-    hop = None
-    table_of: Timetable | None = None
-    if lay.pp > 1:
-        table_of = _timetable(lay)
-        stride = lay.tp * lay.cp * lay.dp
-        parts = lay.tp if lay.sequence_parallel or lay.scattered_hops else 1
-        hop = Collective("send", 2 * lay.tokens * sizes.hidden / parts, "pp", 2, stride)
-    tokens = lay.global_batch * lay.seq_len
-    return Step(tuple(works), lay.microbatches, tokens, once, table_of, hop)
+    return forward, backward
+
+
+def _stage(
+    sizes: Sizes, lay: Layout, stage: int, counts: Sequence[int], forward: Work, backward: Work
+) -> StageWork:
+    """One of the stages whose numbers of layers are ``counts``, from a layer's passes."""
+    first, last = stage == 0, stage == len(counts) - 1
+    ahead: Works = ((forward, counts[stage]),)
+    back: Works = ((backward, counts[stage]),)
+    table = sizes.vocab * sizes.hidden / lay.tp
+    tables = first + (last and not (sizes.tied and len(counts) == 1))
+    if first:
+        look = Work(swept_bytes=12 * lay.tokens * sizes.hidden / lay.tp, kernels=10)
+        ahead, back = ((look, 1), *ahead), (*back, (look, 1))
+    if last:
+        head, head_back = _head(sizes, lay)
+        ahead, back = (*ahead, (head, 1)), ((head_back, 1), *back)
+    if lay.zero == 3:
+        loose = (*_shard(lay, "all_gather", table), *_shard(lay, "reduce_scatter", table))
+        return StageWork((*ahead, *((work, tables) for work in loose if tables)), back)
+    params = counts[stage] * sizes.layer_params / lay.tp + tables * table
+    group = lay.dp * lay.cp
+    if lay.zero == 0 and group > 1:
+        overlap: Overlap = "prefetch" if lay.hide_sync else "exposed"
+        op = Collective("all_reduce", lay.gradient_bytes * params, "dp", group, lay.tp, overlap)
+        return StageWork(
+            ahead, back, after=((Work(collectives=(op,), swept_bytes=2 * op.bytes), 1),)
+        )
+    gather, reduce = (_shard(lay, kind, params) for kind in ("all_gather", "reduce_scatter"))
+    return StageWork(
+        ahead, back, tuple((work, 1) for work in gather), tuple((work, 1) for work in reduce)
+    )
+
+
+def _layers(sizes: Sizes, lay: Layout) -> Sequence[int]:
+    """Of each stage."""
+    return lay.stage_layers or layers_of_stages(sizes.layers, lay.pp * lay.stages_per_rank)
 
 
 def _timetable(lay: Layout) -> Timetable:
+    """Without a pipeline of two microbatches, which tell all."""
+    if lay.pp == 1:
+        return one_stage(min(2, lay.microbatches))
     return timetable(lay.schedule, lay.pp, lay.stages_per_rank, lay.microbatches)
 
 
@@ -468,63 +481,66 @@ def memory_of(sizes: Sizes, lay: Layout, only: int | None = None) -> dict[str, f
     Args:
         only: this rank of the pipeline; None: the fullest.
     """
-    stages = lay.pp * lay.stages_per_rank
-    counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
+    table_of = _timetable(lay)
+    ranks = table_of if only is None else (only,)
+    every = (_memory_of_rank(sizes, lay, table_of[rank]) for rank in ranks)
+    return max(every, key=lambda held: sum(held.values()))
+
+
+def _memory_of_rank(sizes: Sizes, lay: Layout, order: list[Action]) -> dict[str, float]:
+    """`memory_of` the rank of the pipeline that does what ``order`` says."""
+    counts, mine = _layers(sizes, lay), stages_of(order)
+    stages = len(counts)
+    first, last = 0 in mine, stages - 1 in mine
     table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
-    one: Timetable = {0: [Action(0, k, m) for m in range(min(2, lay.microbatches)) for k in "FB"]}  # type: ignore[arg-type]
-    table_of = _timetable(lay) if lay.pp > 1 else one
     shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
-    saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
-    worst: dict[str, float] = {}
-    for rank in range(lay.pp) if only is None else (only,):
-        mine = range(rank, stages, lay.pp)
-        last = rank == lay.pp - 1
-        params = sum(counts[s] for s in mine) * layer
-        params += table * ((rank == 0) + (last and not (sizes.tied and lay.pp == 1)))
-        held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}
-        tables = [table * ((s == 0) + (s == stages - 1)) for s in range(stages)]
-        unreduced = [0.0] * stages
-        if lay.zero == 2 and shards > 1 and lay.microbatches > 1:
-            unreduced = [4 * (n * layer + t) for n, t in zip(counts, tables, strict=True)]
-        here = lay.tokens * saved * (1 - lay.offload_part)
-        kept, gradients = _fullest(table_of[rank], [here * n for n in counts], unreduced)
-        held["gathered"] = 0.0
-        if lay.zero >= 2 and shards > 1 and lay.microbatches == 1:
-            held["state"] -= 4 * params / shards  # no gradients yet, where memory is fullest
-        if lay.zero == 2 and shards > 1:  # weights stay, and gradients add up unreduced
-            held["gathered"] = 2 * params + gradients
-        elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
-            held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
-        held["activations"] = kept
-        if lay.late_frees and lay.tp > 1:
-            # The host runs ahead of the device, through a stage's forward or as far as the queue
-            # lets it: of each layer two whole outputs wait, that were reduced and scattered.
-            ahead = min(max(counts[s] for s in mine), QUEUE / KERNELS[lay.fusion])
-            held["late"] = ahead * 2 * 2 * lay.tokens * sizes.hidden
-        if lay.pp > 1 and lay.recv_buffers:
-            # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
-            # input, the last no gradient.
-            saved_anyway, _ = _fullest(
-                table_of[rank], [float(s > 0) for s in range(stages)], [0.0] * stages
-            )
-            each = lay.microbatches * (2 * len(mine) - (rank == 0) - last) - saved_anyway
-            parts = lay.tp if lay.sequence_parallel else 1
-            held["buffers"] = each * lay.tokens * 2 * sizes.hidden / parts
-        # Either the loss, or a layer in the making: what it saves, and gradients of its widest.
-        wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
-        layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
-        each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
-        logits = last * (sizes.vocab / lay.tp * each + wide)
-        held["temporaries"] = lay.tokens * max(layers, logits)
-        if lay.pp > 1 and last and lay.output_bytes:
-            kept = lay.output_bytes * lay.microbatches * lay.tokens * sizes.vocab / lay.tp
-            held["outputs"] = kept
-            if kept > held["activations"] + held["temporaries"]:  # then the worst is to join them
-                held |= {"outputs": 2 * kept, "activations": 0.0, "temporaries": 0.0}
-        if lay.reserved:
-            # What is there from the start, or comes and goes as a whole, leaves no holes.
-            growing = sum(held.values()) - held["gathered"] - held.get("buffers", 0.0)
-            held["allocator"] = (RESERVED - 1) * growing
-        if sum(held.values()) > sum(worst.values()):
-            worst = held
-    return worst
+    params = sum(counts[s] for s in mine) * layer
+    params += table * (first + (last and not (sizes.tied and lay.pp == 1)))
+    held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}
+    tables = [table * ((s == 0) + (s == stages - 1)) for s in range(stages)]
+    unreduced = [0.0] * stages
+    if lay.zero == 2 and shards > 1 and lay.microbatches > 1:
+        unreduced = [4 * (n * layer + t) for n, t in zip(counts, tables, strict=True)]
+    here = lay.tokens * _saved(sizes, lay) * (1 - lay.offload_part)
+    kept, gradients = _fullest(order, [here * n for n in counts], unreduced)
+    held["gathered"] = 0.0
+    if lay.zero >= 2 and shards > 1 and lay.microbatches == 1:
+        held["state"] -= 4 * params / shards  # no gradients yet, where memory is fullest
+    if lay.zero == 2 and shards > 1:  # weights stay, and gradients add up unreduced
+        held["gathered"] = 2 * params + gradients
+    elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
+        held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
+    held["activations"] = kept
+    if lay.late_frees and lay.tp > 1:
+        # The host runs ahead of the device, through a stage's forward or as far as the queue
+        # lets it: of each layer two whole outputs wait, that were reduced and scattered.
+        ahead = min(max(counts[s] for s in mine), QUEUE / KERNELS[lay.fusion])
+        held["late"] = ahead * 2 * 2 * lay.tokens * sizes.hidden
+    if lay.pp > 1 and lay.recv_buffers:
+        # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
+        # input, the last no gradient.
+        saved_anyway, _ = _fullest(order, [float(s > 0) for s in range(stages)], [0.0] * stages)
+        each = lay.microbatches * (2 * len(mine) - first - last) - saved_anyway
+        parts = lay.tp if lay.sequence_parallel else 1
+        held["buffers"] = each * lay.tokens * 2 * sizes.hidden / parts
+    held["temporaries"] = lay.tokens * _temporaries(sizes, lay, last)
+    if lay.pp > 1 and last and lay.output_bytes:
+        kept = lay.output_bytes * lay.microbatches * lay.tokens * sizes.vocab / lay.tp
+        held["outputs"] = kept
+        if kept > held["activations"] + held["temporaries"]:  # then the worst is to join them
+            held |= {"outputs": 2 * kept, "activations": 0.0, "temporaries": 0.0}
+    if lay.reserved:
+        # What is there from the start, or comes and goes as a whole, leaves no holes.
+        growing = sum(held.values()) - held["gathered"] - held.get("buffers", 0.0)
+        held["allocator"] = (RESERVED - 1) * growing
+    return held
+
+
+def _temporaries(sizes: Sizes, lay: Layout, last: bool) -> float:
+    """Bytes for a token of either the loss, on the ``last`` stage, or a layer in the making: what
+    it saves, and gradients of its widest."""
+    making = _saved(sizes, replace(lay, remat="none"))
+    wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
+    layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
+    each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
+    return max(layers, last * (sizes.vocab / lay.tp * each + wide))

@@ -38,7 +38,7 @@ from weft.plan.rules import (
     check_filled,
     check_sections,
 )
-from weft.plan.timetable import BOTH, Action, Timetable, is_file, read_csv, timetable
+from weft.plan.timetable import Timetable, is_file, one_stage, read_csv, timetable
 
 Device = Literal["cpu", "cuda"]
 
@@ -157,7 +157,7 @@ class Plan:
             InvalidJob: if it comes from a file that is no longer what it was.
         """
         if self.pipeline is None:
-            return {0: [Action(0, kind, m) for m in range(self.accumulation) for kind in BOTH]}
+            return one_stage(self.accumulation)
         if is_file(self.pipeline.schedule):
             table = read_csv(Path(self.pipeline.schedule), self.pp)
             if isinstance(table, Problem):

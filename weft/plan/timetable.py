@@ -26,7 +26,6 @@ from typing import Any, Literal, NamedTuple
 from weft.job import Problem, suggest
 
 Kind = Literal["F", "B", "I", "W"]
-BOTH: tuple[Kind, Kind] = ("F", "B")
 
 
 class Action(NamedTuple):
@@ -130,6 +129,17 @@ def timetable(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Ti
     ]
     schedule = get_schedule_class(name)(stages, microbatches)
     return {rank: list(_actions(row)) for rank, row in schedule.pipeline_order.items()}
+
+
+def one_stage(microbatches: int) -> Timetable:
+    """What a rank does that has the whole model."""
+    kinds: tuple[Kind, Kind] = ("F", "B")
+    return {0: [Action(0, kind, m) for m in range(microbatches) for kind in kinds]}
+
+
+def stages_of(order: Iterable[Action]) -> list[int]:
+    """The stages of a rank, by its actions."""
+    return sorted({action.stage for action in order})
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Action]:

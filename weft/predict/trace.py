@@ -43,7 +43,7 @@ from weft.parallel.private import fake_process_group, quiet_import, ranks_of_gro
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
 from weft.plan.stages import Stage
-from weft.plan.timetable import Action, Timetable, is_file, most_kept
+from weft.plan.timetable import Action, Timetable, is_file, most_kept, stages_of
 from weft.predict.expand import Expansion, NotAlike, Segment, Sizes
 from weft.predict.record import (
     AROUND,
@@ -459,7 +459,7 @@ def actions_of(plan: Plan, pp: int) -> dict[Segment, Action]:
     the timetable's action that this is, or is a half of."""
     table = plan.timetable
     both = mixed(table)
-    mine = sorted({action.stage for action in table[pp]})
+    mine = stages_of(table[pp])
     counts: Counter[tuple[int, str]] = Counter()
     found: dict[Segment, Action] = {}
     for action in table[pp]:
