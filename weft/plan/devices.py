@@ -224,12 +224,11 @@ def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
         InvalidJob: with everything that is wrong in them.
     """
     read = _Entries(files)
-    links, networks = (
-        {name: read.made(kind, table, name, entry) for name, entry in read.tables[table].items()}
-        for kind, table in ((Link, "links"), (Network, "networks"))
-    )
+    tables = read.tables
+    links = {n: read.made(Link, "links", n, entry) for n, entry in tables["links"].items()}
+    networks = {n: read.made(Network, "networks", n, e) for n, e in tables["networks"].items()}
     devices = {}
-    for name in read.tables["devices"]:
+    for name in tables["devices"]:
         entry = {"network": "infiniband-200"} | read.complete(name)
         entry.pop("like", None)
         for field, among in (("link", links), ("network", networks)):
@@ -244,9 +243,9 @@ def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
             # What most reach where the table says nothing: the fraction of A10G and its like.
             entry.setdefault("achieved", {"bf16": 0.75 * peak})
         rates = entry.get("achieved")
-        known = isinstance(rates, dict) and isinstance(rates.get("bf16"), float | int)
+        best = rates.get("bf16") if isinstance(rates, dict) else None
         # As A100's FlashAttention 2; any number where `achieved` is refused anyway.
-        rate = 0.6 * rates["bf16"] if known else 1.0
+        rate = 0.6 * best if isinstance(best, float | int) else 1.0
         entry.setdefault("flash", (rate, 0.85 * rate))
         entry.setdefault("attention", entry["flash"])
         linked = isinstance(entry.get("link"), Link) and isinstance(entry["network"], Network)

@@ -57,10 +57,9 @@ def expect(job: Job, plan: Plan, machine: Machine, force: bool) -> tuple[Expecte
         InvalidJob: if it does not fit; with the cheapest remedy.
     """
     several = len(plan.node_counts) > 1
-    ranks = plan.node_counts[0] * plan.local_world_size if several else plan.world_size
-    # Remedies are for as many ranks, whoever starts them.
-    machine = replace(machine, world_size=ranks, local_world_size=plan.local_world_size)
     if several:
+        ranks = plan.node_counts[0] * plan.local_world_size
+        machine = replace(machine, world_size=ranks, local_world_size=plan.local_world_size)
         plan = resolve(job, machine)
     capacity, rough = machine.memory_of_rank(plan.local_world_size), memory_bytes(job, plan)
     if capacity is None:
