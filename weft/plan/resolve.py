@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from weft.job import InvalidJob, Job, Problem, difference, recipe_names
 from weft.models import Family, load_family, resolve_model
-from weft.plan.devices import GIB, peak_flops
+from weft.plan.devices import CPU, GIB, Device, device_called, device_named, peak_flops
 from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
 from weft.plan.layout import DEGREE_KEYS, Degrees, check_layout, divisors, find_degrees, fixed
 from weft.plan.lora import check_lora, check_stages, trained
@@ -40,7 +40,7 @@ from weft.plan.rules import (
 )
 from weft.plan.timetable import Timetable, is_file, one_stage, read_csv, timetable
 
-Device = Literal["cpu", "cuda"]
+DeviceType = Literal["cpu", "cuda"]
 
 # On CPU the ranks of one machine share its cores; more than this many only add traffic.
 MAX_AUTO_CPU_WORKERS = 4
@@ -75,7 +75,7 @@ class Machine:
     ``memory_bytes`` is that of one GPU, or of this host on CPU; None where unknown.
     """
 
-    device: Device
+    device: DeviceType
     devices: int
     device_name: str = ""
     world_size: int | None = None
@@ -83,6 +83,13 @@ class Machine:
     memory_bytes: int | None = None
     peer_access: bool = False  # GPUs of a host reach each other's memory
     capability: tuple[int, int] = (0, 0)  # of a GPU, as NVIDIA counts; (0, 0) where unknown
+
+    @property
+    def known(self) -> Device | None:
+        """What is known of its devices: measured or not, which of a CPU says little."""
+        if self.device == "cpu":
+            return device_named(CPU)
+        return device_called(self.device_name, self.memory_bytes)
 
     def memory_of_rank(self, local_world: int) -> int | None:
         """Bytes that each of ``local_world`` ranks may have; on CPU they share their host's."""
@@ -96,7 +103,7 @@ class Plan:
     """What a run will do.  Counts of sequences are per optimizer step."""
 
     run_dir: str
-    device: Device
+    device: DeviceType
     world_size: int
     local_world_size: int  # ranks of one host
     node_counts: tuple[int, ...]  # numbers of nodes that the run can use; this plan is of the last

@@ -22,7 +22,7 @@ from weft.plan.cost import (
     pipeline_spans,
     step_seconds,
 )
-from weft.plan.devices import CPU, GIB, Device, device_called, device_named
+from weft.plan.devices import GIB, Device
 from weft.plan.resolve import Machine, Plan
 from weft.predict.memory import Memory, fullest, live_peak
 from weft.predict.trace import Trace, exchanged_bytes, traces
@@ -162,10 +162,9 @@ class Forecast:
 
 def device_of(plan: Plan, machine: Machine) -> Device | None:
     """What is known of the machine's devices; of a CPU nothing that was not measured."""
-    if plan.device == "cuda":
-        return device_called(machine.device_name, machine.memory_bytes)
-    device = device_named(CPU)
-    return device if device.calibrated else None
+    device = machine.known
+    measured = device is not None and device.calibrated
+    return device if plan.device == "cuda" or measured else None
 
 
 def name_of(spent: str) -> str:

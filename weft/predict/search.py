@@ -34,7 +34,7 @@ from weft.job import InvalidJob, Job, Problem, to_toml
 from weft.job import replace as replace_sections
 from weft.plan.analytic import Layout, Sizes, memory_of, step_of
 from weft.plan.cost import step_seconds
-from weft.plan.devices import GIB, device_called
+from weft.plan.devices import GIB
 from weft.plan.float8 import has_float8
 from weft.plan.layout import divisors
 from weft.plan.placement import AXES
@@ -143,7 +143,7 @@ def search(
     Raises:
         InvalidJob: if nothing is known of the device, or the twin does not know the model.
     """
-    device = device_called(machine.device_name, machine.memory_bytes)
+    device = machine.known
     if device is None or plan.device == "cpu":
         rule, remedy = "has no device that is known", "use --cluster, such as 64x8xH100"
         raise InvalidJob([Problem("--search", machine.device_name or "CPU", rule, remedy)])
@@ -295,9 +295,8 @@ def _begin() -> None:
 
 def traced(task: tuple[Job, Machine]) -> Forecast | Refused:
     job, machine = task
-    device = device_called(machine.device_name, machine.memory_bytes)
     try:
-        return forecast(job, resolve(job, machine), machine, device)
+        return forecast(job, resolve(job, machine), machine, machine.known)
     except InvalidJob as error:
         return Refused("rule", str(error.problems[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others
