@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weft.models import llama
-from weft.plan.analytic import Layout, Sizes, layers_of_stages, memory_of, step_of
+from weft.plan.analytic import memory_of, step_of
 from weft.plan.cost import (
     COLLECTIVE_START,
     CONTENTION,
@@ -26,6 +26,7 @@ from weft.plan.cost import (
     step_seconds,
     work_seconds,
 )
+from weft.plan.decoder import Layout, Sizes, layers_of_stages
 from weft.plan.devices import Network, device_named, known_clusters, read_clusters
 from weft.plan.timetable import Action, Timetable, timetable
 

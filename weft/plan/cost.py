@@ -193,6 +193,7 @@ def matmul_seconds(op: Matmul, device: Device) -> float:
 
 
 def attention_seconds(op: Attention, device: Device) -> float:
+    """Of one call of the kernel, forward or backward."""
     rates = device.attention if op.kernel == "attention" else device.flash
     # "2x faster than FlashAttention": FlashAttention-2's paper.
     rate = rates[op.backward] * (0.5 if op.kernel == "flash1" else 1.0)
@@ -218,6 +219,7 @@ def bus(ranks: int, stride: int, hardware: Hardware) -> tuple[float, float]:
 
 
 def collective_seconds(op: Collective, hardware: Hardware) -> float:
+    """Of ``op.times`` collectives one after the other, with nothing to hide behind."""
     if op.ranks <= 1 or op.bytes <= 0:
         return 0.0
     speed, latency = bus(op.ranks, op.stride, hardware)
@@ -262,6 +264,7 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
 
 
 def pass_seconds(works: Works, hardware: Hardware) -> Seconds:
+    """Of works one after the other, each as often as it says."""
     total = Seconds()
     for work, count in works:
         total.add(work_seconds(work, hardware), count)
