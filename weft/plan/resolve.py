@@ -86,7 +86,7 @@ class Machine:
 
     @property
     def known(self) -> Device | None:
-        """What is known of its devices: measured or not, which of a CPU says little."""
+        """What is known of its devices; of a CPU, even if nothing was measured here."""
         if self.device == "cpu":
             return device_named(CPU)
         return device_called(self.device_name, self.memory_bytes)

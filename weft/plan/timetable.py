@@ -254,6 +254,7 @@ def _flaw(table: Timetable) -> str:
 
 
 def num_microbatches_of(table: Timetable) -> int:
+    """Microbatches of the whole step."""
     return 1 + max(action.microbatch for order in table.values() for action in order)
 
 

@@ -391,8 +391,9 @@ def units_of(plan: Plan, pp: int) -> object:
 
 def sizes_of(plan: Plan, pp: int, period: int) -> Sizes:
     """Groups of ``period`` blocks of each stage of a rank of the pipeline, and microbatches."""
-    counts = [plan.model.num_layers]
-    if plan.pipeline is not None:
+    if plan.pipeline is None:
+        counts = [plan.model.num_layers]
+    else:
         counts = [stage.blocks for stage in plan.pipeline.held[pp]]
     return Sizes(tuple(max(1, count // period) for count in counts), plan.accumulation)
 
