@@ -13,21 +13,15 @@ import json
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from weft.job import InvalidJob, Job, Problem, difference, recipe_names
 from weft.models import Family, load_family, resolve_model
-from weft.plan.devices import CPU, GIB, Device, device_called, device_named, peak_flops
+from weft.plan.devices import CPU, Device, device_called, device_named, peak_flops
 from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
-from weft.plan.layout import DEGREE_KEYS, Degrees, check_layout, divisors, find_degrees, fixed
+from weft.plan.layout import DEGREE_KEYS, Degrees, check_layout, find_degrees, fixed
 from weft.plan.lora import check_lora, check_stages, trained
-from weft.plan.memory import (
-    USABLE,
-    of_one_rank,
-    rank_bytes,
-    recomputed,
-    state_bytes_per_param,
-)
+from weft.plan.memory import state_bytes_per_param
 from weft.plan.pipeline import PipelinePlan, num_microbatches, remat_warnings, resolve_pipeline
 from weft.plan.placement import AXES, PLACEMENTS, groups, placement_warnings, ranks_per_node
 from weft.plan.rules import (
@@ -38,14 +32,13 @@ from weft.plan.rules import (
     check_filled,
     check_sections,
 )
+from weft.plan.sharding import find_gradient_sync, find_reshard, fit_shards, own_params
 from weft.plan.timetable import Timetable, is_file, one_stage, read_csv, timetable
 
 DeviceType = Literal["cpu", "cuda"]
 
 # On CPU the ranks of one machine share its cores; more than this many only add traffic.
 MAX_AUTO_CPU_WORKERS = 4
-# Float32 gradients that a rank keeps whole over a step, to reduce them once, without being asked.
-WHOLE_GRADIENT_BYTES = 2 * GIB
 # More are refused: each takes a quarter of a GiB before it has done anything.
 MAX_CPU_WORKERS = 64
 
@@ -222,7 +215,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         raise InvalidJob([*problems, *check_layout(job, model, family, degrees)])
 
     if parallel.dp_shard == "fit" and not problems:
-        degrees, found = _fit(job, model, family, machine, degrees, compute_bytes, local_world)
+        available = machine.memory_of_rank(local_world)
+        degrees, found = fit_shards(job, model, family, degrees, compute_bytes, available)
         problems += found
     problems += check_layout(job, model, family, degrees)
     problems += check_device(job, machine.device, machine.peer_access, degrees, local_world)
@@ -232,32 +226,8 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += check_lora(job, model, family, degrees)
     problems += check_sections(job, family, degrees)
-    batch_problems = check_batch(job, degrees)
-    problems += batch_problems
-    reshard = _reshard(job, degrees)
-    own_params = _own_params(family, model, degrees, lora.params)
-    gradient_sync = _gradient_sync(job, reshard, own_params, degrees)
-    local = max(1, train.global_batch // degrees.dp)
-    microbatch = local if train.microbatch == "auto" else min(local, train.microbatch)
-    if train.canonical:
-        microbatch = 1
-    pipeline = None
-    if degrees.pp > 1 and not batch_problems:
-        per_param = state_bytes_per_param(
-            job,
-            model,
-            family,
-            degrees.shards,
-            kept_gathered=reshard is False,
-            kept_gradients=gradient_sync == "step",
-            compute_bytes=compute_bytes,
-        )
-        pipeline, microbatch, found = resolve_pipeline(
-            job, model, family, degrees, local, per_param, compute_bytes
-        )
-        problems += found
-        problems += check_filled(job, family, local, microbatch)
-        problems += check_stages(job, pipeline)
+    way, found = _find_way(job, model, family, degrees, lora.params, compute_bytes)
+    problems += found
     if problems:
         raise InvalidJob(problems)
 
@@ -279,13 +249,13 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         placement=parallel.placement,
         # How many threads share a matrix product can change its last bit.
         threads=1 if train.canonical else max(1, machine.devices // local_world),
-        local_batch=local,
-        microbatch=microbatch,
+        local_batch=way.local_batch,
+        microbatch=way.microbatch,
         canonical=train.canonical,
-        accumulation=num_microbatches(local, microbatch),
-        pipeline=pipeline,
-        reshard_after_forward=reshard,
-        gradient_sync=gradient_sync,
+        accumulation=num_microbatches(way.local_batch, way.microbatch),
+        pipeline=way.pipeline,
+        reshard_after_forward=way.reshard,
+        gradient_sync=way.gradient_sync,
         tokens_per_step=train.global_batch * train.seq_len,
         compute_dtype=compute,
         reduce_dtype=job.precision.reduce,
@@ -303,7 +273,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         # A scale for each row or block needs the whole weight; the other two ways of FSDP to keep
         # shards take plain ones.
         float8_gather=float8 == "tensorwise"
-        and isinstance(reshard, bool)
+        and isinstance(way.reshard, bool)
         and not parallel.cpu_offload,
         float8_emulated=emulated,
         warnings=(
@@ -365,91 +335,48 @@ def node_range(job: Job) -> range:
     return range(int(numbers[0]), int(numbers[1]) + 1) if len(numbers) == 2 else range(0)
 
 
-def _reshard(job: Job, degrees: Degrees) -> bool | int:
-    """``parallel.reshard_after_forward`` as FSDP2 takes it."""
-    asked = job.parallel.reshard_after_forward
-    if asked == "auto":
-        # A pipeline runs forward many times before it runs backward: gathering anew each time
-        # costs more than it saves.
-        return degrees.pp == 1 and degrees.shards > 1
-    if isinstance(asked, int):
-        # Over one rank is to keep them, over all is to free them.
-        return {1: False, degrees.shards: degrees.shards > 1}.get(asked, asked)
-    return asked == "always"
+class _Way(NamedTuple):
+    """How a rank goes through its part of a step; see `Plan`."""
+
+    local_batch: int
+    microbatch: int
+    pipeline: PipelinePlan | None
+    reshard: bool | int
+    gradient_sync: Literal["microbatch", "step"]
 
 
-def _gradient_sync(
-    job: Job, reshard: bool | int, params: float, degrees: Degrees
-) -> Literal["microbatch", "step"]:
-    """``parallel.gradient_sync``: by itself, one reduction unless whole gradients are large."""
-    asked = job.parallel.gradient_sync
-    if asked != "auto":
-        return asked
-    small = 4 * params / (degrees.tp * degrees.pp) <= WHOLE_GRADIENT_BYTES
-    return "step" if reshard is False or small else "microbatch"
-
-
-def _own_params(family: Family, model: Any, degrees: Degrees, trained: int) -> float:
-    """Trained parameters without those of experts that are on other ranks."""
-    if degrees.ep == 1 or family.units is None:
-        return trained
-    return sum(of_one_rank(unit, degrees.ep) for unit in family.units(model, 1))
-
-
-def _fit(
-    job: Job,
-    model: Any,
-    family: Family,
-    machine: Machine,
-    degrees: Degrees,
-    compute_bytes: int,
-    local_world: int,
-) -> tuple[Degrees, list[Problem]]:
-    """The fewest ranks to a shard group whose memory suffices; the other ranks are replicas."""
-    key = "parallel.dp_shard"
-    available = machine.memory_of_rank(local_world)
-    if family.units is None or available is None:
-        rule = "cannot be told: the " + (
-            "device's memory is unknown" if family.units else "family has no units"
-        )
-        return degrees, [Problem(key, "fit", rule, "use a number, or auto")]
-    choices = divisors(degrees.dp)
-    reshard = _reshard(job, degrees)
-    rows = job.train.microbatch
-    local = max(1, job.train.global_batch // degrees.dp)
-    tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
-    units = family.units(model, job.train.seq_len)
-    params = trained(job.lora, model, family, job.train.seq_len).params
-    if job.remat.kind == "full" and job.remat.every == 1:
-        units = recomputed(units)
-
-    def needed(shard: int) -> float:
+def _find_way(
+    job: Job, model: Any, family: Family, degrees: Degrees, trained: int, compute_bytes: int
+) -> tuple[_Way, list[Problem]]:
+    """
+    Args:
+        trained: parameters that are.
+        compute_bytes: of a weight, and of an activation, in forward and backward.
+    """
+    train, reshard = job.train, find_reshard(job, degrees)
+    params = own_params(family, model, degrees, trained)
+    gradient_sync = find_gradient_sync(job, reshard, params, degrees)
+    local = max(1, train.global_batch // degrees.dp)
+    microbatch = local if train.microbatch == "auto" else min(local, train.microbatch)
+    if train.canonical:
+        microbatch = 1
+    pipeline, problems = None, check_batch(job, degrees)
+    if degrees.pp > 1 and not problems:
         per_param = state_bytes_per_param(
             job,
             model,
             family,
-            shard * degrees.cp,
+            degrees.shards,
             kept_gathered=reshard is False,
-            kept_gradients=_gradient_sync(job, reshard, params, degrees) == "step",
+            kept_gradients=gradient_sync == "step",
             compute_bytes=compute_bytes,
         )
-        return rank_bytes(
-            units,
-            tp=degrees.tp,
-            pp=degrees.pp,
-            tokens=int(tokens),
-            in_flight=degrees.pp,
-            per_param=per_param,
-            compute_bytes=compute_bytes,
+        pipeline, microbatch, problems = resolve_pipeline(
+            job, model, family, degrees, local, per_param, compute_bytes
         )
-
-    for shard in choices:
-        if needed(shard) <= USABLE * available:
-            return replace(degrees, dp_shard=shard, dp_replicate=degrees.dp // shard), []
-    rule = f"needs about {needed(choices[-1]) / GIB:.1f} GiB a rank even over {choices[-1]} ranks, "
-    rule += f"and {USABLE:.0%} of a rank's memory is {USABLE * available / GIB:.1f}"
-    remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch"
-    return degrees, [Problem(key, "fit", rule, remedy, DEGREE_KEYS)]
+        problems += check_filled(job, family, local, microbatch)
+        problems += check_stages(job, pipeline)
+    return _Way(local, microbatch, pipeline, reshard, gradient_sync), problems
 
 
 def _workers(job: Job, machine: Machine, problems: list[Problem]) -> int:
