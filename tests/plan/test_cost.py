@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weft.models import llama
-from weft.plan.analytic import Layout, Sizes, layers_of_stages, memory_of, step_of
+from weft.plan.analytic import memory_of, step_of
 from weft.plan.cost import (
     COLLECTIVE_START,
     CONTENTION,
@@ -26,6 +26,7 @@ from weft.plan.cost import (
     step_seconds,
     work_seconds,
 )
+from weft.plan.decoder import Layout, Sizes, layers_of_stages
 from weft.plan.devices import Network, device_named, known_clusters, read_clusters
 from weft.plan.timetable import Action, Timetable, timetable
 
@@ -277,6 +278,20 @@ def test_what_a_pipeline_keeps_beside_activations() -> None:
     # Of 32 gradients and 32 inputs, of which 4 - rank in flight are the saved inputs themselves.
     assert buffers == [32, 64 - 3, 64 - 2, 32 - 1]
     assert "buffers" not in memory_of(LLAMA_8B, replace(lay, recv_buffers=False))
+
+
+def test_in_a_v_one_rank_has_both_tables() -> None:
+    """The first stage and the last: embedding, head, and the logits."""
+    lay = replace(LAYOUTS["interleaved"], schedule="ZBVZeroBubble")
+    first, *others = (memory_of(LLAMA_8B, lay, rank) for rank in range(4))
+    tables = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden
+    for other in others:
+        assert first["state"] - other["state"] == pytest.approx(16 * tables / 8)
+        assert first["temporaries"] > other["temporaries"]
+        # Neither receives what nobody sends.
+        assert first["buffers"] < other["buffers"]
+    loop, v = (step_of(LLAMA_8B, some).once for some in (LAYOUTS["interleaved"], lay))
+    assert v.swept_bytes - loop.swept_bytes == pytest.approx(40 * tables / 2 / 8)
 
 
 def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:

@@ -109,6 +109,15 @@ def test_a_user_adds_and_changes(tmp_path: Path) -> None:
     assert {name for name in before if before[name] != devices[name]} == {"H100"}
 
 
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    """Not again for each device that is like the one that has it."""
+    mine = tmp_path / "clusters.toml"
+    mine.write_text("[devices.H100]\nlike = 'H10'")
+    with pytest.raises(InvalidJob) as caught:
+        read_clusters(OURS, mine)
+    assert len(caught.value.problems) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -135,6 +144,17 @@ def test_a_user_adds_and_changes(tmp_path: Path) -> None:
         ("[devices.X]\nlink = 'pcie4'", [".X.bandwidth: field required", ".X.achieved: field req"]),
         ("[links.pcie4]\nbandwidth = 0", [": links.pcie4.bandwidth = 0: "]),
         ("[networks.n]\nbandwidth = 1\nlatency = 1", [": networks.n.achieved: field required"]),
+        (
+            "[devices.H100]\nachieved = { float8 = 1e15 }\ncores = 0\nflash = [0, 0]\nbf16 = -1",
+            [
+                ": devices.H100.achieved = {'float8': 1000000000000000.0}: lacks bf16",
+                ": devices.H100.cores = 0: input should be greater than 0",
+                ": devices.H100.flash = [0, 0]: input should be greater than 0",
+                ": devices.H100.bf16 = -1: input should be greater than or equal to 0",
+            ],
+        ),
+        ("[links.nvlink4]\ndomain = -1", [": links.nvlink4.domain = -1: "]),
+        ("[networks.efa-400]\nachieved = { 0 = 0.9 }", [": networks.efa-400.achieved = {'0': "]),
         ("[networks.n]\nachieved.few = 1", [": networks.n.achieved = {'few': 1}: "]),
     ],
 )

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from weft.job import InvalidJob, Job, Problem, read_job
-from weft.plan.memory import smallest_shard
 from weft.plan.resolve import Machine, Plan, resolve
 
 Overrides = list[tuple[str, str]]
@@ -282,8 +281,6 @@ def test_the_smallest_shard_group_that_fits() -> None:
     assert fitted(140, "pp=2 gradient_sync=step")[0] <= tight
     with pytest.raises(InvalidJob, match="even over 64 ranks"):
         fitted(20)
-    assert smallest_shard([1, 2, 4], [90.0, 50.0, 30.0], 60.0) == 2
-    assert smallest_shard([1, 2], [90.0, 80.0], 60.0) is None
 
 
 def test_crossing_nodes_is_warned_of() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,21 @@ def test_effects_are_as_said(recipe: str, cluster: str, text: str) -> None:
         faster = seen.step_seconds / told.step_seconds  # type: ignore[operator]
         assert math.log((1 + advice.faster) / faster) == pytest.approx(0, abs=0.15), str(advice)
         assert advice.bytes == pytest.approx(told.needed, rel=0.25), str(advice)
+
+
+def test_changes_are_for_as_many_ranks() -> None:
+    """On a machine where weft chooses how many ranks it starts, as where a cluster does."""
+    text = {"model.num_layers": "4", "train.microbatch": "4", "train.global_batch": "8"}
+    overrides = [("run.workers", "auto"), *text.items()]  # two ranks, but eight with rows of one
+    here = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
+    job, plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
+    assert (machine.world_size, plan.world_size) == (None, 2)
+    device = device_called(machine.device_name)
+    assert device is not None
+    seen = forecast(job, plan, machine, device)
+    found = advise(job, plan, machine, device, seen)
+    assert found == advise(job, plan, replace(machine, world_size=2), device, seen)
+    assert found
 
 
 # --------------------------------------------------------------------------- what is possible

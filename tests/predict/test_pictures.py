@@ -23,7 +23,6 @@ from weft.plan.resolve import Plan, resolve
 from weft.plan.timetable import timetable
 from weft.predict.forecast import GIB, Forecast, forecast
 from weft.predict.pictures import number, page, pipeline_chart, rank_chart, ticks
-from weft.predict.trace import timetable_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 BASE: Overrides = [("model.num_layers", "8"), ("model.tied_embeddings", "false")]
@@ -31,6 +30,7 @@ PP4: Overrides = [("parallel.pp", "4"), ("parallel.tp", "2"), ("parallel.dp_shar
 LAYOUTS: dict[str, Overrides] = {
     "Interleaved1F1B": [*PP4, ("train.global_batch", "16")],
     "ZBVZeroBubble": [*PP4, ("train.global_batch", "16")],
+    "DualPipeV": [*PP4, ("train.global_batch", "16")],  # backward passes whole and in halves
     "none": [("parallel.dp_shard", "16"), ("train.global_batch", "128"), ("train.microbatch", "1")],
 }
 PIPELINES = [name for name in LAYOUTS if name != "none"]
@@ -113,7 +113,7 @@ def scale_of(svg: ET.Element) -> tuple[float, float]:
 def test_every_action_is_drawn_once_where_it_belongs(layout: str) -> None:
     _, plan, _ = predicted(layout)
     boxes = actions(picture(drawn(layout), "pipeline"))
-    table = timetable_of(plan)
+    table = plan.timetable
     assert all(len(places) == 1 for places in boxes.values())
     assert {key: places[0].rank for key, places in boxes.items()} == {
         tuple(action): rank for rank, order in table.items() for action in order

@@ -11,7 +11,7 @@ from weft.job import Job, recipe_names
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan
 from weft.predict.check import by_arithmetic
-from weft.predict.forecast import capacity_of, device_of, forecast
+from weft.predict.forecast import device_of, forecast
 
 GIB = 2**30
 LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
@@ -51,7 +51,7 @@ def test_a_recipe_can_be_planned(recipe: str) -> None:
     expected = by_arithmetic(job, plan, machine)
     assert (expected is None) == (recipe in NO_ARITHMETIC)
     if expected is not None:
-        capacity = capacity_of(plan, machine)
+        capacity = machine.memory_of_rank(plan.local_world_size)
         assert capacity is not None
         assert expected.memory_gib < 1.1 * capacity / GIB
         assert expected.step_seconds is not None

@@ -59,7 +59,7 @@ def planned(cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machi
 
 
 def everything(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
-    device = searching.device_called(machine.device_name, machine.memory_bytes)
+    device = machine.known
     assert device is not None
     sizes, base = sizes_of(plan), layout_of(job, plan, device)
     assert sizes is not None

@@ -25,7 +25,6 @@ from weft.plan.resolve import Machine, Plan, resolve
 from weft.predict.calibrate import planned_again
 from weft.predict.forecast import forecast
 from weft.predict.sections import sections, timeline
-from weft.predict.trace import timetable_of
 from weft.train.folder import write_plan
 
 PIPELINE = [
@@ -94,7 +93,7 @@ def test_what_was_predicted_is_of_the_runs_own_plan(
 def spans(plan: Plan, steps: list[int], folder: Path, cut: int = 0) -> None:
     """Traces in which action n of rank r begins at 1000 step + 10 n + r milliseconds."""
     (folder / "spans").mkdir(exist_ok=True)
-    for rank, order in timetable_of(plan).items():
+    for rank, order in plan.timetable.items():
         events: list[dict[str, Any]] = []
         for step in steps:
             events.append({"name": "waiting for data", "ph": "X", "ts": 0, "args": {"step": step}})
@@ -113,7 +112,7 @@ def test_the_measured_pipeline_is_the_last_whole_step(trained: tuple[Path, str])
     found = timeline(folder, plan)
     assert found is not None
     assert found[0] == 6
-    for rank, order in timetable_of(plan).items():
+    for rank, order in plan.timetable.items():
         mine = sorted((s for s in found[1] if s.rank == rank), key=lambda span: span.start)
         assert [span[1:4] for span in mine] == [tuple(action) for action in order]
         assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
@@ -123,7 +122,7 @@ def test_the_measured_pipeline_is_the_last_whole_step(trained: tuple[Path, str])
     assert found is not None
     step, drawn = found
     assert step == 5
-    table = timetable_of(plan)
+    table = plan.timetable
     expected = {
         (rank, *action): pytest.approx((0.01 * n + 0.001 * rank, 0.01 * n + 0.001 * rank + 0.005))
         for rank, order in table.items()

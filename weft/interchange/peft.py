@@ -28,7 +28,8 @@ from weft.job import InvalidJob, LoraSection, Problem
 from weft.models import load_family
 from weft.models.huggingface import counterpart
 from weft.parallel.quantize import pack, unpack
-from weft.plan.lora import matrices_of, scaling
+from weft.plan.lora import scaling
+from weft.plan.matrices import matrices_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -1,9 +1,8 @@
 """ANALYTIC: what a decoder's training step does and holds, by arithmetic from its sizes and layout.
 
-The quick twin of a trace: fractions of a millisecond for a layout, where a trace takes seconds.  A
-search prunes with it, and published runs of other systems, which nobody can trace here, are priced
-by it.
-Its `Step` and a trace's are priced by the same `weft.plan.cost`.
+The quick twin of a trace: milliseconds for a layout, where a trace takes seconds.  A search prunes
+with it, and published runs of other systems, which nobody can trace here, are priced by it.  Its
+`Step` and a trace's are priced by the same `weft.plan.cost`.
 
 Ranks are numbered with tensor parallelism inside, then context, shards, replicas, and the pipeline
 outside.  Tokens are those of a rank after context parallelism; with sequence parallelism what lies
@@ -26,8 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Literal
 
 from weft.plan.cost import (
@@ -35,13 +33,13 @@ from weft.plan.cost import (
     Collective,
     Matmul,
     Overlap,
-    Precision,
     StageWork,
     Step,
     Work,
     Works,
 )
-from weft.plan.timetable import Action, Timetable, timetable
+from weft.plan.decoder import Layout, Sizes, layers_of, timetable_of
+from weft.plan.timetable import Action, stages_of
 
 # Reserved by the caching allocator over what lives: blocks of freed temporaries that nothing of
 # later size fits in.  Measured by replays of traced steps: 1.12 to 1.24.
@@ -69,111 +67,6 @@ SWEPT = {
 }
 # Kernels of a layer's forward that the host launches, hooks of sharding counted as kernels.
 KERNELS = {"eager": 70, "norms": 55, "fused": 45, "compiled": 25}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a decoder: ``gated`` feed-forward has three matrices, else two."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    gated: bool = True
-    tied: bool = False
-    head_dim: int = 0
-    learned_positions: int = 0
-
-    @property
-    def q(self) -> int:
-        return self.heads * (self.head_dim or self.hidden // self.heads)
-
-    @property
-    def kv(self) -> int:
-        return self.kv_heads * (self.head_dim or self.hidden // self.heads)
-
-    @property
-    def layer_params(self) -> int:
-        matrices = (3 if self.gated else 2) * self.hidden * self.ffn
-        return matrices + 2 * self.hidden * (self.q + self.kv) + 2 * self.hidden
-
-    @property
-    def params(self) -> int:
-        tables = (1 if self.tied else 2) * self.vocab + self.learned_positions
-        return self.layers * self.layer_params + tables * self.hidden + self.hidden
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model is trained.  ``zero``: 0 replicas, 1 sharded optimizer, 2 and 3 sharded gradients
-    and weights, gathered once a step or in every microbatch.
-
-    ``remat``: ``none``; ``selective``: attention and half the products are kept; ``block``: a part
-    of the layers, ``remat_part``, is computed again; ``attention``: only scores are; ``full``:
-    every layer is.
-    ``tp_overlap``: of tensor-parallel collectives; ``hide_sync``: of gradients' and weights'.
-    """
-
-    seq_len: int
-    microbatch: int
-    global_batch: int
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    stages_per_rank: int = 1
-    schedule: str = "1F1B"
-    precision: Precision = "bf16"
-    remat: Literal["none", "selective", "block", "attention", "full"] = "none"
-    remat_part: float = 0.5
-    fusion: Literal["eager", "norms", "fused", "compiled"] = "eager"
-    kernel: Literal["flash1", "flash", "attention", "unfused"] = "flash"
-    zero: int = 3
-    sequence_parallel: bool = True
-    tp_overlap: Overlap = "exposed"
-    hide_sync: bool = True
-    gradient_bytes: int = 4  # as reduced
-    state_bytes: float = 16.0  # of a parameter, over its shards: weight, gradient, moments
-    kept_bytes: float = 0.0  # of a parameter, on every rank
-    chunked_loss: bool = False
-    reserved: bool = True  # memory as the allocator reserves it, or as it lives
-    stage_layers: tuple[int, ...] = ()  # of each stage; empty: as `layers_of_stages` deals them
-    offload_part: float = 0.0  # of the layers: their activations wait in the host's memory
-    scattered_hops: bool = False  # of whole hidden states each tensor-parallel rank sends a part
-    recv_buffers: bool = True  # for every microbatch, as torch.distributed.pipelining keeps them
-    output_bytes: int = 0  # of a logit that the last stage keeps until the step's end
-    # What a collective has read is free for reuse only when the device has come to it.
-    late_frees: bool = False
-    gathered_bytes: int = 2  # of an element that tensor parallelism gathers
-
-    @property
-    def dp(self) -> int:
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def microbatches(self) -> int:
-        return max(1, round(self.global_batch / (self.dp * self.microbatch)))
-
-    @property
-    def tokens(self) -> float:
-        """Of one microbatch on one rank."""
-        return self.microbatch * self.seq_len / self.cp
-
-
-def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Even; where only that makes it so, the first and last give a layer for embedding and head."""
-    if layers % stages and (layers + 2) % stages == 0 and stages > 1:
-        each = (layers + 2) // stages
-        return [each - 1, *[each] * (stages - 2), each - 1]
-    # The middle ones take what is left over, for the ends have the tables.
-    counts = [layers // stages] * stages
-    first = (stages - layers % stages + 1) // 2
-    for stage in range(first, first + layers % stages):
-        counts[stage] += 1
-    return counts
 
 
 # --------------------------------------------------------------------------- work
@@ -247,7 +140,6 @@ def _attention(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
     return forward, backward
 
 
-@lru_cache(maxsize=4096)
 def _layer(sizes: Sizes, lay: Layout) -> tuple[Work, Work, Work]:
     """A layer's forward, backward, and what recomputation adds to the latter."""
     products = _products(sizes, lay)
@@ -329,71 +221,74 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     Raises:
         ValueError: where the schedule does not allow the numbers.
     """
-    stages = lay.pp * lay.stages_per_rank
-    counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
+    counts = layers_of(sizes, lay)
+    passes = _passes(sizes, lay)
+    works = tuple(_stage(sizes, lay, stage, counts, *passes) for stage in range(len(counts)))
+    table_of = timetable_of(lay)
+    held = [stages_of(order) for order in table_of.values()]
+    table = sizes.vocab * sizes.hidden / lay.tp
+    owned = max(sum(counts[s] for s in mine) for mine in held) * sizes.layer_params / lay.tp
+    owned += table * max((0 in mine) + (len(counts) - 1 in mine) for mine in held)
+    owned /= lay.dp_shard * lay.cp if lay.zero else 1
+    # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
+    once = Work(swept_bytes=40 * owned, kernels=60)
+    tokens = lay.global_batch * lay.seq_len
+    if lay.pp == 1:
+        return Step(works, lay.microbatches, tokens, once)
+    stride = lay.tp * lay.cp * lay.dp
+    parts = lay.tp if lay.sequence_parallel or lay.scattered_hops else 1
+    hop = Collective("send", 2 * lay.tokens * sizes.hidden / parts, "pp", 2, stride)
+    return Step(works, lay.microbatches, tokens, once, table_of, hop)
+
+
+def _passes(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
+    """A layer's forward and backward, with recomputation, and what sharding and offload add."""
     forward, backward, again = _layer(sizes, lay)
-    layer_params, table = sizes.layer_params / lay.tp, sizes.vocab * sizes.hidden / lay.tp
-    every = lay.zero == 3  # gathers and reduces in every microbatch
-    gather = _shard(lay, "all_gather", layer_params)
-    reduce = _shard(lay, "reduce_scatter", layer_params)
-    if every:
+    layer_params = sizes.layer_params / lay.tp
+    if lay.zero == 3:  # gathers and reduces in every microbatch
+        gather = _shard(lay, "all_gather", layer_params)
         forward = sum(gather, forward)
-        backward = sum((*gather, *reduce), backward)
+        backward = sum((*gather, *_shard(lay, "reduce_scatter", layer_params)), backward)
     else:  # gradients of weights add up: one read, one written
-        backward += Work((), (), 2 * lay.gradient_bytes * layer_params)
+        backward += Work(swept_bytes=2 * lay.gradient_bytes * layer_params)
     backward += again
     if lay.offload_part:
         there = lay.offload_part * lay.tokens * _saved(sizes, lay)
         move = Work(collectives=(Collective("send", there, "offload", 2, 1, "prefetch"),))
         forward, backward = forward + move, backward + move
-    works: list[StageWork] = []
-    for stage, count in enumerate(counts):
-        ahead: Works = ((forward, count),)
-        back: Works = ((backward, count),)
-        params = count * layer_params
-        tables = (stage == 0) + (stage == stages - 1 and not (sizes.tied and stages == 1))
-        if stage == 0:
-            look = Work((), (), 12 * lay.tokens * sizes.hidden / lay.tp, 10)
-            ahead, back = ((look, 1), *ahead), (*back, (look, 1))
-        if stage == stages - 1:
-            head = _head(sizes, lay)
-            ahead, back = (*ahead, (head[0], 1)), ((head[1], 1), *back)
-        before: Works = ()
-        after: Works = ()
-        if every and tables:
-            loose = (*_shard(lay, "all_gather", table), *_shard(lay, "reduce_scatter", table))
-            ahead = (*ahead, *((work, tables) for work in loose))
-        elif not every:
-            params += tables * table
-            if lay.zero == 0 and lay.dp * lay.cp > 1:
-                overlap: Overlap = "prefetch" if lay.hide_sync else "exposed"
-                group = lay.dp * lay.cp
-                op = Collective(
-                    "all_reduce", lay.gradient_bytes * params, "dp", group, lay.tp, overlap
-                )
-                after = ((Work(collectives=(op,), swept_bytes=2 * op.bytes), 1),)
-            else:
-                before = tuple((work, 1) for work in _shard(lay, "all_gather", params))
-                after = tuple((work, 1) for work in _shard(lay, "reduce_scatter", params))
-        works.append(StageWork(ahead, back, before, after))
-    most = max(sum(counts[s] for s in range(rank, stages, lay.pp)) for rank in range(lay.pp))
-    owned = most * layer_params + table * (2 if lay.pp == 1 else 1)
-    owned /= lay.dp_shard * lay.cp if lay.zero else 1
-    # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
-    once = Work((), (), 40 * owned, 60)
-    hop = None
-    table_of: Timetable | None = None
-    if lay.pp > 1:
-        table_of = _timetable(lay)
-        stride = lay.tp * lay.cp * lay.dp
-        parts = lay.tp if lay.sequence_parallel or lay.scattered_hops else 1
-        hop = Collective("send", 2 * lay.tokens * sizes.hidden / parts, "pp", 2, stride)
-    tokens = lay.global_batch * lay.seq_len
-    return Step(tuple(works), lay.microbatches, tokens, once, table_of, hop)
+    return forward, backward
 
 
-def _timetable(lay: Layout) -> Timetable:
-    return timetable(lay.schedule, lay.pp, lay.stages_per_rank, lay.microbatches)
+def _stage(
+    sizes: Sizes, lay: Layout, stage: int, counts: Sequence[int], forward: Work, backward: Work
+) -> StageWork:
+    """One of the stages whose numbers of layers are ``counts``, from a layer's passes."""
+    first, last = stage == 0, stage == len(counts) - 1
+    ahead: Works = ((forward, counts[stage]),)
+    back: Works = ((backward, counts[stage]),)
+    table = sizes.vocab * sizes.hidden / lay.tp
+    tables = first + (last and not (sizes.tied and len(counts) == 1))
+    if first:
+        look = Work(swept_bytes=12 * lay.tokens * sizes.hidden / lay.tp, kernels=10)
+        ahead, back = ((look, 1), *ahead), (*back, (look, 1))
+    if last:
+        head, head_back = _head(sizes, lay)
+        ahead, back = (*ahead, (head, 1)), ((head_back, 1), *back)
+    if lay.zero == 3:
+        loose = (*_shard(lay, "all_gather", table), *_shard(lay, "reduce_scatter", table))
+        return StageWork((*ahead, *((work, tables) for work in loose if tables)), back)
+    params = counts[stage] * sizes.layer_params / lay.tp + tables * table
+    group = lay.dp * lay.cp
+    if lay.zero == 0 and group > 1:
+        overlap: Overlap = "prefetch" if lay.hide_sync else "exposed"
+        op = Collective("all_reduce", lay.gradient_bytes * params, "dp", group, lay.tp, overlap)
+        return StageWork(
+            ahead, back, after=((Work(collectives=(op,), swept_bytes=2 * op.bytes), 1),)
+        )
+    gather, reduce = (_shard(lay, kind, params) for kind in ("all_gather", "reduce_scatter"))
+    return StageWork(
+        ahead, back, tuple((work, 1) for work in gather), tuple((work, 1) for work in reduce)
+    )
 
 
 def _head(sizes: Sizes, lay: Layout) -> tuple[Work, Work]:
@@ -468,63 +363,66 @@ def memory_of(sizes: Sizes, lay: Layout, only: int | None = None) -> dict[str, f
     Args:
         only: this rank of the pipeline; None: the fullest.
     """
-    stages = lay.pp * lay.stages_per_rank
-    counts = list(lay.stage_layers) or layers_of_stages(sizes.layers, stages)
+    table_of = timetable_of(lay)
+    ranks = table_of if only is None else (only,)
+    every = (_memory_of_rank(sizes, lay, table_of[rank]) for rank in ranks)
+    return max(every, key=lambda held: sum(held.values()))
+
+
+def _memory_of_rank(sizes: Sizes, lay: Layout, order: list[Action]) -> dict[str, float]:
+    """`memory_of` the rank of the pipeline that does what ``order`` says."""
+    counts, mine = layers_of(sizes, lay), stages_of(order)
+    stages = len(counts)
+    first, last = 0 in mine, stages - 1 in mine
     table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
-    one: Timetable = {0: [Action(0, k, m) for m in range(min(2, lay.microbatches)) for k in "FB"]}  # type: ignore[arg-type]
-    table_of = _timetable(lay) if lay.pp > 1 else one
     shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
-    saved, making = _saved(sizes, lay), _saved(sizes, replace(lay, remat="none"))
-    worst: dict[str, float] = {}
-    for rank in range(lay.pp) if only is None else (only,):
-        mine = range(rank, stages, lay.pp)
-        last = rank == lay.pp - 1
-        params = sum(counts[s] for s in mine) * layer
-        params += table * ((rank == 0) + (last and not (sizes.tied and lay.pp == 1)))
-        held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}
-        tables = [table * ((s == 0) + (s == stages - 1)) for s in range(stages)]
-        unreduced = [0.0] * stages
-        if lay.zero == 2 and shards > 1 and lay.microbatches > 1:
-            unreduced = [4 * (n * layer + t) for n, t in zip(counts, tables, strict=True)]
-        here = lay.tokens * saved * (1 - lay.offload_part)
-        kept, gradients = _fullest(table_of[rank], [here * n for n in counts], unreduced)
-        held["gathered"] = 0.0
-        if lay.zero >= 2 and shards > 1 and lay.microbatches == 1:
-            held["state"] -= 4 * params / shards  # no gradients yet, where memory is fullest
-        if lay.zero == 2 and shards > 1:  # weights stay, and gradients add up unreduced
-            held["gathered"] = 2 * params + gradients
-        elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
-            held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
-        held["activations"] = kept
-        if lay.late_frees and lay.tp > 1:
-            # The host runs ahead of the device, through a stage's forward or as far as the queue
-            # lets it: of each layer two whole outputs wait, that were reduced and scattered.
-            ahead = min(max(counts[s] for s in mine), QUEUE / KERNELS[lay.fusion])
-            held["late"] = ahead * 2 * 2 * lay.tokens * sizes.hidden
-        if lay.pp > 1 and lay.recv_buffers:
-            # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
-            # input, the last no gradient.
-            saved_anyway, _ = _fullest(
-                table_of[rank], [float(s > 0) for s in range(stages)], [0.0] * stages
-            )
-            each = lay.microbatches * (2 * len(mine) - (rank == 0) - last) - saved_anyway
-            parts = lay.tp if lay.sequence_parallel else 1
-            held["buffers"] = each * lay.tokens * 2 * sizes.hidden / parts
-        # Either the loss, or a layer in the making: what it saves, and gradients of its widest.
-        wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
-        layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
-        each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
-        logits = last * (sizes.vocab / lay.tp * each + wide)
-        held["temporaries"] = lay.tokens * max(layers, logits)
-        if lay.pp > 1 and last and lay.output_bytes:
-            kept = lay.output_bytes * lay.microbatches * lay.tokens * sizes.vocab / lay.tp
-            held["outputs"] = kept
-            if kept > held["activations"] + held["temporaries"]:  # then the worst is to join them
-                held |= {"outputs": 2 * kept, "activations": 0.0, "temporaries": 0.0}
-        if lay.reserved:
-            # What is there from the start, or comes and goes as a whole, leaves no holes.
-            growing = sum(held.values()) - held["gathered"] - held.get("buffers", 0.0)
-            held["allocator"] = (RESERVED - 1) * growing
-        if sum(held.values()) > sum(worst.values()):
-            worst = held
-    return worst
+    params = sum(counts[s] for s in mine) * layer
+    params += table * (first + (last and not (sizes.tied and lay.pp == 1)))
+    held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}
+    tables = [table * ((s == 0) + (s == stages - 1)) for s in range(stages)]
+    unreduced = [0.0] * stages
+    if lay.zero == 2 and shards > 1 and lay.microbatches > 1:
+        unreduced = [4 * (n * layer + t) for n, t in zip(counts, tables, strict=True)]
+    here = lay.tokens * _saved(sizes, lay) * (1 - lay.offload_part)
+    kept, gradients = _fullest(order, [here * n for n in counts], unreduced)
+    held["gathered"] = 0.0
+    if lay.zero >= 2 and shards > 1 and lay.microbatches == 1:
+        held["state"] -= 4 * params / shards  # no gradients yet, where memory is fullest
+    if lay.zero == 2 and shards > 1:  # weights stay, and gradients add up unreduced
+        held["gathered"] = 2 * params + gradients
+    elif lay.zero == 3 and shards > 1:  # this layer, the next one, and gradients under way
+        held["gathered"] = layer * (2 * 2 + 2 + lay.gradient_bytes)
+    held["activations"] = kept
+    if lay.late_frees and lay.tp > 1:
+        # The host runs ahead of the device, through a stage's forward or as far as the queue
+        # lets it: of each layer two whole outputs wait, that were reduced and scattered.
+        ahead = min(max(counts[s] for s in mine), QUEUE / KERNELS[lay.fusion])
+        held["late"] = ahead * 2 * 2 * lay.tokens * sizes.hidden
+    if lay.pp > 1 and lay.recv_buffers:
+        # Of inputs, where they are not saved anyway, and of gradients; the first stage gets no
+        # input, the last no gradient.
+        saved_anyway, _ = _fullest(order, [float(s > 0) for s in range(stages)], [0.0] * stages)
+        each = lay.microbatches * (2 * len(mine) - first - last) - saved_anyway
+        parts = lay.tp if lay.sequence_parallel else 1
+        held["buffers"] = each * lay.tokens * 2 * sizes.hidden / parts
+    held["temporaries"] = lay.tokens * _temporaries(sizes, lay, last)
+    if lay.pp > 1 and last and lay.output_bytes:
+        kept = lay.output_bytes * lay.microbatches * lay.tokens * sizes.vocab / lay.tp
+        held["outputs"] = kept
+        if kept > held["activations"] + held["temporaries"]:  # then the worst is to join them
+            held |= {"outputs": 2 * kept, "activations": 0.0, "temporaries": 0.0}
+    if lay.reserved:
+        # What is there from the start, or comes and goes as a whole, leaves no holes.
+        growing = sum(held.values()) - held["gathered"] - held.get("buffers", 0.0)
+        held["allocator"] = (RESERVED - 1) * growing
+    return held
+
+
+def _temporaries(sizes: Sizes, lay: Layout, last: bool) -> float:
+    """Bytes for a token of either the loss, on the ``last`` stage, or a layer in the making: what
+    it saves, and gradients of its widest."""
+    making = _saved(sizes, replace(lay, remat="none"))
+    wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
+    layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
+    each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
+    return max(layers, last * (sizes.vocab / lay.tp * each + wide))

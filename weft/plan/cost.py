@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from weft.plan.devices import Device, Network
-from weft.plan.timetable import Timetable
+from weft.plan.timetable import Need, Timetable, executed
 
 # Of a data sheet's memory bandwidth, what streaming kernels reach (STREAM and copies: 0.8 to 0.92).
 STREAMED = 0.85
@@ -193,6 +193,7 @@ def matmul_seconds(op: Matmul, device: Device) -> float:
 
 
 def attention_seconds(op: Attention, device: Device) -> float:
+    """Of one call of the kernel, forward or backward."""
     rates = device.attention if op.kernel == "attention" else device.flash
     # "2x faster than FlashAttention": FlashAttention-2's paper.
     rate = rates[op.backward] * (0.5 if op.kernel == "flash1" else 1.0)
@@ -218,6 +219,7 @@ def bus(ranks: int, stride: int, hardware: Hardware) -> tuple[float, float]:
 
 
 def collective_seconds(op: Collective, hardware: Hardware) -> float:
+    """Of ``op.times`` collectives one after the other, with nothing to hide behind."""
     if op.ranks <= 1 or op.bytes <= 0:
         return 0.0
     speed, latency = bus(op.ranks, op.stride, hardware)
@@ -262,6 +264,7 @@ def work_seconds(work: Work, hardware: Hardware) -> Seconds:
 
 
 def pass_seconds(works: Works, hardware: Hardware) -> Seconds:
+    """Of works one after the other, each as often as it says."""
     total = Seconds()
     for work, count in works:
         total.add(work_seconds(work, hardware), count)
@@ -292,45 +295,17 @@ def spans(
         ValueError: where actions wait for each other forever.
     """
     home = {action.stage: rank for rank, order in timetable.items() for action in order}
-    last = max(home)
-    ended: dict[tuple[int, str, int], float] = {}
+    ended: dict[Need, float] = {}
     clock = dict.fromkeys(timetable, 0.0)
-    at = dict.fromkeys(timetable, 0)
     found: list[Span] = []
-
-    def ready(stage: int, kind: str, m: int) -> float | None:
-        """When its inputs are there; None: not yet known."""
-        if kind == "F":
-            needs = [] if stage == 0 else [(stage - 1, "F", m)]
-        elif kind == "W":
-            needs = [(stage, "B", m)]
-        else:
-            needs = [(stage, "F", m)] + ([(stage + 1, "B", m)] if stage < last else [])
-        latest = 0.0
+    for rank, (stage, kind, m), needs in executed(timetable):
+        start = clock[rank]
         for need in needs:
-            if need not in ended:
-                return None
-            away = hop if home[need[0]] != home[stage] else 0.0
-            latest = max(latest, ended[need] + away)
-        return latest
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in timetable.items():
-            while at[rank] < len(order):
-                stage, kind, m = order[at[rank]]
-                start = ready(stage, kind, m)
-                if start is None:
-                    break
-                start = max(clock[rank], start)
-                clock[rank] = start + seconds[stage, kind]
-                found.append(Span(rank, stage, kind, m, start, clock[rank]))
-                # A backward's first half gives the gradients that others wait for.
-                ended[stage, "B" if kind == "I" else kind, m] = clock[rank]
-                at[rank] += 1
-                moved = True
-    if any(at[rank] < len(order) for rank, order in timetable.items()):
+            start = max(start, ended[need] + (hop if home[need[0]] != rank else 0.0))
+        clock[rank] = start + seconds[stage, kind]
+        ended[stage, "B" if kind == "I" else kind, m] = clock[rank]
+        found.append(Span(rank, stage, kind, m, start, clock[rank]))
+    if len(found) < sum(map(len, timetable.values())):
         raise ValueError("the timetable never ends: its actions wait for each other")
     return tuple(found)
 

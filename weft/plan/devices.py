@@ -23,13 +23,24 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass as checked
 
 from weft.job import MISSING, InvalidJob, Problem, suggest
@@ -59,8 +70,18 @@ class Link:
 
     bandwidth: PositiveFloat
     latency: PositiveFloat
-    domain: int = 0
+    domain: NonNegativeInt = 0
     peer_access: bool = False
+
+
+def _points(achieved: Any) -> Any:
+    return list(achieved.items()) if isinstance(achieved, dict) else achieved
+
+
+def _with_bf16(achieved: Mapping[str, float]) -> Mapping[str, float]:
+    if "bf16" not in achieved:
+        raise ValueError("lacks bf16, which every device computes in")
+    return achieved
 
 
 @checked(frozen=True, config=STRICT)
@@ -69,8 +90,12 @@ class Network:
 
     bandwidth: PositiveFloat
     latency: PositiveFloat
-    # Rising numbers of nodes, each with its fraction.
-    achieved: tuple[tuple[int, PositiveFloat], ...] = Field(min_length=1)
+    # Rising numbers of nodes, each with its fraction; in a file a table of them.
+    achieved: Annotated[
+        tuple[tuple[PositiveInt, PositiveFloat], ...],
+        BeforeValidator(_points),
+        AfterValidator(lambda points: tuple(sorted(points))),
+    ] = Field(min_length=1)
 
     def busbw(self, nodes: int) -> float:
         """Bytes/s of a device in a collective over so many nodes."""
@@ -96,16 +121,16 @@ class Device:
     bandwidth: PositiveFloat
     link: Link
     network: Network
-    achieved: Mapping[str, PositiveFloat]
-    bf16: float = 0.0
-    float8: float = 0.0
-    float4: float = 0.0
-    memory_gib: float = 0.0
-    watts: float = 0.0
+    achieved: Annotated[Mapping[str, PositiveFloat], AfterValidator(_with_bf16)]
+    flash: tuple[PositiveFloat, PositiveFloat]  # causal attention, forward and backward
+    attention: tuple[PositiveFloat, PositiveFloat]
+    bf16: NonNegativeFloat = 0.0
+    float8: NonNegativeFloat = 0.0
+    float4: NonNegativeFloat = 0.0
+    memory_gib: NonNegativeFloat = 0.0
+    watts: NonNegativeFloat = 0.0
     sustained: PositiveFloat = 0.9
-    cores: int = 1
-    flash: tuple[float, float] = (0.0, 0.0)  # causal attention, forward and backward
-    attention: tuple[float, float] = (0.0, 0.0)
+    cores: PositiveInt = 1
     capability: tuple[int, int] = (0, 0)
     launch: PositiveFloat = 12e-6  # profiles of eager PyTorch
     software: PositiveFloat = 1.0
@@ -122,95 +147,112 @@ class Device:
 OWN = ("like", "software", "calibrated", "launch")
 
 
-def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
-    """Devices and networks of files; each may change and add to what came before it.
+class _Entries:
+    """What files say, by table and name, and what is wrong with it."""
 
-    Raises:
-        InvalidJob: with everything that is wrong in them.
-    """
-    tables: dict[str, dict[str, Any]] = {"devices": {}, "links": {}, "networks": {}}
-    wrote: dict[tuple[str, str], Path] = {}  # the last file that has an entry
-    problems: list[Problem] = []
-    for file in files:
-        try:
-            read = tomllib.loads(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidJob([Problem(str(file), MISSING, f"cannot be read: {error}")]) from error
-        for table, entries in read.items():
-            whole = table in tables and isinstance(entries, dict)
-            if not whole or not all(isinstance(entry, dict) for entry in entries.values()):
-                rule, remedy = "is no table of entries", "use [devices.NAME], links or networks"
-                problems.append(Problem(f"{file}: {table}", MISSING, rule, remedy))
-                continue
-            for name, entry in entries.items():
-                tables[table][name] = {**tables[table].get(name, {}), **entry}
-                wrote[table, name] = file
+    def __init__(self, files: Iterable[Path]) -> None:
+        """
+        Raises:
+            InvalidJob: if a file cannot be read.
+        """
+        self.tables: dict[str, dict[str, Any]] = {"devices": {}, "links": {}, "networks": {}}
+        self.problems: list[Problem] = []
+        self._wrote: dict[tuple[str, str], Path] = {}  # the last file that has an entry
+        for file in files:
+            try:
+                read = tomllib.loads(file.read_text("utf-8"))
+            except (OSError, ValueError) as error:
+                raise InvalidJob(
+                    [Problem(str(file), MISSING, f"cannot be read: {error}")]
+                ) from error
+            for table, entries in read.items():
+                self._add(file, table, entries)
+
+    def _add(self, file: Path, table: str, entries: Any) -> None:
+        whole = table in self.tables and isinstance(entries, dict)
+        if not whole or not all(isinstance(entry, dict) for entry in entries.values()):
+            rule, remedy = "is no table of entries", "use [devices.NAME], links or networks"
+            self.problems.append(Problem(f"{file}: {table}", MISSING, rule, remedy))
+            return
+        for name, entry in entries.items():
+            self.tables[table][name] = {**self.tables[table].get(name, {}), **entry}
+            self._wrote[table, name] = file
 
     def complain(
-        table: str, name: str, field: object, value: object, rule: str, remedy: str
+        self, table: str, name: str, field: object, value: object, rule: str, remedy: str
     ) -> None:
-        key = f"{wrote[table, name]}: {table}.{name}.{field}"
-        problems.append(Problem(key, value, rule, remedy))
+        key = f"{self._wrote[table, name]}: {table}.{name}.{field}"
+        problem = Problem(key, value, rule, remedy)
+        if problem not in self.problems:  # it shows in whatever is like this
+            self.problems.append(problem)
 
-    def made(kind: type[T], table: str, name: str, entry: dict[str, Any]) -> T | None:
+    def made(self, kind: type[T], table: str, name: str, entry: dict[str, Any]) -> T | None:
+        """An entry as ``kind``; None, with complaints, if it is none."""
         try:
             return TypeAdapter(kind).validate_python(entry)
         except ValidationError as error:
-            own = tables[table][name]
+            own = self.tables[table][name]
             for one in error.errors():
                 field, missing = one["loc"][0], one["type"] == "missing"
                 if field in own or (missing and "like" not in own):  # else its model's mistake
                     known = kind.__dataclass_fields__  # type: ignore[attr-defined]
                     remedy = "" if field in known else suggest(str(field), known)
                     value = MISSING if missing else own[field]
-                    complain(table, name, field, value, one["msg"].lower(), remedy)
+                    rule = one["msg"].removeprefix("Value error, ").lower()
+                    self.complain(table, name, field, value, rule, remedy)
             return None
 
-    links = {name: made(Link, "links", name, entry) for name, entry in tables["links"].items()}
-    networks = {}
-    for name, entry in tables["networks"].items():
-        if isinstance(curve := entry.get("achieved"), dict):
-            points = sorted(curve.items(), key=lambda point: (len(point[0]), point[0]))
-            entry = {**entry, "achieved": points}
-        networks[name] = made(Network, "networks", name, entry)
-
-    def complete(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-        """With what an entry takes from the one that it is like."""
-        entry: dict[str, Any] = tables["devices"][name]
+    def complete(self, name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+        """A device's entry, with what it takes from the one that it is like."""
+        devices = self.tables["devices"]
+        entry: dict[str, Any] = devices[name]
         if "like" not in entry:
             return dict(entry)
         like = str(entry["like"])
-        if like not in tables["devices"] or like in (*above, name):
-            remedy = suggest(like, [other for other in tables["devices"] if other != name])
-            complain("devices", name, "like", like, "is no other device", remedy)
+        if like not in devices or like in (*above, name):
+            remedy = suggest(like, [other for other in devices if other != name])
+            self.complain("devices", name, "like", like, "is no other device", remedy)
             return {"link": "", **entry}  # that is enough of it
-        taken = complete(like, (*above, name))
+        taken = self.complete(like, (*above, name))
         return {k: v for k, v in taken.items() if k not in OWN} | entry
 
+
+def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
+    """Devices and networks of files; each may change and add to what came before it.
+
+    Raises:
+        InvalidJob: with everything that is wrong in them.
+    """
+    read = _Entries(files)
+    tables = read.tables
+    links = {n: read.made(Link, "links", n, entry) for n, entry in tables["links"].items()}
+    networks = {n: read.made(Network, "networks", n, e) for n, e in tables["networks"].items()}
     devices = {}
     for name in tables["devices"]:
-        entry = {"network": "infiniband-200"} | complete(name)
+        entry = {"network": "infiniband-200"} | read.complete(name)
         entry.pop("like", None)
         for field, among in (("link", links), ("network", networks)):
             value = entry.get(field, MISSING)
             if str(value) in among:
                 entry[field] = among[str(value)]
             elif value != "":
-                complain("devices", name, field, value, "is not known", suggest(str(value), among))
+                remedy = suggest(str(value), among)
+                read.complain("devices", name, field, value, "is not known", remedy)
         peak = entry.get("bf16", 0.0)
         if isinstance(peak, float | int) and peak > 0:
             # What most reach where the table says nothing: the fraction of A10G and its like.
             entry.setdefault("achieved", {"bf16": 0.75 * peak})
         rates = entry.get("achieved")
-        if isinstance(rates, dict) and isinstance(rates.get("bf16"), float | int):
-            rate = 0.6 * rates["bf16"]  # as A100's FlashAttention 2
-            entry.setdefault("flash", (rate, 0.85 * rate))
-            entry.setdefault("attention", entry["flash"])
+        best = rates.get("bf16") if isinstance(rates, dict) else None
+        # As A100's FlashAttention 2; any number where `achieved` is refused anyway.
+        rate = 0.6 * best if isinstance(best, float | int) else 1.0
+        entry.setdefault("flash", (rate, 0.85 * rate))
+        entry.setdefault("attention", entry["flash"])
         linked = isinstance(entry.get("link"), Link) and isinstance(entry["network"], Network)
-        if linked and (device := made(Device, "devices", name, {**entry, "name": name})):
+        if linked and (device := read.made(Device, "devices", name, {**entry, "name": name})):
             devices[name] = device
-    if problems:
-        raise InvalidJob(problems)
+    if read.problems:
+        raise InvalidJob(read.problems)
     return devices, {name: network for name, network in networks.items() if network}
 
 

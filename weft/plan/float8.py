@@ -19,23 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
+from typing import Any
 
 from weft.job import Job, PrecisionSection, Problem
 from weft.models import Family
 from weft.plan.layout import Degrees
+from weft.plan.matrices import Matrix, matrices_of
 from weft.plan.timetable import SCHEDULES
-
-
-class Matrix(NamedTuple):
-    """The weight of a linear layer of a block, as one tensor-parallel rank has it."""
-
-    name: str  # of the module
-    outputs: int
-    inputs: int
 
 
 def multiple_of(recipe: str) -> int:
@@ -44,16 +34,29 @@ def multiple_of(recipe: str) -> int:
 
 
 def float8_matrices(section: PrecisionSection, model: Any, family: Family, tp: int) -> list[Matrix]:
-    """The matrices of the whole model that are multiplied in float8, in the order of their names.
+    """The matrices of the whole model that are multiplied in float8, with the sides that a
+    tensor-parallel rank has, in the order of the model.
 
     Args:
         model: the family's configuration.
     """
     if section.float8 == "none":
         return []
+    return _chosen(section, _possible(section.float8, model, family, tp))
+
+
+def _possible(recipe: str, model: Any, family: Family, tp: int) -> list[Matrix]:
+    """Those whose sides allow it."""
+    unit = multiple_of(recipe)
+    every = matrices_of(model, family, tp)
+    return [matrix for matrix in every if matrix.outputs % unit == matrix.inputs % unit == 0]
+
+
+def _chosen(section: PrecisionSection, possible: list[Matrix]) -> list[Matrix]:
+    """Of those that are possible the ones that are worth it, and not left out by name."""
     return [
         matrix
-        for matrix in _possible(section.float8, model, family, tp)
+        for matrix in possible
         if (section.float8_small or not _too_small(section.float8, matrix))
         and not any(fnmatchcase(matrix.name, pattern) for pattern in section.float8_skip)
     ]
@@ -64,28 +67,6 @@ def _too_small(recipe: str, matrix: Matrix) -> bool:
     if recipe == "tensorwise":
         return inputs <= 4096 and outputs <= 1024
     return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
-
-
-def _possible(recipe: str, model: Any, family: Family, tp: int) -> Iterator[Matrix]:
-    """Those whose sides allow it."""
-    with torch.device("meta"):
-        whole = family.build(model)
-    unit = multiple_of(recipe)
-    inside = {module for block in family.blocks(whole) for module in block.modules()}
-    for name, module in whole.named_modules():
-        if not isinstance(module, nn.Linear) or module not in inside:
-            continue
-        outputs, inputs = module.weight.shape
-        split = next((s for p, s in family.sharding.items() if fnmatchcase(name, p)), None)
-        kind = split.weight if split is not None else None
-        if kind == "heads":  # ranks may share one
-            outputs //= min(tp, model.num_kv_heads)
-        elif kind == "row":
-            inputs //= tp
-        elif kind == "column":
-            outputs //= tp
-        if outputs % unit == inputs % unit == 0:
-            yield Matrix(name, outputs, inputs)
 
 
 # --------------------------------------------------------------------------- rules
@@ -112,7 +93,7 @@ def check_float8(
         depends = ("precision.compute",)
         yield Problem(key, recipe, rule, "use precision.compute bfloat16, or none", depends)
 
-    possible = list(_possible(recipe, model, family, degrees.tp))
+    possible = _possible(recipe, model, family, degrees.tp)
     unit = multiple_of(recipe)
     for pattern in section.float8_skip if possible else ():
         if not any(fnmatchcase(matrix.name, pattern) for matrix in possible):
@@ -124,7 +105,7 @@ def check_float8(
         rule = f"no matrix of a block has sides that are multiples of {unit}"
         rule += f" over tp = {degrees.tp}" if degrees.tp > 1 else ""
         yield Problem(key, recipe, rule, "use none, or other sizes", ("parallel.tp",))
-    elif not float8_matrices(section, model, family, degrees.tp):
+    elif not _chosen(section, possible):
         rule = f"none of {len(possible)} matrices is left: too small to gain, or in float8_skip"
         remedy = "use none, or precision.float8_small true to try it all the same"
         yield Problem(key, recipe, rule, remedy, ("precision.float8_skip",))

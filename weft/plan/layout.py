@@ -13,9 +13,9 @@ from typing import Any
 
 from weft.job import Job, ParallelSection, Problem
 from weft.models import Family
+from weft.plan.placement import AXES
 
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-DEGREE_KEYS = tuple(f"parallel.{name}" for name in DEGREES)
+DEGREE_KEYS = tuple(f"parallel.{name}" for name in AXES)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Degrees:
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis of the mesh."""
-        return {axis: getattr(self, axis) for axis in DEGREES}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def dp(self) -> int:

@@ -7,38 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
-
-import torch
-from torch import nn
 
 from weft.job import Job, LoraSection, Problem, suggest
 from weft.models import Family
 from weft.plan.layout import Degrees
-from weft.plan.memory import Frozen
+from weft.plan.matrices import cut_of, matrices_of
 from weft.plan.pipeline import PipelinePlan
 
 BLOCK = 64  # numbers of a row that share a scale where a matrix is quantised
 BYTES = {"nf4": 32 + 4, "int8": 64 + 4}  # of a block and its scale: see weft.parallel.quantize
-
-
-class Matrix(NamedTuple):
-    """The weight of a linear layer of a block."""
-
-    name: str  # of the module, in the whole model
-    outputs: int
-    inputs: int
-
-
-def linear_layers(model: nn.Module, blocks: list[nn.Module]) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks of a model or a part of it, by name."""
-    inside = {module for block in blocks for module in block.modules()}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module in inside
-    }
 
 
 def is_target(name: str, section: LoraSection) -> bool:
@@ -79,7 +57,7 @@ def trained(section: LoraSection, model: Any, family: Family, seq_len: int) -> T
         return Trained(family.num_params(model), 0, whole, half)
     matrices = matrices_of(model, family)
     params = sum(
-        section.rank * (m.outputs + m.inputs) for m in matrices if is_target(m[0], section)
+        section.rank * (m.outputs + m.inputs) for m in matrices if is_target(m.name, section)
     )
     quantized = sum(m.outputs * m.inputs for m in matrices) * (section.quantize != "none")
     # Without attention: 6 for each weight that a token is multiplied by.
@@ -87,24 +65,26 @@ def trained(section: LoraSection, model: Any, family: Family, seq_len: int) -> T
     return Trained(params, quantized, whole + change, half + change)
 
 
-def frozen_of(
-    job: Job, model: Any, family: Family, lora: Trained, compute_bytes: int
-) -> Frozen | None:
-    """What `state_bytes_per_param` needs to know of LoRA; None without."""
+class Frozen(NamedTuple):
+    """What memory needs to know of a model whose own weights are not trained, but adapters are."""
+
+    weight_bytes: float  # of a weight, on the mean
+    trained: float  # parameters of adapters for each weight
+
+
+def frozen_of(job: Job, model: Any, family: Family, compute_bytes: int) -> Frozen | None:
+    """None if all weights are trained.
+
+    Args:
+        model: the family's configuration.
+        compute_bytes: of a weight that is not quantised.
+    """
     if not job.lora.rank:
         return None
-    params = family.num_params(model)
+    lora, params = trained(job.lora, model, family, job.train.seq_len), family.num_params(model)
     small = lora.quantized / params
     packed = BYTES.get(job.lora.quantize, 0) / BLOCK
     return Frozen(small * packed + (1 - small) * compute_bytes, lora.params / params)
-
-
-def matrices_of(model: Any, family: Family) -> list[Matrix]:
-    """Every linear layer of the blocks of the whole model."""
-    with torch.device("meta"):
-        whole = family.build(model)
-    layers = linear_layers(whole, family.blocks(whole))
-    return [Matrix(name, *layer.weight.shape) for name, layer in layers.items()]
 
 
 def check_lora(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
@@ -132,8 +112,7 @@ def check_lora(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterat
     if section.quantize != "none":
         for kind in kinds:
             matrix = next(m for m in matrices if m.name.rpartition(".")[2] == kind)
-            split = next((s for p, s in family.sharding.items() if fnmatchcase(matrix[0], p)), None)
-            cut = degrees.tp if split is not None and split.weight == "row" else 1
+            cut = degrees.tp if cut_of(matrix.name, family) == "row" else 1
             if matrix.inputs % (cut * BLOCK):
                 over = f" over tp = {cut} ranks" if cut > 1 else ""
                 rule = f"{kind} has {matrix.inputs} inputs{over}: no whole blocks of {BLOCK}"

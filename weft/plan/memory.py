@@ -8,9 +8,12 @@ saves of the microbatches under way, without recomputation or with all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
+from weft.job import Job
+from weft.models import Family
 from weft.models.family import Unit
+from weft.plan.lora import frozen_of
 
 # Of a device's memory: the rest is for the CUDA context, communication buffers, fragments.
 USABLE = 0.9
@@ -18,46 +21,34 @@ USABLE = 0.9
 MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2}
 
 
-class Frozen(NamedTuple):
-    """Of a model whose own weights are not trained, but adapters beside them."""
-
-    weight_bytes: float  # of a weight, on the mean
-    trained: float  # parameters of adapters for each weight
-
-
 def state_bytes_per_param(
+    job: Job,
+    model: Any,
+    family: Family,
     shards: int,
     *,
     kept_gathered: bool,
     kept_gradients: bool,
     compute_bytes: int,
-    states: str = "float32",
-    frozen: Frozen | None = None,
 ) -> float:
-    """Bytes on a rank for each parameter that its shard group holds.
+    """Bytes on a rank for each parameter of the model that its shard group holds.
 
     Args:
+        model: the family's configuration.
         shards: ranks of the group.
         kept_gathered: gathered weights stay over the step (reshard_after_forward never).
         kept_gradients: whole gradients add up over microbatches before they are reduced.
         compute_bytes: of one weight in forward and backward.
-        states: what AdamW's moments are kept in, ``optim.states``.
-        frozen: if only adapters are trained; then parameters are those of the model without them.
     """
-    if frozen is not None:
-        whole = frozen.weight_bytes * (1 / shards + (kept_gathered and shards > 1))
-        adapters = state_bytes_per_param(
-            shards,
-            kept_gathered=kept_gathered,
-            kept_gradients=kept_gradients,
-            compute_bytes=compute_bytes,
-            states=states,
-        )
-        return whole + frozen.trained * adapters
-    sharded = 4 + 4 + MOMENT_BYTES[states]  # weight, gradient, AdamW's moments
+    sharded = 4 + 4 + MOMENT_BYTES[job.optim.states]  # weight, gradient, AdamW's moments
+    trained = sharded / shards + compute_bytes * kept_gathered + 4 * kept_gradients
     if shards == 1 and compute_bytes == 4:
-        return sharded
-    return sharded / shards + compute_bytes * kept_gathered + 4 * kept_gradients
+        trained = sharded
+    frozen = frozen_of(job, model, family, compute_bytes)
+    if frozen is None:
+        return trained
+    whole = frozen.weight_bytes * (1 / shards + (kept_gathered and shards > 1))
+    return whole + frozen.trained * trained
 
 
 def rank_bytes(
@@ -100,9 +91,3 @@ def recomputed(units: Sequence[Unit]) -> list[Unit]:
         for unit in blocks
     ]
     return [first, *small[:-1], *blocks[-1:], last]
-
-
-def smallest_shard(choices: Sequence[int], needed: Sequence[float], available: float) -> int | None:
-    """The first of ``choices`` (in rising order) whose ``needed`` bytes fit, or None."""
-    fitting = [c for c, need in zip(choices, needed, strict=True) if need <= USABLE * available]
-    return fitting[0] if fitting else None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.job import Job, Problem
 from weft.models import Family
-from weft.models.family import Unit
 from weft.plan.layout import Degrees, either
 from weft.plan.stages import Stage, check_layers, cut_stages
 from weft.plan.timetable import (
@@ -19,6 +17,7 @@ from weft.plan.timetable import (
     find_schedule,
     in_flight,
     is_file,
+    num_microbatches_of,
     rank_of_stages,
     read_csv,
     timetable,
@@ -40,6 +39,17 @@ class PipelinePlan:
     def stages_of(self, rank: int) -> list[int]:
         """The stages of one rank of the pipeline, in order."""
         return [stage for stage, home in enumerate(self.ranks) if home == rank]
+
+    @property
+    def held(self) -> list[list[Stage]]:
+        """The stages of each rank of the pipeline."""
+        ranks = range(max(self.ranks) + 1)
+        return [[self.stages[stage] for stage in self.stages_of(rank)] for rank in ranks]
+
+    @property
+    def names(self) -> list[str]:
+        """What each rank of the pipeline holds, as ``layers 0-3; layers 16-19``."""
+        return ["; ".join(stage.name for stage in mine) for mine in self.held]
 
 
 def num_microbatches(local_batch: int, microbatch: int) -> int:
@@ -87,21 +97,6 @@ def resolve_pipeline(
         count = num_microbatches(local_batch, microbatch)
         table = timetable(schedule.name, pp, per_rank, count)
     flying = in_flight(table)
-    stages = _cut(job, units, degrees, flying, microbatch, bytes_per_param, compute_bytes)
-    name = schedule.name if schedule else job.parallel.schedule
-    plan = PipelinePlan(name, tuple(stages), tuple(rank_of_stages(table)), tuple(flying))
-    return plan, microbatch, []
-
-
-def _cut(
-    job: Job,
-    units: Sequence[Unit],
-    degrees: Degrees,
-    flying: Sequence[int],
-    microbatch: int,
-    bytes_per_param: float,
-    compute_bytes: int,
-) -> list[Stage]:
     # Tensor parallelism divides every unit alike; activations also by the context.
     tokens = microbatch * job.train.seq_len / (degrees.cp * degrees.tp)
     stages = cut_stages(
@@ -112,8 +107,9 @@ def _cut(
         objective=job.pipeline.optimize,
         layers=job.pipeline.layers,
     )
-    assert stages is not None, "without a limit there is always a cut"
-    return stages
+    name = schedule.name if schedule else job.parallel.schedule
+    plan = PipelinePlan(name, tuple(stages), tuple(rank_of_stages(table)), tuple(flying))
+    return plan, microbatch, []
 
 
 def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[Problem]:
@@ -192,7 +188,7 @@ def _microbatch(
 
     def allowed(count: int) -> bool:
         if table is not None:
-            return count == 1 + max(a.microbatch for order in table.values() for a in order)
+            return count == num_microbatches_of(table)
         return schedule is not None and schedule.allows(count, pp, num_stages)
 
     by_size = {size: num_microbatches(local_batch, size) for size in range(1, local_batch + 1)}
@@ -209,9 +205,8 @@ def _microbatch(
     count = by_size[asked] if isinstance(asked, int) else local_batch
     dp = job.train.global_batch // local_batch
     if table is not None:
-        wanted = 1 + max(a.microbatch for order in table.values() for a in order)
-        rule = f"gives {count} microbatches, the schedule's file has {wanted}"
-        enough = wanted
+        enough = num_microbatches_of(table)
+        rule = f"gives {count} microbatches, the schedule's file has {enough}"
     else:
         assert schedule is not None
         rule = f"gives {count} microbatches; {schedule.name} needs {schedule.rule(pp, num_stages)}"

@@ -202,21 +202,18 @@ def rank_map(
     local_world_size: int,
     stages: Sequence[str] | None = None,
     order: Sequence[str] = AXES,
-    every_node: bool = False,
 ) -> str:
     """The placement as text: what each node holds, and where the groups of each axis run.
 
+    Of more than `MOST_NODES` nodes only the first are shown, and how the others differ from them.
     A node has one line for each pipeline rank and replica on it: their ranks, their indices on
     every axis, and the tensor-parallel groups in brackets.
 
     Args:
         sizes: of the axes.
         local_world_size: ranks of a node.
-        stages: for each index on pp, what it holds, shown as it is; see
-            `weft.plan.stages.names_of_ranks`.
+        stages: for each index on pp, what it holds, shown as it is.
         order: of the axes over the ranks.
-        every_node: show all nodes; otherwise of more than `MOST_NODES` only the first, and how
-            the others differ from them.
 
     Raises:
         ValueError: if ``stages`` does not have one text per index on pp, or sizes or order are
@@ -227,7 +224,7 @@ def rank_map(
     world = world_size(sizes)
     num_nodes = math.ceil(world / local_world_size)
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
-    shown = num_nodes if every_node else nodes_to_show(sizes, local_world_size, order, num_nodes)
+    shown = nodes_to_show(sizes, local_world_size, order, num_nodes)
 
     lines = [f"{_count(world, 'rank')} on {_count(num_nodes, 'node')} of {local_world_size}"]
     if axes:

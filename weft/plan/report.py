@@ -15,18 +15,10 @@ from pathlib import Path
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.models import load_family
 from weft.plan.devices import CPU, Cluster, parse_cluster
-from weft.plan.lora import frozen_of, trained
 from weft.plan.memory import rank_bytes, state_bytes_per_param
 from weft.plan.placement import rank_map
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.plan.stages import (
-    Stage,
-    Style,
-    align,
-    names_of_ranks,
-    stage_table,
-    stages_of_rank,
-)
+from weft.plan.stages import stage_table
 
 # A table of more stages than these shows the first and the last ones only.
 MOST_STAGES = 24
@@ -209,20 +201,16 @@ def memory_bytes(job: Job, plan: Plan) -> float | None:
         return None
     compute_bytes = 2 if plan.compute_dtype == "bfloat16" else 4
     per_param = state_bytes_per_param(
+        job,
+        plan.model,
+        family,
         plan.dp_shard * plan.cp,
         kept_gathered=plan.reshard_after_forward is False,
         kept_gradients=plan.gradient_sync == "step" and plan.accumulation > 1,
         compute_bytes=compute_bytes,
-        states=job.optim.states,
-        frozen=frozen_of(
-            job,
-            plan.model,
-            family,
-            trained(job.lora, plan.model, family, job.train.seq_len),
-            compute_bytes,
-        ),
     )
-    of_stages = [math.fsum(stage.memory_bytes for stage in mine) for mine in _held(plan)]
+    held = plan.pipeline.held if plan.pipeline else []
+    of_stages = [math.fsum(stage.memory_bytes for stage in mine) for mine in held]
     # In a pipeline the stages tell their own: what is left is what is gathered at once.
     return max(of_stages, default=0.0) + rank_bytes(
         family.units(plan.model, job.train.seq_len),
@@ -243,43 +231,15 @@ def stage_lines(plan: Plan) -> list[str]:
     """The stages of a plan's pipeline as a table, long ones cut in the middle."""
     pipeline = plan.pipeline
     assert pipeline is not None
+    lines = stage_table(pipeline.stages, pipeline.ranks)
     count = len(pipeline.stages)
-    styles: tuple[Style, ...] = ("loop", "v")
-    for style in styles:
-        if count % plan.pp == 0 and list(pipeline.ranks) == _homes(plan.pp, count, style):
-            lines = stage_table(pipeline.stages, plan.pp, style).splitlines()
-            break
-    else:  # a schedule from a file puts stages where it likes
-        lines = _table_of_ranks(plan)
-        count = plan.pp
     if count > MOST_STAGES:
         half = MOST_STAGES // 2
         lines[1 + half : 1 + count - half] = [f"... {count - 2 * half} more ..."]
     return lines
 
 
-def _homes(pp: int, count: int, style: Style) -> list[int]:
-    """Where a style puts stages: the rank of each."""
-    homes = {s: r for r in range(pp) for s in stages_of_rank(r, pp, count // pp, style)}
-    return [homes[s] for s in range(count)]
-
-
-def _table_of_ranks(plan: Plan) -> list[str]:
-    rows = []
-    for rank, (name, mine) in enumerate(zip(names_of_ranks(_held(plan)), _held(plan), strict=True)):
-        share = 100 * math.fsum(stage.share for stage in mine)
-        rows.append([str(rank), name, f"{share:.1f}"])
-    return align(["rank", "units", "time %"], rows, left={1})
-
-
-def _held(plan: Plan) -> list[list[Stage]]:
-    """The stages of each rank of the pipeline; none without one."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return []
-    return [[pipeline.stages[s] for s in pipeline.stages_of(rank)] for rank in range(plan.pp)]
-
-
 def map_of_ranks(plan: Plan) -> str:
     """Which rank is where, with the units of each pipeline rank."""
-    return rank_map(plan.sizes, plan.local_world_size, names_of_ranks(_held(plan)), plan.order)
+    names = plan.pipeline.names if plan.pipeline else None
+    return rank_map(plan.sizes, plan.local_world_size, names, plan.order)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from weft.models.family import Unit
 
 Objective = Literal["speed", "memory"]
-Style = Literal["loop", "v"]
 
 
 # --------------------------------------------------------------------------- the cut
@@ -50,9 +49,7 @@ def partition(
     activation_bytes: Sequence[float],
     in_flight: Sequence[int],
     objective: Objective = "speed",
-    limit_bytes: float | None = None,
-    together: Sequence[tuple[int, int]] = (),
-) -> list[range] | None:
+) -> list[range]:
     """Cut units into consecutive stages, each of at least one unit, in the best possible way.
 
     The memory of a stage is its units' ``state_bytes`` and, for every microbatch in flight,
@@ -62,8 +59,7 @@ def partition(
     then the squares.  Among cuts equal in all of that the first stages get the fewest units.
 
     In a schedule where a rank has several stages this still cuts stages, not ranks: it makes
-    the slowest *stage* fastest, and ``limit_bytes`` is of one stage.  A rank's time and memory
-    are the sums over `stages_of_rank`.
+    the slowest *stage* fastest.
 
     Args:
         seconds: of each unit, forward and backward of one microbatch, in any unit of time.
@@ -71,15 +67,13 @@ def partition(
         activation_bytes: what each unit keeps for backward of one microbatch.
         in_flight: for each stage, the microbatches whose activations it keeps at its worst
             moment.  Of M microbatches: ``min(M, S - s)`` under 1F1B, ``M`` under GPipe.
-        limit_bytes: the most memory that a stage may have.
-        together: pairs of units that must lie in one stage, as those that share a weight.
 
     Returns:
-        The units of each stage, or None if no cut keeps ``limit_bytes`` and ``together`` or
-        there are fewer units than stages.
+        The units of each stage.
 
     Raises:
-        ValueError: if a cost is negative or not finite, or lengths do not agree.
+        ValueError: if a cost is negative or not finite, lengths do not agree, or there are fewer
+            units than stages.
     """
     n, num_stages = len(seconds), len(in_flight)
     if len(state_bytes) != n or len(activation_bytes) != n:
@@ -87,16 +81,14 @@ def partition(
     costs = [*seconds, *state_bytes, *activation_bytes]
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         raise ValueError("costs of units must be finite and not negative")
-    if limit_bytes is not None and not math.isfinite(limit_bytes):
-        raise ValueError("limit_bytes must be finite; None means no limit")
     if num_stages == 0 or min(in_flight) < 1:
         raise ValueError("in_flight needs one number per stage, of at least 1")
-    if any(not 0 <= unit < n for pair in together for unit in pair):
-        raise ValueError(f"together names units outside of 0 to {n - 1}")
+    if n < num_stages:
+        raise ValueError(f"{n} units are not enough for {num_stages} stages")
 
     # Prefix sums: the first i units' costs, as integers.
     time = _prefix_sums(_integers(seconds))
-    *memory, limit = _integers([*state_bytes, *activation_bytes, limit_bytes or 0])
+    memory = _integers([*state_bytes, *activation_bytes])
     state, activation = _prefix_sums(memory[:n]), _prefix_sums(memory[n:])
 
     def seconds_of(s: int, i: int, j: int) -> int:
@@ -108,20 +100,11 @@ def partition(
     def square_of(s: int, i: int, j: int) -> int:
         return (time[j] - time[i]) ** 2
 
-    # A stage may end before unit j unless a pair lies on both sides of it.
-    torn = {j for a, b in together for j in range(min(a, b) + 1, max(a, b) + 1)}
-    ends = [j for j in range(1, n + 1) if j not in torn]
-
-    bounds: list[tuple[Cost, int]] = [] if limit_bytes is None else [(memory_of, limit)]
     first, second = (seconds_of, memory_of) if objective == "speed" else (memory_of, seconds_of)
+    bounds: list[tuple[Cost, int]] = []
     for cost in (first, second):
-        found = _solve(cost, max, bounds, ends, num_stages)
-        if found is None:
-            return None
-        bounds.append((cost, found[0]))
-    found = _solve(square_of, int.__add__, bounds, ends, num_stages)
-    assert found is not None  # the cut that met the last bound meets all of them
-    return found[1]
+        bounds.append((cost, _solve(cost, max, bounds, n, num_stages)[0]))
+    return _solve(square_of, int.__add__, bounds, n, num_stages)[1]
 
 
 # Of stage s with the units from i to before j.  Grows with every unit that joins.
@@ -132,30 +115,27 @@ def _solve(
     cost: Cost,
     combine: Callable[[int, int], int],
     bounds: Sequence[tuple[Cost, int]],
-    ends: Sequence[int],
+    num_units: int,
     num_stages: int,
-) -> tuple[int, list[range]] | None:
+) -> tuple[int, list[range]]:
     """The smallest total, over cuts in which every stage keeps all bounds.
 
     Args:
         cost: of one stage, not negative.
         combine: a stage's cost with the total of those after it: ``max``, or the sum.
-        bounds: costs, each with the most of it that any stage may have.
-        ends: where a stage may end, in order; the last is the number of units, if there are any.
+        bounds: costs, each with the most of it that any stage may have; some cut keeps them.
 
     Returns:
-        That total and the cut, the one with the earliest ends among equals; None without any.
+        That total and the cut, the one with the earliest ends among equals.
     """
-    starts = [0, *ends]
     # best[i]: total of the units from i on in the stages from s on, and where stage s ends.
-    best: dict[int, tuple[int, int]] = {starts[-1]: (0, 0)}
+    best: dict[int, tuple[int, int]] = {num_units: (0, 0)}
     choices: list[dict[int, tuple[int, int]]] = []
     for s in reversed(range(num_stages)):
         after, best = best, {}
-        for k in range(s, len(ends)) if s else [0]:
-            i = starts[k]
+        for i in range(s, num_units) if s else [0]:
             least: tuple[int, int] | None = None
-            for j in ends[k:]:
+            for j in range(i + 1, num_units + 1):
                 if any(bounded(s, i, j) > most for bounded, most in bounds):
                     break  # more units only make it worse
                 own = cost(s, i, j)
@@ -168,8 +148,6 @@ def _solve(
             if least:
                 best[i] = least
         choices.append(best)
-    if 0 not in best:
-        return None
     cut, i = [], 0
     for choice in reversed(choices):
         j = choice[i][1]
@@ -221,10 +199,8 @@ def cut_stages(
     tokens_per_microbatch: float,
     bytes_per_param: float,
     objective: Objective = "speed",
-    limit_bytes: float | None = None,
-    together: Sequence[tuple[int, int]] = (),
     layers: Sequence[int] = (),
-) -> list[Stage] | None:
+) -> list[Stage]:
     """The stages of a model, cut by cost with `partition`, or as ``layers`` says.
 
     Time is taken to be proportional to the units' FLOPs.
@@ -236,15 +212,12 @@ def cut_stages(
             in part.
         bytes_per_param: state of one parameter on one rank: where states are sharded over N
             ranks, their bytes divided by N.
-        objective, limit_bytes, together: see `partition`.
-        layers: blocks of each stage, instead of cutting by cost; ``limit_bytes`` is then left
-            to whoever chose them.
-
-    Returns:
-        One `Stage` per stage, or None where `partition` finds none.
+        objective: see `partition`.
+        layers: blocks of each stage, instead of cutting by cost.
 
     Raises:
-        ValueError: if `check_layers` finds ``layers`` impossible, or they tear a pair apart.
+        ValueError: if there are fewer units than stages, or `check_layers` finds ``layers``
+            impossible.
     """
     seconds = [unit.flops_per_token for unit in units]
     state_bytes = [unit.params * bytes_per_param for unit in units]
@@ -253,17 +226,8 @@ def cut_stages(
         if problems := check_layers(layers, len(in_flight), len(units) - 2):
             raise ValueError("\n".join(str(problem) for problem in problems))
         cut = _by_layers(layers)
-        for a, b in together:
-            if not any(a in stage and b in stage for stage in cut):
-                names = f"{units[a].name} and {units[b].name}"
-                raise ValueError(f"pipeline.layers: {names} must lie in one stage")
     else:
-        found = partition(
-            seconds, state_bytes, activation_bytes, in_flight, objective, limit_bytes, together
-        )
-        if found is None:
-            return None
-        cut = found
+        cut = partition(seconds, state_bytes, activation_bytes, in_flight, objective)
     total = math.fsum(seconds) or 1.0
     return [
         Stage(
@@ -336,71 +300,39 @@ def _stem(name: str) -> tuple[str, bool]:
 # --------------------------------------------------------------------------- stages of a rank
 
 
-def stages_of_rank(rank: int, pp: int, stages_per_rank: int, style: Style = "loop") -> list[int]:
-    """The stages of one of ``pp`` ranks, in the order of the model.
-
-    *loop*: stage i is on rank ``i % pp``; the activations go round and round.  *v*: down the
-    ranks 0 to pp - 1, and back up from pp - 1 to 0, so that with two stages per rank the first
-    and the last stage share a rank (ZB-V, arXiv:2401.10241; DualPipeV).
-    """
-    return [
-        turn * pp + (pp - 1 - rank if style == "v" and turn % 2 else rank)
-        for turn in range(stages_per_rank)
-    ]
-
-
-def names_of_ranks(held: Sequence[Sequence[Stage]]) -> list[str]:
-    """The units of each pipeline rank, as ``layers 0-3; layers 16-19``, from its stages."""
-    return ["; ".join(stage.name for stage in mine) for mine in held]
-
-
 def imbalance(values: Sequence[float]) -> float:
     """The largest over the mean, minus 1: what evenness would win."""
     mean = math.fsum(values) / len(values)
     return max(values) / mean - 1 if mean else 0.0
 
 
-def stage_table(stages: Sequence[Stage], pp: int | None = None, style: Style = "loop") -> str:
+def stage_table(stages: Sequence[Stage], ranks: Sequence[int]) -> list[str]:
     """Stages as lines of text; below them, where ranks have several, the sums of each rank.
 
     Args:
-        pp: pipeline ranks, which divide the number of stages; None: one per stage.
-        style: see `stages_of_rank`.
+        ranks: of each stage, the pipeline rank that holds it.
     """
-    pp = pp or len(stages)
-    per_rank = _stages_per_rank(stages, pp)
-    held = [stages_of_rank(rank, pp, per_rank, style) for rank in range(pp)]
-    rank_of = {s: rank for rank, mine in enumerate(held) for s in mine}
     rows = [
-        [str(s), str(rank_of[s]), stage.name, str(stage.blocks), _time([stage])]
-        for s, stage in enumerate(stages)
+        [str(s), str(rank), stage.name, str(stage.blocks), _percent(stage.share)]
+        for s, (rank, stage) in enumerate(zip(ranks, stages, strict=True))
     ]
     lines = align(["stage", "rank", "units", "blocks", "time %"], rows, left={2})
     lines += [_slowest("stage", [stage.share for stage in stages])]
-    if per_rank > 1:
-        sums = [[stages[s] for s in mine] for mine in held]
+    held = [[s for s, home in enumerate(ranks) if home == rank] for rank in sorted(set(ranks))]
+    if len(held) < len(stages):
+        shares = [math.fsum(stages[s].share for s in mine) for mine in held]
+        blocks = [sum(stages[s].blocks for s in mine) for mine in held]
         rows = [
-            [
-                str(rank),
-                ", ".join(map(str, held[rank])),
-                str(sum(stage.blocks for stage in mine)),
-                _time(mine),
-            ]
-            for rank, mine in enumerate(sums)
+            [str(rank), ", ".join(map(str, mine)), str(count), _percent(share)]
+            for rank, (mine, count, share) in enumerate(zip(held, blocks, shares, strict=True))
         ]
         lines += ["", *align(["rank", "stages", "blocks", "time %"], rows, {1})]
-        lines += [_slowest("rank", [math.fsum(stage.share for stage in mine) for mine in sums])]
-    return "\n".join(lines)
+        lines += [_slowest("rank", shares)]
+    return lines
 
 
-def _stages_per_rank(stages: Sequence[Stage], pp: int) -> int:
-    if len(stages) % pp:
-        raise ValueError(f"{len(stages)} stages do not divide over {pp} ranks")
-    return len(stages) // pp
-
-
-def _time(stages: Sequence[Stage]) -> str:
-    return f"{100 * math.fsum(stage.share for stage in stages):.1f}"
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
 
 
 def _slowest(what: str, shares: Sequence[float]) -> str:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,12 +25,14 @@ from typing import Any, Literal, NamedTuple
 
 from weft.job import Problem, suggest
 
+Kind = Literal["F", "B", "I", "W"]
+
 
 class Action(NamedTuple):
     """``kind``: F forward, B backward, or in halves I (of inputs) and W (of weights)."""
 
     stage: int
-    kind: Literal["F", "B", "I", "W"]
+    kind: Kind
     microbatch: int
 
 
@@ -42,14 +45,12 @@ class Schedule:
     """What a schedule of torch.distributed.pipelining asks for.
 
     ``stages_per_rank``: the only possible number, or None for any from 2.
-    ``style``: where stages sit: in a loop over the ranks, or in a V, there and back.
     ``splits_backward``: gradients of inputs and of weights are computed apart, which
     torch.compile and selective recomputation cannot do, and full recomputation does anew for each.
     """
 
     name: str
     stages_per_rank: int | None
-    style: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
 
     def allows(self, microbatches: int, pp: int, stages: int) -> bool:
@@ -75,8 +76,8 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("Interleaved1F1B", None),
         Schedule("LoopedBFS", None),
         Schedule("InterleavedZeroBubble", None, splits_backward=True),
-        Schedule("ZBVZeroBubble", 2, "v", splits_backward=True),
-        Schedule("DualPipeV", 2, "v", splits_backward=True),
+        Schedule("ZBVZeroBubble", 2, splits_backward=True),
+        Schedule("DualPipeV", 2, splits_backward=True),
     )
 }
 
@@ -130,6 +131,17 @@ def timetable(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Ti
     return {rank: list(_actions(row)) for rank, row in schedule.pipeline_order.items()}
 
 
+def one_stage(microbatches: int) -> Timetable:
+    """What a rank does that has the whole model."""
+    kinds: tuple[Kind, Kind] = ("F", "B")
+    return {0: [Action(0, kind, m) for m in range(microbatches) for kind in kinds]}
+
+
+def stages_of(order: Iterable[Action]) -> list[int]:
+    """The stages of a rank, by its actions."""
+    return sorted({action.stage for action in order})
+
+
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Action]:
     warmup = min(microbatches, pp - rank)
     order = [Action(rank, "F", m) for m in range(warmup)]
@@ -151,21 +163,27 @@ def _actions(row: Iterable[Any]) -> Iterable[Action]:
             yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
 
 
+def most_kept(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str], int]:
+    """The most microbatches of each stage of a rank that wait at once for one half of a backward
+    pass: by stage and I or W.
+
+    Args:
+        order: of the rank, as `Action` or like it: stage, kind, and what is not looked at.
+    """
+    now: Counter[tuple[int, str]] = Counter()
+    most: dict[tuple[int, str], int] = {}
+    for stage, kind, _ in order:
+        for half in kind if kind in "IW" else "IW":
+            now[stage, half] += 1 if kind == "F" else -1
+            most[stage, half] = max(most.get((stage, half), 0), now[stage, half])
+    return most
+
+
 def in_flight(table: Timetable) -> list[int]:
-    """For each stage the most microbatches whose activations it keeps at once."""
-    most: dict[int, int] = {}
-    for order in table.values():
-        now: dict[int, int] = {}
-        split = {(a.stage, a.microbatch) for a in order if a.kind == "W"}
-        for action in order:
-            stage = action.stage
-            # With a backward in halves, the second one still needs activations.
-            frees = action.kind == "W" or (
-                action.kind in "BI" and (stage, action.microbatch) not in split
-            )
-            now[stage] = now.get(stage, 0) + (action.kind == "F") - frees
-            most[stage] = max(most.get(stage, 0), now[stage])
-    return [most[stage] for stage in sorted(most)]
+    """For each stage the most microbatches whose activations it keeps at once: until the second
+    half of their backward, which still needs them."""
+    most = {key: count for order in table.values() for key, count in most_kept(order).items()}
+    return [most[key] for key in sorted(most) if key[1] == "W"]
 
 
 def rank_of_stages(table: Timetable) -> list[int]:
@@ -200,62 +218,83 @@ def read_csv(path: Path, pp: int) -> Timetable | Problem:
                 table[rank].append(Action(int(match[1]), match[2], int(match[3])))  # type: ignore[arg-type]
             elif cell:
                 return problem(f"line {rank + 1} has {cell!r}, which is no action")
-    return _flaw(table, problem) or table
+    flaw = _flaw(table)
+    return problem(flaw) if flaw else table
 
 
-def _flaw(table: Timetable, problem: Any) -> Problem | None:
-    """What keeps a timetable from being a training step."""
+def _flaw(table: Timetable) -> str:
+    """What keeps a timetable from being a training step, or ''."""
     homes: dict[int, set[int]] = {}
     for rank, order in table.items():
         for action in order:
             homes.setdefault(action.stage, set()).add(rank)
     if not homes or sorted(homes) != list(range(len(homes))):
-        return problem(f"has stages {sorted(homes)}, which do not count up from 0")  # type: ignore[no-any-return]
+        return f"has stages {sorted(homes)}, which do not count up from 0"
     for stage, ranks in homes.items():
         if len(ranks) > 1:
-            return problem(f"has stage {stage} on ranks {sorted(ranks)}")  # type: ignore[no-any-return]
+            return f"has stage {stage} on ranks {sorted(ranks)}"
     if any(not order for order in table.values()):
-        return problem("has a rank without a stage")  # type: ignore[no-any-return]
+        return "has a rank without a stage"
     every = [action for order in table.values() for action in order]
-    microbatches = 1 + max(action.microbatch for action in every)
+    microbatches = num_microbatches_of(table)
     expected = len(homes) * microbatches
-    forwards = {(a.stage, a.microbatch) for a in every if a.kind == "F"}
-    whole = {(a.stage, a.microbatch) for a in every if a.kind == "B"}
-    halves = [{(a.stage, a.microbatch) for a in every if a.kind == k} for k in "IW"]
-    backwards = whole | halves[0]
+    forwards, whole, *halves = ({a[::2] for a in every if a.kind == kind} for kind in "FBIW")
     if (
         len(forwards) != expected
-        or len(backwards) != expected
+        or len(whole | halves[0]) != expected
         or halves[0] != halves[1]
         or whole & halves[0]
         or len(every) != expected + len(whole) + 2 * len(halves[0])
     ):
         rule = f"does not run each of {microbatches} microbatches once forward and once backward"
-        return problem(f"{rule} in each of {len(homes)} stages")  # type: ignore[no-any-return]
-    return None if _runs(table) else problem("never ends: its actions wait for each other")
+        return f"{rule} in each of {len(homes)} stages"
+    if len(list(executed(table))) < len(every):
+        return "never ends: its actions wait for each other"
+    return ""
 
 
-def _runs(table: Timetable) -> bool:
-    """Whether every action finds what it needs: activations from before, gradients from after."""
+def num_microbatches_of(table: Timetable) -> int:
+    """Microbatches of the whole step."""
+    return 1 + max(action.microbatch for order in table.values() for action in order)
+
+
+# --------------------------------------------------------------------------- as it runs
+
+# Like an `Action`; B stands for the first half of a backward, too, which gives the gradients that
+# others wait for.
+Need = tuple[int, str, int]
+
+
+def executed(table: Timetable) -> Iterator[tuple[int, Action, list[Need]]]:
+    """All actions in an order in which they can run: activations come from the stage before,
+    gradients from the one after.
+
+    It ends early where what is left waits for each other forever.
+
+    Yields:
+        The rank, its action, and what that needed.
+    """
     last = max(action.stage for order in table.values() for action in order)
-    done: set[Action] = set()
+    done: set[Need] = set()
     at = dict.fromkeys(table, 0)
     moved = True
     while moved:
         moved = False
         for rank, order in table.items():
-            while at[rank] < len(order) and _ready(order[at[rank]], done, last):
-                done.add(order[at[rank]])
+            while at[rank] < len(order):
+                stage, kind, m = action = order[at[rank]]
+                needs = _needs(stage, kind, m, last)
+                if not done.issuperset(needs):
+                    break
+                yield rank, action, needs
+                done.add((stage, "B" if kind == "I" else kind, m))
                 at[rank] += 1
                 moved = True
-    return all(at[rank] == len(order) for rank, order in table.items())
 
 
-def _ready(action: Action, done: set[Action], last: int) -> bool:
-    stage, kind, m = action
+def _needs(stage: int, kind: str, m: int, last: int) -> list[Need]:
     if kind == "F":
-        return stage == 0 or Action(stage - 1, "F", m) in done
+        return [(stage - 1, "F", m)] if stage > 0 else []
     if kind == "W":
-        return Action(stage, "I", m) in done
-    after = stage == last or Action(stage + 1, "B", m) in done or Action(stage + 1, "I", m) in done
-    return Action(stage, "F", m) in done and after
+        return [(stage, "B", m)]
+    return [(stage, "F", m), (stage + 1, "B", m)] if stage < last else [(stage, "F", m)]

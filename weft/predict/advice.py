@@ -55,6 +55,9 @@ def advise(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecas
     The first one of a plan that does not fit was traced, and fits.  Empty where nothing helps, or
     the plan fits and the twin does not know the model.
     """
+    # A change must not change how many ranks weft starts: it would be credited with them.
+    local = plan.local_world_size
+    machine = replace(machine, world_size=plan.world_size, local_world_size=local)
     before = _reckoned(job, plan, device)
     if before is None:
         return [] if seen.fits is not False else _usual(job, plan, machine, device, seen)

@@ -32,8 +32,6 @@ from weft.plan.devices import (
     GIB,
     OURS,
     Device,
-    device_called,
-    device_named,
     known_clusters,
     read_clusters,
     user_files,
@@ -121,17 +119,21 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
     device = planned["device"]
     name = environment["devices"][0] if device == "cuda" else CPU
     memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs do not tell
-    known = device_called(name, memory) if device == "cuda" else device_named(CPU)
     machine = Machine(
         device,
         devices=planned["local_world_size"],
         device_name=name,
         world_size=planned["world_size"],
         local_world_size=planned["local_world_size"],
-        memory_bytes=memory or (int(known.memory_gib * GIB) or None if known else None),
-        peer_access=known is not None and known.link.peer_access,
-        capability=known.capability if known else (0, 0),
+        memory_bytes=memory,
     )
+    if known := machine.known:
+        machine = replace(
+            machine,
+            memory_bytes=memory or int(known.memory_gib * GIB) or None,
+            peer_access=known.link.peer_access,
+            capability=known.capability,
+        )
     return job, resolve(job, machine), machine
 
 
@@ -153,7 +155,7 @@ def read_run(folder: Path) -> Run:
     if len(last) < LEAST:
         rule = f"has {len(last)} records after the first {WARMING} of its last start"
         raise missing(rule, f"let it train until it has {LEAST}, or lower --observe.log_interval")
-    if machine.device == "cuda" and device_called(machine.device_name) is None:
+    if machine.known is None:
         rule = f"ran on {machine.device_name!r}, of which nothing is known"
         raise missing(rule, "add it to clusters.toml: benchmarks/device.py measures it")
     environment = json.loads((folder / "environment.json").read_text("utf-8"))
@@ -177,11 +179,8 @@ def calibrate(run: Run) -> Calibration:
     """
     plan, job = run.plan, run.job
     of_ranks = traces(job, plan)
-    if plan.device == "cuda":
-        device = device_called(run.machine.device_name, run.machine.memory_bytes)
-        assert device is not None
-    else:
-        device = device_named(CPU)
+    device = run.machine.known
+    assert device is not None, "read_run has seen to it"
     seen = priced(job, plan, run.machine, device, of_ranks)
     before = seen.step_seconds
     assert before is not None

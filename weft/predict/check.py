@@ -20,7 +20,7 @@ from weft.plan.devices import CPU, GIB, device_named
 from weft.plan.report import memory_bytes
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.predict.advice import advise
-from weft.predict.forecast import Forecast, capacity_of, device_of, forecast, hardware_of
+from weft.predict.forecast import Forecast, device_of, forecast, hardware_of
 from weft.predict.twin import layout_of, sizes_of
 
 # Of a device's memory: what arithmetic finds to need less is not traced.
@@ -57,12 +57,11 @@ def expect(job: Job, plan: Plan, machine: Machine, force: bool) -> tuple[Expecte
         InvalidJob: if it does not fit; with the cheapest remedy.
     """
     several = len(plan.node_counts) > 1
-    ranks = plan.node_counts[0] * plan.local_world_size if several else plan.world_size
-    # Remedies are for as many ranks, whoever starts them.
-    machine = replace(machine, world_size=ranks, local_world_size=plan.local_world_size)
     if several:
+        ranks = plan.node_counts[0] * plan.local_world_size
+        machine = replace(machine, world_size=ranks, local_world_size=plan.local_world_size)
         plan = resolve(job, machine)
-    capacity, rough = capacity_of(plan, machine), memory_bytes(job, plan)
+    capacity, rough = machine.memory_of_rank(plan.local_world_size), memory_bytes(job, plan)
     if capacity is None:
         return None, ""
     if rough is not None and rough < SURE * capacity:

@@ -22,11 +22,10 @@ from weft.plan.cost import (
     pipeline_spans,
     step_seconds,
 )
-from weft.plan.devices import CPU, GIB, Device, device_called, device_named
+from weft.plan.devices import GIB, Device
 from weft.plan.resolve import Machine, Plan
-from weft.plan.timetable import Timetable
 from weft.predict.memory import Memory, fullest, live_peak
-from weft.predict.trace import Trace, exchanged_bytes, timetable_of, traces
+from weft.predict.trace import Trace, exchanged_bytes, traces
 from weft.predict.work import Pricer, Setting
 
 # On a GPU outside of torch's allocator: the CUDA context (0.5 GiB) and NCCL's buffers.  On a CPU
@@ -163,10 +162,9 @@ class Forecast:
 
 def device_of(plan: Plan, machine: Machine) -> Device | None:
     """What is known of the machine's devices; of a CPU nothing that was not measured."""
-    if plan.device == "cuda":
-        return device_called(machine.device_name, machine.memory_bytes)
-    device = device_named(CPU)
-    return device if device.calibrated else None
+    device = machine.known
+    measured = device is not None and device.calibrated
+    return device if plan.device == "cuda" or measured else None
 
 
 def name_of(spent: str) -> str:
@@ -190,7 +188,7 @@ def priced(
 ) -> Forecast:
     """What `forecast` says of a plan that is traced already."""
     on_gpu = plan.device == "cuda"
-    capacity = capacity_of(plan, machine)
+    capacity = machine.memory_of_rank(plan.local_world_size)
     outside = OUTSIDE[plan.device]
     room = None if capacity is None else capacity - outside
     live = tuple(live_peak(trace) for trace in of_ranks)
@@ -216,13 +214,6 @@ def priced(
         doubts,
         timeline,
     )
-
-
-def capacity_of(plan: Plan, machine: Machine) -> int | None:
-    """Bytes that one rank may have; ranks on CPUs share their host's."""
-    if machine.memory_bytes is None:
-        return None
-    return machine.memory_bytes // (plan.local_world_size if plan.device == "cpu" else 1)
 
 
 def hardware_of(plan: Plan, device: Device) -> Hardware:
@@ -279,11 +270,7 @@ def step_of(job: Job, plan: Plan, of_ranks: Sequence[Trace], device: Device) -> 
             works[number] = pricer.stage(stage)
         of_rank = pricer.once()
         once = max(once, of_rank, key=lambda work: work.swept_bytes)
-    table: Timetable | None = None
-    hop = None
-    if plan.pipeline is not None:
-        table = timetable_of(plan)
-        hop = hop_of(of_ranks)
+    table, hop = (plan.timetable, hop_of(of_ranks)) if plan.pipeline else (None, None)
     stages = tuple(works[number] for number in sorted(works))
     return Step(stages, plan.accumulation, plan.tokens_per_step, once, table, hop)
 

@@ -25,12 +25,9 @@ from weft.plan.placement import (
     ranges,
 )
 from weft.plan.resolve import Plan
-from weft.plan.stages import names_of_ranks
-from weft.plan.timetable import Action
-from weft.predict.expand import Segment
 from weft.predict.forecast import Forecast
 from weft.predict.record import Where
-from weft.predict.trace import order_of, timetable_of
+from weft.predict.trace import actions_of
 
 WIDTH = 1200  # pixels
 CHARACTER = 6.6  # of the smallest text, which has 11 pixels
@@ -274,19 +271,15 @@ def memory_stack(
 
 def names_of_passes(job: Job, plan: Plan, prediction: Forecast) -> dict[Where, str]:
     """Of each place in the fullest rank's timeline: pass, stage, block."""
-    actions: dict[Segment, Action] = {}
-    stages = [0]
-    if plan.pipeline is not None:
-        pp = coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
-        stages = plan.pipeline.stages_of(pp)
-        order = timetable_of(plan)[pp]
-        actions = dict(zip(order_of(plan, pp), order, strict=True))
+    pp = coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
+    actions = actions_of(plan, pp)
+    first_units = [stage.first for stage in plan.pipeline.held[pp]] if plan.pipeline else [0]
     grouped = job.remat.kind != "none" and job.remat.every > 1
     found = {}
     for where, _ in prediction.memory.timeline:
         text = MEANINGS.get(where.kind, where.kind)
         if where.kind in KINDS:
-            stage, _, microbatch = actions.get(where[:3], where[:3])
+            stage, _, microbatch = actions[where[:3]]
             text = f"{KINDS[where.kind]} of microbatch {microbatch}"
             text += f", stage {stage}" if plan.pipeline else ""
         if where.block is not None:
@@ -294,8 +287,7 @@ def names_of_passes(job: Job, plan: Plan, prediction: Forecast) -> dict[Where, s
             if grouped:
                 text += f", group {place} of its blocks"
             else:
-                first = plan.pipeline.stages[stages[of_stage]].first if plan.pipeline else 0
-                text += f", layer {place + max(0, first - 1)}"
+                text += f", layer {place + max(0, first_units[of_stage] - 1)}"
         found[where] = text
     return found
 
@@ -396,10 +388,9 @@ def pipeline_ranks(plan: Plan) -> Iterator[str]:
     """Of each rank of the pipeline, its nodes and what it holds."""
     if plan.pipeline is None:
         return
-    held = [[plan.pipeline.stages[s] for s in plan.pipeline.stages_of(pp)] for pp in range(plan.pp)]
     others = [axis for axis in AXES if axis != "pp"]
     of_ranks = groups(others, plan.sizes, plan.order)
-    for pp, (name, ranks) in enumerate(zip(names_of_ranks(held), of_ranks, strict=True)):
+    for pp, (name, ranks) in enumerate(zip(plan.pipeline.names, of_ranks, strict=True)):
         nodes = sorted({rank // plan.local_world_size for rank in ranks})
         yield f"pp {pp} on node{'s' * (len(nodes) > 1)} {ranges(nodes)}: {name}"
 

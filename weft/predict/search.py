@@ -5,7 +5,8 @@ Meshes, microbatches, schedules, recomputation and precision are enumerated.  An
 fit, in the order of their time.  From there the best are planned by `resolve`, which knows every
 rule, and traced, which knows the code: what is told of memory and time is what was traced.  If a
 trace needs more than the twin said, others of its kind are taken to need as much more, and are not
-traced where that is too much.  So there are at most `MOST_TRACED` traces.
+traced where that is too much.  At most `MOST_TRACED` are traced, and of the other precision, below,
+as large a part of that.
 
 *Precision* is the recipe's own, and beside it float8 where the device multiplies so (or bfloat16
 where the recipe has float8).  That changes what is computed, not only how fast: such layouts are in
@@ -32,9 +33,10 @@ from typing import Any, Literal
 import weft
 from weft.job import InvalidJob, Job, Problem, to_toml
 from weft.job import replace as replace_sections
-from weft.plan.analytic import Layout, Sizes, memory_of, step_of
+from weft.plan.analytic import memory_of, step_of
 from weft.plan.cost import step_seconds
-from weft.plan.devices import GIB, device_called
+from weft.plan.decoder import Layout, Sizes
+from weft.plan.devices import GIB
 from weft.plan.float8 import has_float8
 from weft.plan.layout import divisors
 from weft.plan.placement import AXES
@@ -43,7 +45,8 @@ from weft.plan.timetable import SCHEDULES
 from weft.predict.forecast import OUTSIDE, Forecast, forecast, hardware_of
 from weft.predict.twin import layout_of, sizes_of
 
-# So many that fit are traced in the recipe's precision and in the other one, and so many at most.
+# So many that fit are traced in the recipe's precision and in the other one; and so many at most in
+# the recipe's, whether they fit or not.
 TRACED, TRACED_OTHERWISE, MOST_TRACED = 6, 2, 14
 # Of the capacity, what the twin's memory may be beyond it for a layout to be traced all the same.
 MARGIN = 1.1
@@ -143,7 +146,7 @@ def search(
     Raises:
         InvalidJob: if nothing is known of the device, or the twin does not know the model.
     """
-    device = device_called(machine.device_name, machine.memory_bytes)
+    device = machine.known
     if device is None or plan.device == "cpu":
         rule, remedy = "has no device that is known", "use --cluster, such as 64x8xH100"
         raise InvalidJob([Problem("--search", machine.device_name or "CPU", rule, remedy)])
@@ -295,9 +298,8 @@ def _begin() -> None:
 
 def traced(task: tuple[Job, Machine]) -> Forecast | Refused:
     job, machine = task
-    device = device_called(machine.device_name, machine.memory_bytes)
     try:
-        return forecast(job, resolve(job, machine), machine, device)
+        return forecast(job, resolve(job, machine), machine, machine.known)
     except InvalidJob as error:
         return Refused("rule", str(error.problems[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others

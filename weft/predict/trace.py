@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.state import named_parameters
 from weft.data.loader import Batch
-from weft.job import InvalidJob, Job, Problem
+from weft.job import Job
 from weft.job import replace as replace_sections
 from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
@@ -44,7 +44,7 @@ from weft.parallel.private_watch import fake_process_group, ranks_of_group
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
 from weft.plan.stages import Stage
-from weft.plan.timetable import Timetable, is_file, read_csv, timetable
+from weft.plan.timetable import Action, Timetable, is_file, most_kept, stages_of
 from weft.predict.expand import Expansion, NotAlike, Segment, Sizes
 from weft.predict.record import (
     AROUND,
@@ -287,8 +287,8 @@ def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
             known[key] = record_rank(job, plan, shown, at, period)
         recording, recorded, its_groups = known[key]
         expansion = Expansion(recording, recorded, whole)
-        order = order_of(plan, pp)
-        short = without_middle(order, order_of(short_plan, pp), plan, short_plan)
+        order = list(actions_of(plan, pp))
+        short = without_middle(order, list(actions_of(short_plan, pp)), plan, short_plan)
         found.append(Trace(rank, recording, expansion, tuple(order), tuple(short), its_groups))
     return found
 
@@ -298,21 +298,10 @@ def without_middle(
 ) -> list[Segment]:
     """The order of fewer microbatches as that of a step's first and last ones; but the whole order
     if the short one keeps fewer at once."""
-    if kept_at_once(short) != kept_at_once(order):
+    if most_kept(short) != most_kept(order):
         return order
     few, left_out = short_plan.accumulation, plan.accumulation - short_plan.accumulation
     return [(s, kind, count + left_out * (2 * count >= few)) for s, kind, count in short]
-
-
-def kept_at_once(order: Sequence[Segment]) -> dict[tuple[int, str], int]:
-    """The most microbatches of each stage that wait for a backward pass, or for half of one."""
-    now: Counter[tuple[int, str]] = Counter()
-    most: dict[tuple[int, str], int] = {}
-    for stage, kind, _ in order:
-        for half in {"F": "IW", "B": "IW"}.get(kind, kind):
-            now[stage, half] += 1 if kind == "F" else -1
-            most[stage, half] = max(most.get((stage, half), 0), now[stage, half])
-    return most
 
 
 def fold(job: Job, plan: Plan) -> tuple[Plan, list[int]] | None:
@@ -364,10 +353,13 @@ def record_rank(
         if (
             small.pipeline is not None
             and plan.pipeline is not None
-            and (fewer_microbatches or small.pipeline.ranks != plan.pipeline.ranks or mixed(plan))
+            and (
+                fewer_microbatches
+                or small.pipeline.ranks != plan.pipeline.ranks
+                or mixed(plan.timetable)
+            )
         ):
-            halves = any(a.kind == "W" for order in timetable_of(plan).values() for a in order)
-            small = with_any_order(small, halves, Path(folder))
+            small = with_any_order(small, "W" in kinds_of(plan.timetable), Path(folder))
         built, small = build_fake(job, small, mode)
         recording = record_step(built, job, small, mode, period)
         found = groups_of(recording, built.mesh)
@@ -394,19 +386,17 @@ def units_of(plan: Plan, pp: int) -> object:
     if plan.pipeline is None:
         return None
     last = plan.model.num_layers + 1
-    stages = [plan.pipeline.stages[stage] for stage in plan.pipeline.stages_of(pp)]
+    stages = plan.pipeline.held[pp]
     return tuple((stage.blocks, 0 in stage.units, last in stage.units) for stage in stages)
 
 
 def sizes_of(plan: Plan, pp: int, period: int) -> Sizes:
     """Groups of ``period`` blocks of each stage of a rank of the pipeline, and microbatches."""
-    counts = [plan.model.num_layers] if plan.pipeline is None else blocks_of(plan, pp)
+    if plan.pipeline is None:
+        counts = [plan.model.num_layers]
+    else:
+        counts = [stage.blocks for stage in plan.pipeline.held[pp]]
     return Sizes(tuple(max(1, count // period) for count in counts), plan.accumulation)
-
-
-def blocks_of(plan: Plan, pp: int) -> list[int]:
-    assert plan.pipeline is not None
-    return [plan.pipeline.stages[stage].blocks for stage in plan.pipeline.stages_of(pp)]
 
 
 def fewer(plan: Plan, few: int, period: int, all_blocks: bool) -> Plan:
@@ -466,42 +456,29 @@ def with_any_order(plan: Plan, halves: bool, folder: Path) -> Plan:
     return replace(plan, pipeline=replace(pipeline, schedule=str(path)))
 
 
-def order_of(plan: Plan, pp: int) -> list[Segment]:
-    """The actions of a rank of the pipeline: place of the stage, kind, how many before it."""
-    if plan.pipeline is None:
-        return [(0, kind, count) for count in range(plan.accumulation) for kind in "FB"]
-    mine = plan.pipeline.stages_of(pp)
+def actions_of(plan: Plan, pp: int) -> dict[Segment, Action]:
+    """What a rank of the pipeline does, in order: place of the stage, kind, how many before it; and
+    the timetable's action that this is, or is a half of."""
+    table = plan.timetable
+    both = mixed(table)
+    mine = stages_of(table[pp])
     counts: Counter[tuple[int, str]] = Counter()
-    order: list[Segment] = []
-    both = mixed(plan)
-    for stage, kind, _ in timetable_of(plan)[pp]:
-        place = mine.index(stage)
-        for part in "IW" if both and kind == "B" else kind:
-            order.append((place, part, counts[place, part]))
+    found: dict[Segment, Action] = {}
+    for action in table[pp]:
+        place = mine.index(action.stage)
+        for part in "IW" if both and action.kind == "B" else action.kind:
+            found[place, part, counts[place, part]] = action
             counts[place, part] += 1
-    return order
+    return found
 
 
-def mixed(plan: Plan) -> bool:
+def mixed(table: Timetable) -> bool:
     """Whether some backward passes are whole and some in halves, as all are recorded then."""
-    return {"B", "W"} <= {a.kind for order in timetable_of(plan).values() for a in order}
+    return {"B", "W"} <= kinds_of(table)
 
 
-def timetable_of(plan: Plan) -> Timetable:
-    """The order of the plan's pipeline."""
-    assert plan.pipeline is not None
-    if is_file(plan.pipeline.schedule):
-        return order_from_file(plan)
-    per_rank = len(plan.pipeline.stages) // plan.pp
-    return timetable(plan.pipeline.schedule, plan.pp, per_rank, plan.accumulation)
-
-
-def order_from_file(plan: Plan) -> Timetable:
-    assert plan.pipeline is not None
-    table = read_csv(Path(plan.pipeline.schedule), plan.pp)
-    if isinstance(table, Problem):
-        raise InvalidJob([table])
-    return table
+def kinds_of(table: Timetable) -> set[str]:
+    return {action.kind for order in table.values() for action in order}
 
 
 # --------------------------------------------------------------------------- sums

@@ -11,7 +11,7 @@ from typing import Literal
 from weft.job import Job
 from weft.models.llama import DecoderConfig
 from weft.models.moe import MoeConfig
-from weft.plan.analytic import Layout, Sizes
+from weft.plan.decoder import Layout, Sizes
 from weft.plan.devices import Device
 from weft.plan.memory import MOMENT_BYTES
 from weft.plan.resolve import Plan

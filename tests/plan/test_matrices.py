@@ -1,0 +1,41 @@
+"""The matrices that float8 and adapters are for, as a tensor-parallel rank has them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from weft.models import load_family
+from weft.models.llama import PRESETS
+from weft.plan.matrices import Matrix, linear_layers, matrices_of
+
+TOY = PRESETS["toy"].model_copy(update={"num_layers": 1})
+
+
+def test_sides_are_those_that_a_rank_has() -> None:
+    kinds = ("q", "k", "v", "o", "gate", "up", "down")
+    whole, half = (matrices_of(TOY, load_family("llama"), tp) for tp in (1, 2))
+    assert [m.name.rpartition(".")[2] for m in whole] == [f"{kind}_proj" for kind in kinds]
+    for kind, full, cut in zip(kinds, whole, half, strict=True):
+        row = kind in ("o", "down")
+        outputs, inputs = full.outputs // (1 if row else 2), full.inputs // (2 if row else 1)
+        assert cut == Matrix(full.name, outputs, inputs)
+    # Two heads of keys are shared by four ranks.
+    assert TOY.num_kv_heads == 2
+    shared = matrices_of(TOY, load_family("llama"), 4)
+    assert [m.outputs for m in shared[:3]] == [
+        whole[0].outputs // 4,
+        whole[1].outputs // 2,
+        whole[2].outputs // 2,
+    ]
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    """Neither float8 nor an adapter may take its place."""
+    block = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4))
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(4, 4)})
+    assert linear_layers(model, [block]).keys() == {"block.0"}

@@ -1,0 +1,110 @@
+"""How a rank's parameters are shared, gathered and reduced: what a job leaves to weft to choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from weft.job import Job, Problem
+from weft.models import Family
+from weft.plan.devices import GIB
+from weft.plan.layout import DEGREE_KEYS, Degrees, divisors
+from weft.plan.lora import trained
+from weft.plan.memory import USABLE, of_one_rank, rank_bytes, recomputed, state_bytes_per_param
+
+# Float32 gradients that a rank keeps whole over a step, to reduce them once, without being asked.
+WHOLE_GRADIENT_BYTES = 2 * GIB
+
+
+def find_reshard(job: Job, degrees: Degrees) -> bool | int:
+    """``parallel.reshard_after_forward`` as FSDP2 takes it."""
+    asked = job.parallel.reshard_after_forward
+    if asked == "auto":
+        # A pipeline runs forward many times before it runs backward: gathering anew each time
+        # costs more than it saves.
+        return degrees.pp == 1 and degrees.shards > 1
+    if isinstance(asked, int):
+        # Over one rank is to keep them, over all is to free them.
+        return {1: False, degrees.shards: degrees.shards > 1}.get(asked, asked)
+    return asked == "always"
+
+
+def find_gradient_sync(
+    job: Job, reshard: bool | int, params: float, degrees: Degrees
+) -> Literal["microbatch", "step"]:
+    """``parallel.gradient_sync``: by itself, one reduction unless whole gradients are large."""
+    asked = job.parallel.gradient_sync
+    if asked != "auto":
+        return asked
+    small = 4 * params / (degrees.tp * degrees.pp) <= WHOLE_GRADIENT_BYTES
+    return "step" if reshard is False or small else "microbatch"
+
+
+def own_params(family: Family, model: Any, degrees: Degrees, trained: int) -> float:
+    """Trained parameters without those of experts that are on other ranks."""
+    if degrees.ep == 1 or family.units is None:
+        return trained
+    return sum(of_one_rank(unit, degrees.ep) for unit in family.units(model, 1))
+
+
+def fit_shards(
+    job: Job,
+    model: Any,
+    family: Family,
+    degrees: Degrees,
+    compute_bytes: int,
+    available: int | None,
+) -> tuple[Degrees, list[Problem]]:
+    """The fewest ranks to a shard group whose memory suffices; the other ranks are replicas.
+
+    Args:
+        model: the family's configuration.
+        compute_bytes: of a weight, and of an activation, in forward and backward.
+        available: bytes of a rank; None: unknown.
+
+    Returns:
+        The degrees, as they were if there are problems.
+    """
+    key = "parallel.dp_shard"
+    if family.units is None or available is None:
+        rule = "cannot be told: the " + (
+            "device's memory is unknown" if family.units else "family has no units"
+        )
+        return degrees, [Problem(key, "fit", rule, "use a number, or auto")]
+    choices = divisors(degrees.dp)
+    reshard = find_reshard(job, degrees)
+    rows = job.train.microbatch
+    local = max(1, job.train.global_batch // degrees.dp)
+    tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
+    units = family.units(model, job.train.seq_len)
+    params = trained(job.lora, model, family, job.train.seq_len).params
+    if job.remat.kind == "full" and job.remat.every == 1:
+        units = recomputed(units)
+
+    def needed(shard: int) -> float:
+        per_param = state_bytes_per_param(
+            job,
+            model,
+            family,
+            shard * degrees.cp,
+            kept_gathered=reshard is False,
+            kept_gradients=find_gradient_sync(job, reshard, params, degrees) == "step",
+            compute_bytes=compute_bytes,
+        )
+        return rank_bytes(
+            units,
+            tp=degrees.tp,
+            pp=degrees.pp,
+            tokens=int(tokens),
+            in_flight=degrees.pp,
+            per_param=per_param,
+            compute_bytes=compute_bytes,
+        )
+
+    for shard in choices:
+        if needed(shard) <= USABLE * available:
+            return replace(degrees, dp_shard=shard, dp_replicate=degrees.dp // shard), []
+    rule = f"needs about {needed(choices[-1]) / GIB:.1f} GiB a rank even over {choices[-1]} ranks, "
+    rule += f"and {USABLE:.0%} of a rank's memory is {USABLE * available / GIB:.1f}"
+    remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch"
+    return degrees, [Problem(key, "fit", rule, remedy, DEGREE_KEYS)]
