@@ -36,6 +36,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 T = TypeVar("T")
 
 RECIPES = resources.files("weft") / "recipes"
+SHOWN = 10  # of many things that one problem is about
 
 
 # --------------------------------------------------------------------------- problems
@@ -106,6 +107,12 @@ def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
         by_last = {key.rsplit(".", 1)[-1]: key for key in every}
         near = [by_last[k] for k in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
     return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
+
+
+def some(lines: Sequence[str], separator: str = ", ", count: int | None = None) -> str:
+    """The first `SHOWN`, and how many more there are (of ``count``, if not all are listed)."""
+    more = (len(lines) if count is None else count) - len(lines[:SHOWN])
+    return separator.join([*lines[:SHOWN], *([f"and {more:,} more"] if more else [])])
 
 
 def lookup(name: str, table: Mapping[str, T]) -> T:

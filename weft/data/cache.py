@@ -14,8 +14,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from weft.data.source import STORE_FILE, is_store
-from weft.data.store import TOKENIZER_FILE, Manifest, Store, hash_json, open_store, write_file
+from weft.data.store import (
+    STORE_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    Store,
+    hash_json,
+    is_store,
+    open_store,
+    write_file,
+)
 from weft.job import DataSection, InvalidJob, Problem
 
 # --------------------------------------------------------------------------- progress

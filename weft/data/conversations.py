@@ -48,7 +48,7 @@ from weft.data.chat import (
 from weft.data.files import changed
 from weft.data.records import Fault, Unit, lines, record_units
 from weft.data.shards import entropy_nats
-from weft.data.source import SHOWN, Found, is_store, look, some
+from weft.data.source import Found, look
 from weft.data.store import (
     FORMAT,
     SPLITS,
@@ -60,12 +60,13 @@ from weft.data.store import (
     Split,
     SplitName,
     Store,
+    is_store,
     token_dtype,
     write_file,
 )
 from weft.data.text import Text, single, write_mixture
 from weft.data.tokenizer import separator_id, vocab_entries
-from weft.job import DataSection, InvalidJob, Problem
+from weft.job import SHOWN, DataSection, InvalidJob, Problem, some
 
 BATCH_LINES = 1024  # written by the template, and then tokenised over all cores
 WHOLE = 1 << 62  # bytes of a unit: files are not cut

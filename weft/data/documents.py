@@ -37,10 +37,10 @@ from weft.data.shards import (
     too_little,
     write_shard,
 )
-from weft.data.source import SHOWN, Found, some
+from weft.data.source import Found
 from weft.data.store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json, write_file
 from weft.data.workers import Advance, each, processes_for
-from weft.job import DataSection, InvalidJob, Problem
+from weft.job import SHOWN, DataSection, InvalidJob, Problem, some
 
 FORMAT = 2  # of a scan in the cache
 TELL_BYTES = 4 << 20

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.order import Ints
-from weft.data.source import SHOWN, some
 from weft.data.store import SPLITS, SplitName, Store
-from weft.job import DataSection, Problem
+from weft.job import SHOWN, DataSection, Problem, some
 
 
 @dataclass(frozen=True)

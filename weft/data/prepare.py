@@ -29,8 +29,8 @@ from weft.data.cache import (
 from weft.data.conversations import prepare_conversations
 from weft.data.documents import read_records
 from weft.data.shards import PIECE_BYTES, Reading, load_encoder, unigram_entropy_nats
-from weft.data.source import Found, is_store, look
-from weft.data.store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, write_file
+from weft.data.source import Found, look
+from weft.data.store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store, write_file
 from weft.data.text import Text, single, write_mixture
 from weft.data.textfiles import read_texts
 from weft.data.tokenizer import load_tokenizer, separator_id, train_tokenizer

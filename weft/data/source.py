@@ -25,13 +25,11 @@ from weft.data.files import (
 )
 from weft.data.hub import HUB, is_saved, parse_url
 from weft.data.own import is_own, own_set
-from weft.job import InvalidJob, Problem
+from weft.data.store import STORE_FILE, is_store
+from weft.job import InvalidJob, Problem, some
 
 STDLIB = "python-stdlib"
-STORE_FILE = "store.json"  # a folder that holds this is a prepared store, not text
-SHOWN = 10
 
-_STORE_FILES = ("tokenizer.json", "train-00000.bin")
 _NOT_TEXT = {"__pycache__"}
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PATH_REMEDY = f"give a readable file, a folder, a prepared store, or {STDLIB}"
@@ -46,16 +44,6 @@ class Found:
 
     kind: Kind
     files: tuple[File, ...] = ()
-
-
-def is_store(path: str | Path) -> bool:
-    """Whether the folder ``path`` is a prepared store (complete, as store.json comes last).
-
-    A text folder may have a file of that name, too; it has none of a store's others.
-    """
-    folder = os.path.expanduser(path)
-    found = [os.path.isfile(os.path.join(folder, name)) for name in (STORE_FILE, *_STORE_FILES)]
-    return found[0] and any(found[1:])
 
 
 def check_path(path: str) -> list[Problem]:
@@ -164,12 +152,6 @@ def _check_files(path: str, files: Sequence[File]) -> None:
         remedy = "give a path with text in it"
     if rule:
         raise InvalidJob([Problem("data.path", path, rule, remedy)])
-
-
-def some(lines: Sequence[str], separator: str = ", ", count: int | None = None) -> str:
-    """The first few, and how many more there are (of ``count``, if not all are listed)."""
-    more = (len(lines) if count is None else count) - len(lines[:SHOWN])
-    return separator.join([*lines[:SHOWN], *([f"and {more:,} more"] if more else [])])
 
 
 # --------------------------------------------------------------------------- files on a disk

@@ -35,11 +35,11 @@ from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 from xxhash import xxh3_128_hexdigest
 
-from weft.data.source import STORE_FILE
 from weft.data.tokenizer import load_tokenizer
 from weft.job import InvalidJob, Problem
 
 FORMAT = 1
+STORE_FILE = "store.json"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENS_FILE = "tokenizer_config.json"  # what the template calls bos_token and so on
@@ -209,6 +209,19 @@ def hash_json(value: object) -> str:
 
 
 # --------------------------------------------------------------------------- opening
+
+
+def is_store(path: str | Path) -> bool:
+    """Whether the folder ``path`` is a prepared store (complete, as store.json comes last).
+
+    A text folder may have a file of that name, too; it has none of a store's others.
+    """
+    folder = os.path.expanduser(path)
+    found = [
+        os.path.isfile(os.path.join(folder, name))
+        for name in (STORE_FILE, TOKENIZER_FILE, "train-00000.bin")
+    ]
+    return found[0] and any(found[1:])
 
 
 def open_store(path: str | Path, *, check_content: bool = False) -> Store:

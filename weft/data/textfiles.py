@@ -34,10 +34,9 @@ from weft.data.shards import (
     too_little,
     write_shard,
 )
-from weft.data.source import some
 from weft.data.store import SPLITS, Split, SplitName, hash_json, write_file
 from weft.data.workers import Advance
-from weft.job import DataSection, InvalidJob, Problem
+from weft.job import DataSection, InvalidJob, Problem, some
 
 FORMAT = 2  # of a scan in the cache
 BLOCK_BYTES = 1 << 20
