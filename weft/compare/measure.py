@@ -54,7 +54,7 @@ from weft.models import load_family
 from weft.observe.statistics import watching
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
-from weft.parallel.dtensor import shard_offsets
+from weft.parallel.dtensor import local_of, shard_offsets
 from weft.parallel.mesh import Mesh
 from weft.plan.resolve import Plan
 from weft.train.loop import naming
@@ -232,7 +232,7 @@ def _whole(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _copy_shard(param: nn.Parameter, whole: Tensor) -> None:
     """Fill this rank's shard of a parameter."""
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = local_of(param)
     begins = shard_offsets(param)
     box = tuple(slice(b, b + size) for b, size in zip(begins, local.shape, strict=True))
     local.copy_(whole[box])

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.parallel.dtensor import local_of
+
 
 class LayerNorms:
     """L2 norms of the gradients of each layer of the whole model.
@@ -48,7 +50,7 @@ class LayerNorms:
         """Of the gradients that there are now: float32 ``[layers]`` on their device, the same on
         all ranks, and not waited for."""
         grads = [self._none if param.grad is None else param.grad for param in self._params]
-        here = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        here = [local_of(grad) for grad in grads]
         squares = torch.zeros(len(self.names), device=self._none.device)
         if here:
             norms = torch.stack(torch._foreach_norm(here, dtype=torch.float32))

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.job import steps_of
 from weft.observe.files import drop_later, read_records
+from weft.parallel.dtensor import local_of
 
 # In the order in which a step comes by.
 KINDS = ("activation", "gradient", "parameter")
@@ -174,9 +175,8 @@ class Statistics:
 
     def _take(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if tells(tensor):
-                self._seen[kind, name] = [(0, sums_of(local))]
+                self._seen[kind, name] = [(0, sums_of(local_of(tensor)))]
 
     def _gather(self, step: int) -> list[dict[str, Any]]:
         """The rows of a step, on rank 0."""

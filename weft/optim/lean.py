@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.parallel.compile import compiling
+from weft.parallel.dtensor import local_of
 from weft.parallel.private import compile_each_shape, is_quantized, quiet_import
 
 BLOCK = 256  # elements that share a scale
@@ -64,16 +65,16 @@ class LeanAdamW(Optimizer):
                 place += 1
                 if param.grad is None:
                     continue
-                state, live = self.state[param], _local(param)
+                state, live = self.state[param], local_of(param).detach()
                 if not state:
                     state["step"] = torch.zeros((), device=live.device)
                     state["exp_avg"] = self._zeros(param, signed=True)
                     state["exp_avg_sq"] = self._zeros(param, signed=False)
                 _run(
                     live,
-                    _local(param.grad),
-                    _local(state["exp_avg"]),
-                    _local(state["exp_avg_sq"]),
+                    local_of(param.grad),
+                    local_of(state["exp_avg"]),
+                    local_of(state["exp_avg_sq"]),
                     state["step"],
                     bad.to(live.device),
                     lr,
@@ -89,13 +90,13 @@ class LeanAdamW(Optimizer):
         for param, state in self.state.items():
             for key, value in state.items():
                 if key == "step":
-                    state[key] = value.to(_local(param).device)
+                    state[key] = value.to(local_of(param).device)
                     continue
                 state[key] = self._zeros(param, signed=key == "exp_avg")
-                _local(state[key]).copy_(_local(value))
+                local_of(state[key]).copy_(local_of(value))
 
     def _zeros(self, param: Tensor, signed: bool) -> Tensor:
-        live = _local(param)
+        live = local_of(param)
         if self.states == "bfloat16":
             zeros = torch.zeros_like(live, dtype=torch.bfloat16)
         elif live.numel() < LEAST or live.numel() % BLOCK:
@@ -117,10 +118,6 @@ class LeanAdamW(Optimizer):
             shape=param.shape,
             stride=param.stride(),
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _run(param: Tensor, *args: Any) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import shard_offsets
+from weft.parallel.dtensor import local_of, shard_offsets
 from weft.parallel.private import flat_group
 
 STEPS = 5
@@ -74,17 +74,17 @@ class Muon(torch.optim.AdamW):
                 lr: Any = of[param]["lr"]
                 if (bad := getattr(self, "found_inf", None)) is not None:
                     lr = lr * (1 - bad)
-                live = _local(param)
+                live = local_of(param).detach()
                 live.mul_(1 - lr * of[param]["weight_decay"])
                 live.sub_(update * (lr * 0.2 * math.sqrt(max(param.shape))))
 
     def _direction(self, param: Tensor) -> Tensor:
         """Momentum, looking ahead; zeros where nothing may change."""
         assert param.grad is not None
-        grad, state = _local(param.grad), self.state[param]
+        grad, state = local_of(param.grad), self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        buffer = _local(state["momentum_buffer"])
+        buffer = local_of(state["momentum_buffer"])
         if (bad := getattr(self, "found_inf", None)) is None:
             buffer.lerp_(grad, 1 - self.momentum)
             return grad.lerp(buffer, self.momentum)
@@ -101,10 +101,6 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _group_of(param: Tensor) -> dist.ProcessGroup | None:
@@ -133,7 +129,7 @@ class _Exchange:
     def __init__(self, params: list[Any], group: dist.ProcessGroup | None) -> None:
         self.params, self.group = params, group
         size = 1 if group is None else group.size()
-        own = [(shard_offsets(param), list(_local(param).shape)) for param in params]
+        own = [(shard_offsets(param), list(local_of(param).shape)) for param in params]
         self.pieces = [own]
         if group is not None:
             self.pieces = [own] * size

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from weft.job import OptimSection
 from weft.optim.lean import LeanAdamW
 from weft.optim.muon import Muon
+from weft.parallel.dtensor import local_of
 from weft.parallel.private import skip_where
 
 # (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay, and
@@ -158,6 +159,6 @@ def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) ->
     # which would stall the device.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     grads = [param.grad for param in params if param.grad is not None]
-    here = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    here = [local_of(grad) for grad in grads]
     if here:
         torch._foreach_mul_(here, scale)

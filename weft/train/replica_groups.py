@@ -41,13 +41,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.fingerprint import fingerprint
 from weft.checkpoint.replicas import ReplicasDiffer
 from weft.checkpoint.shards import DTYPES
-from weft.checkpoint.state import allocate_optimizer_state, local_part, model_state, optimizer_state
+from weft.checkpoint.state import (
+    allocate_optimizer_state,
+    local_part,
+    mark_of,
+    model_state,
+    optimizer_state,
+)
 from weft.data.text import Text
 from weft.job import Job, WeftError, flatten
-from weft.parallel.dtensor import shard_offsets
 from weft.parallel.private import gloo_group, listening_store
 from weft.plan.resolve import Plan
 from weft.resilience.faults import at as reach
@@ -365,10 +369,7 @@ class Groups(Alone):
         if self.count == 1:
             return
         state = (model_state(parts) | optimizer_state(parts, optimizer)).values()
-        marks = [
-            fingerprint(local_part(t), shard_offsets(t), t.shape).to(self._device) for t in state
-        ]
-        mark = torch.stack(marks).sum()
+        mark = torch.stack([mark_of(tensor).to(self._device) for tensor in state]).sum()
         most, options = torch.stack((mark, -mark)), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         with suppress(RuntimeError):  # one is lost, as the next step will find
