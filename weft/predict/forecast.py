@@ -217,6 +217,7 @@ def priced(
 
 
 def hardware_of(plan: Plan, device: Device) -> Hardware:
+    """What the arithmetic of a step needs to know of the plan's devices and links."""
     return Hardware(device, plan.local_world_size, device.network, device.software)
 
 

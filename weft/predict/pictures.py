@@ -175,6 +175,7 @@ def pipeline_chart(
 
 
 def time_axis(end: float, left: float, scale: float, y: float, bottom: float) -> Iterator[str]:
+    """Lines across the chart at round times from 0 to ``end`` seconds, with their labels."""
     for tick in ticks(end, 10):
         x = left + scale * tick
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{bottom}" class="grid"/>'
@@ -414,6 +415,7 @@ def figure(name: str, heading: str, sentence: str, height: float, shapes: Iterab
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, title: str) -> str:
+    """A rectangle that tells ``title`` when pointed at; sizes in pixels."""
     at = f'x="{x:.2f}" y="{y:.4g}" width="{width:.2f}" height="{height:.4g}"'
     return f'<rect {at} fill="{fill}"><title>{escape(title)}</title></rect>'
 
@@ -425,6 +427,7 @@ def swatch(x: float, y: float, fill: str, text: str) -> Iterator[str]:
 
 
 def legend_row(entries: Iterable[tuple[str, Colour]], x: float, y: float) -> Iterator[str]:
+    """A legend in one line."""
     for text, colour in entries:
         yield from swatch(x, y, shade(colour), text)
         x += 20 + 7.5 * len(text) + 20
@@ -450,6 +453,7 @@ def ticks(most: float, count: int) -> list[float]:
 
 
 def ms(seconds: float) -> str:
+    """Seconds, told in milliseconds."""
     return f"{number(1000 * seconds)} ms"
 
 

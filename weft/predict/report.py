@@ -73,12 +73,14 @@ def moment(where: Where) -> str:
 
 
 def memory_table(seen: Forecast) -> list[str]:
+    """GiB by category, as lines of text."""
     rows = [[name, f"{size:.2f}"] for name, size in seen.by_category().items()]
     rows.append(["together", f"{seen.needed / GIB:.2f}"])
     return align(["memory", "GiB"], rows, left={0})
 
 
 def time_table(seen: Forecast) -> list[str]:
+    """Milliseconds of a step by what they go into, as lines; none if the device is not known."""
     if seen.seconds is None:
         return []
     total = seen.seconds.total()
@@ -93,6 +95,7 @@ def time_table(seen: Forecast) -> list[str]:
 
 
 def exchange_table(seen: Forecast) -> list[str]:
+    """A rank's collectives of a step by axis, their GiB, and the milliseconds that nothing hides."""
     rows = [
         [
             axis,
@@ -114,6 +117,7 @@ def beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
 
 
 def advised(seen: Forecast, advice: Sequence[Advice]) -> list[str]:
+    """What each change would do to speed and memory, as lines; none if there is nothing to tell."""
     if not advice:
         if seen.fits is False:
             return [
@@ -149,6 +153,7 @@ def search_screen(found: Found) -> str:
 
 
 def seconds(value: float) -> str:
+    """Seconds, in milliseconds below one."""
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
 
 

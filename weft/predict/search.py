@@ -100,6 +100,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Traced:
+    """A candidate, and what its trace says."""
+
     candidate: Candidate
     job: Job
     seen: Forecast
@@ -258,6 +260,7 @@ def trace_best(
 
 
 def slower_than(fastest: float, candidate: Candidate) -> Loser:
+    """A candidate that lost by the arithmetic of its step."""
     gap = candidate.seconds / fastest - 1
     return Loser(candidate, "slower", f"{gap:.0%} slower, by arithmetic")
 
@@ -297,6 +300,7 @@ def _begin() -> None:
 
 
 def traced(task: tuple[Job, Machine]) -> Forecast | Refused:
+    """The forecast of a job, or why it has none: nothing is raised."""
     job, machine = task
     try:
         return forecast(job, resolve(job, machine), machine, machine.known)
@@ -389,6 +393,7 @@ def of_mesh(job: Job, sizes: Sizes, mesh: Layout, float8: str) -> Iterator[Candi
 
 
 def schedules(pp: int, layers: int, microbatches: int) -> Iterator[tuple[str, int]]:
+    """Schedules that the search tries, with as many stages a rank as they allow."""
     if pp == 1:
         yield "1F1B", 1
         return

@@ -108,6 +108,7 @@ def compared(one: Predicted) -> Iterator[list[str]]:
 
 
 def pictures(one: Predicted) -> Iterator[Section]:
+    """The sections of a run's report: predicted ones beside those that were measured."""
     run, job, plan, seen = one.run, one.job, one.plan, one.seen
     measured = profiled(run.folder)
     if measured is not None:

@@ -478,6 +478,7 @@ def mixed(table: Timetable) -> bool:
 
 
 def kinds_of(table: Timetable) -> set[str]:
+    """The kinds of actions of a timetable: F, B, and others of split backward passes."""
     return {action.kind for order in table.values() for action in order}
 
 
