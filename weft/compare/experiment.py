@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,12 +39,12 @@ from weft.compare.folder import (
     trial_folder,
 )
 from weft.compare.page import write_page
-from weft.compare.ranks import die_with_parent
 from weft.compare.result import Result, Settings, finished, result_of
 from weft.compare.variants import Variant
 from weft.job import Problem
 from weft.observe.files import replace_text, write_json
 from weft.observe.terminal import duration
+from weft.resilience.process import PYTHON, die_with_parent
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.folder import owning
 
@@ -193,7 +192,7 @@ def train(recipe: Path, run: Path, seed: int, stopping: Stopping) -> tuple[int, 
 
     A signal goes on to it: it finishes its step and saves, or ends at once at the second one.
     """
-    command = [sys.executable, "-P", "-m", "weft.cli", "train", str(recipe)]
+    command = [*PYTHON, "weft.cli", "train", str(recipe)]
     command += ["--run.dir", str(run.absolute()), "--train.seed", str(seed)]
     began, sent = time.monotonic(), 0
     with log_of(run).open("ab") as log:

@@ -12,7 +12,6 @@ time limit every rank writes where it stands.  However this process ends, the ra
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import multiprocessing
@@ -37,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from weft.job import WeftError
+from weft.resilience.process import die_with_parent, on_one_host
 
 T = TypeVar("T")
 
@@ -198,9 +198,7 @@ def _be_rank(
         faulthandler.enable(sink)
         faulthandler.dump_traceback_later(timeout, file=sink)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        if sys.platform == "linux":
-            # One host: do not depend on what its name resolves to.
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ |= on_one_host("cpu")
         torch.set_num_threads(1)
         message: tuple[Any, ...]
         try:
@@ -229,12 +227,3 @@ def _told(error: BaseException) -> str:
         return text
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()[-LAST_LINES:]
     return f"{type(error).__name__}: {text}" + "".join(f"\n  | {line}" for line in lines)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask Linux to end this process when the one that forked it ends, however that happens."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before it could be asked
-        os._exit(1)

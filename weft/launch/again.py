@@ -17,8 +17,8 @@ from weft.data.text import Text, open_text
 from weft.inference.model import Found
 from weft.job import InvalidJob, Job, Problem
 from weft.launch.preparing import cache_folder, showing
-from weft.launch.process import PYTHON, on_one_host
 from weft.plan.resolve import Plan
+from weft.resilience.process import PYTHON, on_one_host
 from weft.train.setup import Rank, connect, joined
 
 

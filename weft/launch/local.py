@@ -31,8 +31,9 @@ from torch.distributed.elastic.rendezvous import (
 from weft.job import Job, flatten
 from weft.launch import REQUEUE
 from weft.launch.nodes import JOIN, Meeting, meet
-from weft.launch.process import PYTHON, log_path, on_one_host, read_reports, status
+from weft.launch.process import log_path, read_reports, status
 from weft.plan.resolve import Plan
+from weft.resilience.process import PYTHON, on_one_host
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import is_loopback
 

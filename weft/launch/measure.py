@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from weft.launch.facts import Measured
 from weft.launch.probes import nvidia
-from weft.launch.process import PYTHON, die_with_parent, leave, on_one_host
+from weft.launch.process import leave
+from weft.resilience.process import PYTHON, die_with_parent, on_one_host
 
 if TYPE_CHECKING:
     import torch

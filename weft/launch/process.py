@@ -1,14 +1,12 @@
-"""How weft starts processes of its own; what a rank's leaves for its launcher, and how it ends.
+"""What a rank leaves for its launcher, and how it ends.
 
 Nothing heavy is imported: ranks do this before anything else.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -19,16 +17,6 @@ from typing import Any, NoReturn, TextIO
 
 from weft.job import WeftError
 from weft.observe.files import write_json
-
-# -P: a file of the user's that is called like a module must not come before that module.
-PYTHON = [sys.executable, "-P", "-m"]
-
-
-def on_one_host(device: str) -> dict[str, str]:
-    """Variables for ranks that are all on this host: gloo on CPUs must not depend on what the
-    host's name resolves to."""
-    on_loopback = device == "cpu" and sys.platform == "linux"
-    return {"GLOO_SOCKET_IFNAME": "lo"} if on_loopback else {}
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -119,16 +107,6 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to end this process when its launcher ends, however that happens.
-
-    Otherwise the ranks of a killed launcher train on, and write into a run that a new one owns.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def status(process: int) -> dict[str, str]:

@@ -45,7 +45,8 @@ from typing import Any
 
 from weft.job import MISSING, InvalidJob, Problem, WeftError, read_job
 from weft.launch import FAILED, MISTAKE, REQUEUE
-from weft.launch.process import PYTHON, die_with_parent, read_reports
+from weft.launch.process import read_reports
+from weft.resilience.process import PYTHON, die_with_parent
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import find
 

@@ -39,10 +39,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.job import Job
-from weft.launch.process import PYTHON, die_with_parent, log_path, status, write_report
+from weft.launch.process import log_path, status, write_report
 from weft.observe.files import write_json
 from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
+from weft.resilience.process import PYTHON, die_with_parent
 
 if TYPE_CHECKING:
     from weft.train.setup import Rank
@@ -404,9 +405,7 @@ def main() -> None:
     """Watch until a rank is late, or the parent ends."""
     folder, world_size, here = json.loads(sys.argv[1])
     contacts = [Contact(*values) for values in here]
-    die_with_parent()
-    if os.getppid() != contacts[0].pid:
-        return  # it has ended already
+    die_with_parent(contacts[0].pid)
     ranks = [Watched(contact) for contact in contacts]
     before = time.monotonic()
     while True:

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from weft.launch import FAILED, REQUEUE
-from weft.launch.process import die_with_parent, leave, redirect, write_error
+from weft.launch.process import leave, redirect, write_error
+from weft.resilience.process import die_with_parent
 from weft.resilience.signals import listen
 
 

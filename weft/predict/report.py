@@ -95,7 +95,7 @@ def time_table(seen: Forecast) -> list[str]:
 
 
 def exchange_table(seen: Forecast) -> list[str]:
-    """A rank's collectives of a step by axis, their GiB, and the milliseconds that nothing hides."""
+    """A rank's collectives of a step by axis, their GiB, and the milliseconds not hidden."""
     rows = [
         [
             axis,
