@@ -25,11 +25,14 @@ demo: install
 	$(VENV)/bin/weft train demo --run.dir $(RUN)
 	$(VENV)/bin/weft generate $(RUN) --prompt 'def __init__(self, '
 
+# Two files of tests at a time: each waits for processes that it has started.
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
+
 test: install
-	$(VENV)/bin/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-all: install
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
 
 check: install
 	$(VENV)/bin/ruff format --check .

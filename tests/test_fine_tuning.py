@@ -79,6 +79,7 @@ def weft(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_a_model_of_transformers_learns_answers(folder: Path) -> None:
     """Imported, tuned by LoRA over 2 x 2 ranks, exported, and asked by transformers and peft."""
     from peft import PeftModel

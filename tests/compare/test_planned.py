@@ -50,6 +50,7 @@ def test_small_differences_are_not_called() -> None:
     assert lines[5].endswith("100.0 % faster than A, with low confidence (within 50 %)")
 
 
+@pytest.mark.slow
 def test_four_layouts_of_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """On two servers, from this machine."""
     command = ["compare", "llama3-8b", "--plan-only", "--cluster", "2x8xh100", "--price", "2.5"]

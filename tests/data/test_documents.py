@@ -290,6 +290,7 @@ def test_invalid_utf8_in_lines(tmp_path: Path) -> None:
     assert "bad \ufffd" in decoded(replaced, "train") + decoded(replaced, "validation")
 
 
+@pytest.mark.slow
 def test_a_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
     """It is held a few times over, not many; and encoded in pieces, so it does not take long."""
     text = "".join(f"sentence number {n} of a long book.\n" for n in range(60_000))

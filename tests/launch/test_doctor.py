@@ -86,6 +86,7 @@ def test_mistakes_are_told_all_at_once(capsys: pytest.CaptureFixture[str]) -> No
     assert "neither a number of nodes nor MIN:MAX" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nodes_compare_clocks_and_versions(tmp_path: Path) -> None:
     meeting = ["--nodes", "2", "--rendezvous", f"localhost:{free_port()}", "--json"]
     both = [finish(node) for node in [run([*WEFT, "doctor", *meeting], tmp_path) for _ in range(2)]]

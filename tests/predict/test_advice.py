@@ -83,7 +83,13 @@ REMEDIES = [
         marks=slow,
     ),
     # Adapters and experts, of which the twin knows nothing.
-    ("llama3-8b-lora", "1x1xH100", "train.global_batch=8", "--train.microbatch 1"),
+    pytest.param(
+        "llama3-8b-lora",
+        "1x1xH100",
+        "train.global_batch=8",
+        "--train.microbatch 1",
+        marks=slow,
+    ),
     pytest.param(
         "qwen3-30b-a3b",
         "8x8xH100",

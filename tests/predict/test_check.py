@@ -55,6 +55,7 @@ def test_far_from_full_it_is_arithmetic() -> None:
     assert expected.memory_gib == pytest.approx(sum(expected.categories_gib.values()))
 
 
+@pytest.mark.slow
 def test_nearly_full_it_is_traced_and_beyond_refused() -> None:
     """The remedy is one: with it the run is not refused any more."""
     rows = [("train.global_batch", "1536"), ("train.microbatch", "48")]

@@ -201,11 +201,11 @@ LARGER = [
     (9, 6, "tp2"),
     (9, 1, "dp_shard2 remat.kind=selective"),
     (12, 6, "dp_shard2 pp2"),
-    (20, 8, "pp2 schedule=Interleaved1F1B precision.compute=bfloat16"),
     (7, 1, "cp2 context=allgather"),
     (5, 5, "dp_shard2 optim.kind=muon"),
 ]
 MORE = [
+    (20, 8, "pp2 schedule=Interleaved1F1B precision.compute=bfloat16"),
     (4, 7, "dp_shard2"),
     (9, 5, "dp_shard2 tp2 optim.kind=muon"),
     (9, 6, "tp2 cp2"),
