@@ -402,6 +402,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from weft.inference.model import find_checkpoint, lay_out, restore
     from weft.inference.tasks import read_task, score
     from weft.launch.again import on_every_rank, prepare_to_evaluate, text_to_evaluate
+    from weft.launch.preparing import showing
     from weft.observe.terminal import quiet_console
     from weft.train.setup import Rank, joined
 
@@ -433,7 +434,8 @@ def evaluate(options: argparse.Namespace) -> int:
         else:
             text = text_to_evaluate(found, job, own, console, rank)
             # Another text was not trained on, neither its one split nor its other.
-            losses = losses_on(found, job, plan, text, sequences, rank, whole=not own)
+            with showing(console) as show:
+                losses = losses_on(found, job, plan, text, sequences, rank, not own, show)
             told = {loss.name: loss.to_dict() for loss in losses}
         for name, numbers in told.items() if rank.rank == 0 else ():
             if options.json:

@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import this_rank
 from weft.cli import main
+from weft.data.cache import Progress
 from weft.data.store import open_store
 from weft.data.text import open_text
 from weft.inference.evaluate import EVERY, losses_on
@@ -36,7 +37,11 @@ def told(
     found = find_checkpoint(Path(run))
     job, plan = lay_out(found, overrides, [], ALLOWED, generating=False)
     sequences = job.train.eval_sequences if ("train.eval_sequences", "9") in overrides else EVERY
-    (loss,) = losses_on(found, job, plan, open_text(store), sequences, this_rank(), whole)
+    seen: list[Progress] = []
+    asked = (found, job, plan, open_text(store), sequences, this_rank(), whole)
+    (loss,) = losses_on(*asked, seen.append)
+    assert all(0 <= each.done < each.total for each in seen)
+    assert len({each.done for each in seen}) > 1
     return loss.to_dict()
 
 

@@ -50,7 +50,7 @@ def test_a_whole_run(
     assert out.count("tokens/s") == 20  # rank 0 alone, a line a step where there is no terminal
     assert "held out" in out
     assert "unigram" in out
-    assert "weft generate run --prompt" in out
+    assert "next:  weft generate run\n       weft evaluate run\n" in out
     folder = tmp_path / "run"
     curve = losses(folder)
     assert {path.name for path in folder.iterdir()} == {

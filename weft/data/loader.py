@@ -29,7 +29,7 @@ from weft.data.order import Ints, Turns, parts, sample_index
 from weft.data.packing import Rows, pack
 from weft.data.store import SplitName, Store, TokenStream
 from weft.data.text import Text
-from weft.job import DataSection, Problem
+from weft.job import DataSection, Problem, WeftError
 
 AT_ONCE = 512  # places whose samples are looked up at a time
 IGNORE = -100  # a target without loss; what torch's cross_entropy ignores by default
@@ -376,6 +376,8 @@ def evaluation_batches(
         sources.append(np.full(count, source))
         samples.append(np.arange(count) * len(of) // count)
     chosen = np.stack((np.concatenate(sources), np.concatenate(samples)))
+    if not chosen.size:
+        raise WeftError("the held-out text has no row: use a larger data.holdout")
     share = -(-chosen.shape[1] // dp_size)
     rows_per_batch = min(microbatch, share)
     share = -(-share // rows_per_batch) * rows_per_batch

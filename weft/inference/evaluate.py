@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.data.loader import evaluation_batches, samples_of
+from weft.data.cache import Progress, Report
+from weft.data.loader import Batch, evaluation_batches, samples_of
 from weft.data.store import Split, SplitName, Store
 from weft.data.text import Source, Text
 from weft.inference.model import Found, restore_parts
@@ -50,6 +52,7 @@ def losses_on(
     sequences: int,
     rank: Rank,
     whole: bool,
+    report: Report,
 ) -> list[Loss]:
     """The checkpoint's losses on each source of ``text``; every rank calls it, and gets the same.
 
@@ -57,6 +60,7 @@ def losses_on(
         sequences: at most that many of each source and split, evenly spread.  With fewer than all
             the loss is an estimate, and bits per byte with it.
         whole: the train split, too: of a text that the model was not trained on.
+        report: told how far it is, in sequences.
 
     Raises:
         WeftError: if it is not plain text.
@@ -78,12 +82,25 @@ def losses_on(
             batches = evaluation_batches(
                 samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch
             )
-            mean = engine.evaluate(batches)
+            total = min(sequences, sum(map(len, samples.sources)))
+            message = f"evaluating {source.name}, {split}"
+            mean = engine.evaluate(_telling(batches, message, total, plan.dp_size, report))
             predicted, read = _predicted(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
         name = source.name if len(text.sources) > 1 else job.data.path
         losses.append(Loss(name, nats / tokens, tokens, size))
     return losses
+
+
+def _telling(
+    batches: Iterator[Batch], message: str, total: int, ranks: int, report: Report
+) -> Iterator[Batch]:
+    """The batches; whenever one is asked for, those before it are done, on all ranks alike."""
+    done = 0
+    for batch in batches:
+        report(Progress(message, min(done, total), total))
+        yield batch
+        done += ranks * len(batch.tokens_BT)
 
 
 def _predicted(store: Store, split: SplitName, apart: bool) -> tuple[int, int]:

@@ -22,6 +22,7 @@ import weft
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
 from weft.data.packing import packing_line
 from weft.data.prepare import prepare_text
+from weft.data.source import STDLIB
 from weft.data.store import TEMPLATE_FILE, TOKENS_FILE
 from weft.data.text import Text, open_text
 from weft.data.tokenizer import padded_beyond
@@ -364,13 +365,19 @@ def show_end(folder: Path, recipe: str, job: Job, text: Text, console: Console) 
         if "expected_step_seconds" in last:
             beside += f" (expected {last['expected_step_seconds']:.3g})"
         lines.append(beside)
-    name = recipe if not recipe.endswith(".toml") else "demo"
-    lines += [
-        f"the run lies in {shown(folder)}",
-        f"next:  weft generate {shlex.quote(shown(folder))} --prompt 'class '",
-        f"       weft train {name} --data.path FILE_OR_FOLDER      your own text",
-        "       weft train --help                          every key",
-    ]
+    here = shlex.quote(shown(folder))
+    lines.append(f"the run lies in {shown(folder)}")
+    if job.data.path == STDLIB and not job.data.mixture:
+        name = recipe if not recipe.endswith(".toml") else "demo"
+        lines += [
+            f"next:  weft generate {here} --prompt 'class '",
+            f"       weft train {name} --data.path FILE_OR_FOLDER      your own text",
+        ]
+    else:
+        lines.append(f"next:  weft generate {here}")
+        if of_tokens:
+            lines.append(f"       weft evaluate {here}")
+    lines.append("       weft train --help                          every key")
     console.print("\n".join(lines), soft_wrap=True)
 
 
