@@ -573,12 +573,14 @@ def schema(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS: tuple[Callable[[argparse.Namespace], int], ...] = (
-    *(train, launch, plan, verify, compare, report, generate, evaluate, rollback, export, import_),
-    *(data_prepare, data_inspect, debug_hang, debug_diff, doctor, schema),
-)
-# By the words that call them.
-RUN = {run.__name__.replace("_", " ").strip(): run for run in COMMANDS}
+# By their names in `weft.arguments.COMMANDS`.
+RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    run.__name__.replace("_", " ").strip(): run
+    for run in (
+        *(train, launch, plan, verify, compare, report, generate, evaluate, rollback, export),
+        *(import_, data_prepare, data_inspect, debug_hang, debug_diff, doctor, schema),
+    )
+}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""EXPERIMENT: variants of a recipe, each trained several times, as real runs.
+"""Variants of a recipe, each trained several times, as real runs.
 
 What makes a comparison fair is the order.  Repeat 1 runs the variants first to last, repeat 2 last
 to first, and so on: whatever drifts, a machine that warms up or other people's work, hurts all

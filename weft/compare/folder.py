@@ -1,4 +1,4 @@
-"""FOLDER: where a comparison lies: its variants' recipes, its trials' runs, ``comparison.json``."""
+"""Where a comparison lies: its variants' recipes, its trials' runs, ``comparison.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JUDGE: what may be said of the trials of a comparison.
+"""What may be said of the trials of a comparison.
 
 Judged is each variant against the first one that has trials, by their pairs (`weft.compare.
 statistics`).  Three answers about speed: faster, slower, or that no difference was found, with what

@@ -1,4 +1,4 @@
-"""PAGE: a comparison's ``report.html``: verdict, intervals, then one run of each variant."""
+"""A comparison's ``report.html``: verdict, intervals, then one run of each variant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PLANNED: variants that are only predicted, for any cluster, on any machine.
+"""Variants that are only predicted, for any cluster, on any machine.
 
 Two predictions err alike, so their difference errs less than each of them, but not by much: among
 292 published runs there are 24 sets of layouts of one model on as many devices, 357 pairs.  Of

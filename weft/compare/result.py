@@ -1,4 +1,4 @@
-"""RESULT: a comparison as it stands, in words and tables: for the terminal, JSON and the report."""
+"""A comparison as it stands, in words and tables: for the terminal, JSON and the report."""
 
 from __future__ import annotations
 

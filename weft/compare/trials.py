@@ -1,4 +1,4 @@
-"""TRIALS: what the runs of a comparison measured.
+"""What the runs of a comparison measured.
 
 Of each trial, from its ``metrics.jsonl``: the median seconds of a step after warm-up (of each start
 the first tenth of its records, and at least one, is left out), what follows from that, memory, and

@@ -1,4 +1,4 @@
-"""VARIANTS: what is compared: recipes, each with every combination of the values that vary."""
+"""What is compared: recipes, each with every combination of the values that vary."""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.data.cache import Progress, Report
+from weft.data.cache import Report, counting
 from weft.data.loader import Batch, evaluation_batches, samples_of
 from weft.data.store import Split, SplitName, Store
 from weft.data.text import Source, Text
@@ -83,8 +83,8 @@ def losses_on(
                 samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch
             )
             total = min(sequences, sum(map(len, samples.sources)))
-            message = f"evaluating {source.name}, {split}"
-            mean = engine.evaluate(_telling(batches, message, total, plan.dp_size, report))
+            advance = counting(report, f"evaluating {source.name}, {split}", total)
+            mean = engine.evaluate(_telling(batches, plan.dp_size, advance))
             predicted, read = _predicted(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
         name = source.name if len(text.sources) > 1 else job.data.path
@@ -93,14 +93,12 @@ def losses_on(
 
 
 def _telling(
-    batches: Iterator[Batch], message: str, total: int, ranks: int, report: Report
+    batches: Iterator[Batch], ranks: int, advance: Callable[[int], None]
 ) -> Iterator[Batch]:
-    """The batches; whenever one is asked for, those before it are done, on all ranks alike."""
-    done = 0
+    """The batches; when the next one is asked for, one is done, on all ranks alike."""
     for batch in batches:
-        report(Progress(message, min(done, total), total))
         yield batch
-        done += ranks * len(batch.tokens_BT)
+        advance(ranks * len(batch.tokens_BT))
 
 
 def _predicted(store: Store, split: SplitName, apart: bool) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""BREAKDOWN: what the seconds of a profiled step went into, out of a torch.profiler trace.
+"""What the seconds of a profiled step went into, out of a torch.profiler trace.
 
 A step is its phases (`STEP`), as in a record's ``step_seconds``: evaluating, saving and telling
 are no part of it.  Each instant of it has one cause, the first of these that holds:

@@ -1,4 +1,4 @@
-"""CURVES: the charts of a report: which there are, and what ``report.js`` draws of which runs."""
+"""The charts of a report: which there are, and what ``report.js`` draws of which runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HISTORY: what a run's folder tells, in columns: quick for a million records, without torch.
+"""What a run's folder tells, in columns: quick for a million records, without torch.
 
 Records are read in pieces of some thousand lines and become one array for each number in them, so
 that the memory is that of the numbers alone.  A history can be read on where it ended, which is

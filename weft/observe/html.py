@@ -1,4 +1,4 @@
-"""HTML: files in weft's style, and what stands in them: tables, and plotly's script."""
+"""Files in weft's style, and what stands in them: tables, and plotly's script."""
 
 from __future__ import annotations
 

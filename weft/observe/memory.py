@@ -1,4 +1,4 @@
-"""MEMORY: what a rank holds, what was expected, and what to say when there is no more."""
+"""What a rank holds, what was expected, and what to say when there is no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PROFILE: some steps under torch.profiler, and a summary of what their seconds went into.
+"""Some steps under torch.profiler, and a summary of what their seconds went into.
 
 ``profile.steps = "10-12"`` leaves ``traces/step-10-12/rank-N.json.gz`` for each rank, which
 Perfetto opens, with a range for each span (`weft.observe.spans`); and ``summary.json`` and

@@ -1,4 +1,4 @@
-"""REPORT: one page that tells a run, or several beside each other, and opens without a network.
+"""One page that tells a run, or several beside each other, and opens without a network.
 
 Curves are drawn by plotly.js, which is written into the page; everything else is plain HTML and
 stays readable without scripts.  What comes out of a run's folder is text: it is escaped for HTML,

@@ -1,4 +1,4 @@
-"""SPANS: when a rank did what, always on, in a file that Perfetto and chrome://tracing open.
+"""When a rank did what, always on, in a file that Perfetto and chrome://tracing open.
 
 *Phases* last from one site (`weft.resilience.faults.SITES`) to the next, and are called as the
 watchdog calls them (`DOING`).  Inside of them are *spans* that the code names itself: the forward

@@ -1,4 +1,4 @@
-"""ANALYTIC: what a decoder's training step does and holds, by arithmetic from its sizes and layout.
+"""What a decoder's training step does and holds, by arithmetic from its sizes and layout.
 
 The quick twin of a trace: milliseconds for a layout, where a trace takes seconds.  A search prunes
 with it, and published runs of other systems, which nobody can trace here, are priced by it.  Its

@@ -1,4 +1,4 @@
-"""COST: how long a training step takes on a cluster, from what is done in it.
+"""How long a training step takes on a cluster, from what is done in it.
 
 What is done is data: matrix products by shape, attention, bytes swept by memory-bound kernels,
 collectives by kind, bytes and group, and a pipeline's timetable.  It may come from a trace of the

@@ -1,4 +1,4 @@
-"""TIMETABLE: which rank of a pipeline does what, in which order.
+"""Which rank of a pipeline does what, in which order.
 
 A schedule is data: for every rank an ordered list of actions.  For the schedules with several
 stages per rank it is read from the very object of torch.distributed.pipelining that the engine

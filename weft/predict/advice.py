@@ -1,4 +1,4 @@
-"""ADVICE: what to change in a plan, and what that would do.
+"""What to change in a plan, and what that would do.
 
 Changes of the recipe, of one key or of some that belong together, are reckoned by the analytic
 twin; what it says of the change is applied to what was traced.  So their effects are estimates,

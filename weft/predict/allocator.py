@@ -1,4 +1,4 @@
-"""ALLOCATOR: what PyTorch's caching allocator reserves for a log of allocations.
+"""What PyTorch's caching allocator reserves for a log of allocations.
 
 Live bytes are not what a device runs out of.  torch asks the driver for *segments*, cuts blocks
 from them, and keeps what is freed for later; what lies free in pieces that are too small is lost.

@@ -1,4 +1,4 @@
-"""CALIBRATE: learn from one finished run how much of the predicted speed a machine's software has.
+"""Learn from one finished run how much of the predicted speed a machine's software has.
 
 One number is fitted, so that the run's own time comes out: the one that its step hangs on.
 

@@ -1,4 +1,4 @@
-"""CHECK: before a run starts, does it fit in the memory that there is?
+"""Before a run starts, does it fit in the memory that there is?
 
 Arithmetic comes first, and takes no time; where it says that half of the memory or more is needed,
 the plan is traced.  What is expected goes into the run's folder, for the records to be compared

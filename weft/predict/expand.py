@@ -1,4 +1,4 @@
-"""EXPAND: a step of many blocks and microbatches, from the recording of one of a few.
+"""A step of many blocks and microbatches, from the recording of one of a few.
 
 All blocks of a stage but those at its ends are alike, and so are all microbatches but the first
 ones and the last one.  What a *middle* one does, and what it refers to in its own block and in

@@ -1,4 +1,4 @@
-"""FORECAST: does a plan fit, how fast is it, and what takes its time?
+"""Does a plan fit, how fast is it, and what takes its time?
 
 Every rank of the pipeline is traced; memory is the fullest one's, time the slowest one's.
 """

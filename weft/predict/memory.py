@@ -1,4 +1,4 @@
-"""MEMORY: what is live on a rank over a step, what for, and what the allocator reserves for it.
+"""What is live on a rank over a step, what for, and what the allocator reserves for it.
 
 A storage is counted as what it is used for:
 

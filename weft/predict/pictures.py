@@ -1,4 +1,4 @@
-"""PICTURES: a plan on one page that needs no network and no script; and parts of a run's report.
+"""A plan on one page that needs no network and no script; and parts of a run's report.
 
 Pictures are inline SVG, drawn at the size in which they are shown, so that text stays readable; a
 narrow window scrolls.  Boxes have the same light colours under dark text on dark and on light

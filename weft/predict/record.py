@@ -1,4 +1,4 @@
-"""RECORD: everything that one rank does in a step, as a list of events.
+"""Everything that one rank does in a step, as a list of events.
 
 A `Recorder` watches the operators that a rank runs, on real tensors or on fake ones alike: what
 they multiply, read and write, what they say to other ranks, and when memory is taken and given

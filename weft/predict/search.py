@@ -1,4 +1,4 @@
-"""SEARCH: the fastest layout that fits, among all that there are.
+"""The fastest layout that fits, among all that there are.
 
 Meshes, microbatches, schedules, recomputation and precision are enumerated.  An analytic twin
 (`weft.predict.twin`) reckons memory and time of each in a millisecond, which leaves those that may

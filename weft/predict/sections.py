@@ -1,4 +1,4 @@
-"""SECTIONS: what the planner says of a run, beside what it measured, for the run's report.
+"""What the planner says of a run, beside what it measured, for the run's report.
 
 A run is planned again on the machine that it says it ran on, and traced; that takes seconds.
 """

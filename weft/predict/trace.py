@@ -1,4 +1,4 @@
-"""TRACE: a step of one rank of a world that is not there, on tensors that are not there.
+"""A step of one rank of a world that is not there, on tensors that are not there.
 
 torch's fake process group answers every collective at once with nothing, and fake tensors have
 shapes but no memory.  Under both, the very code that trains on 16,384 GPUs builds, shards and

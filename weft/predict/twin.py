@@ -1,4 +1,4 @@
-"""TWIN: a plan as `weft.plan.analytic` reckons it, thousands of times faster than a trace.
+"""A plan as `weft.plan.analytic` reckons it, thousands of times faster than a trace.
 
 Only for Llama and what is like it, trained whole; Qwen3's norms of queries and keys are not
 reckoned.  It ranks what a search or an advice considers; what is told in the end is traced.

@@ -1,4 +1,4 @@
-"""WORK: a trace as `weft.plan.cost` prices it.
+"""A trace as `weft.plan.cost` prices it.
 
 Matrix products, attention and collectives are taken as they were called.  Everything else moves
 bytes.  Eager, each operator reads what it takes and writes what it makes.  Compiled, operators

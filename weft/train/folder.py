@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import subprocess
@@ -17,6 +16,7 @@ import torch
 
 import weft
 from weft.job import InvalidJob, Problem, WeftError
+from weft.observe.files import replace_text, write_json
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 from weft.train.setup import detect_machine
@@ -53,7 +53,7 @@ def unwritable(folder: Path, error: OSError) -> WeftError:
 def write_plan(folder: Path, plan: Plan) -> None:
     """``plan.json`` and ``environment.json``: what was derived, and what it ran on."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(plan.to_json() + "\n", "utf-8")
+    replace_text(folder / "plan.json", plan.to_json() + "\n")
     environment: dict[str, Any] = {
         "weft": weft.__version__,
         "torch": torch.__version__,
@@ -66,7 +66,7 @@ def write_plan(folder: Path, plan: Plan) -> None:
         "command": sys.argv,
         "git": _git_commit(),
     }
-    (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", "utf-8")
+    write_json(folder / "environment.json", environment, indent=2)
 
 
 def _memory_gib(device: str) -> float | None:
