@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent / "weft"
 # Packages on one level do not import each other.
 ORDER = [
     {"job"},
+    {"files"},
     {"models"},
     {"plan"},
     {"parallel"},

@@ -301,7 +301,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         WeftError: if that cannot be.
     """
-    from weft.observe.files import replace_bytes
+    from weft.files import replace_bytes
 
     try:
         replace_bytes(path, content.encode() if isinstance(content, str) else content)

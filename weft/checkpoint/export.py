@@ -42,7 +42,8 @@ from weft.checkpoint.shards import (
     raw,
     read_shards,
 )
-from weft.checkpoint.storage import create, is_remote, read_range, remove, sync_folder
+from weft.checkpoint.storage import create, is_remote, read_range, remove
+from weft.files import sync_folder
 from weft.job import WeftError
 
 BLOCK = 1 << 20  # elements of a tensor that are in memory at a time

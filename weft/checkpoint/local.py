@@ -18,7 +18,6 @@ if it keeps something else, fingerprints tell.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from contextlib import suppress
@@ -47,6 +46,7 @@ from weft.checkpoint.shards import (
     table_of_contents,
     write_shards,
 )
+from weft.files import replace_text
 from weft.resilience.faults import at
 
 _NAME = re.compile(r"(\d{6,})-(\d{8,})")
@@ -102,7 +102,7 @@ def keep_local(
         tensors = from_rank_0(lambda: _without_shards(table_of_contents(every)), failed, group)
         gathered(lambda: _seal(place, manifest, tensors, written), failed, group)
     except Exception:
-        for path in (place / name, _unsealed(place), _sealed(place)):
+        for path in (place / name, _sealed(place)):
             path.unlink(missing_ok=True)
         with suppress(OSError):
             place.rmdir()  # the last rank of the node
@@ -117,10 +117,6 @@ def _sealed(place: Path) -> Path:
     return place / f"rank-{own_rank():05}.json"
 
 
-def _unsealed(place: Path) -> Path:
-    return place / f".tmp-{own_rank()}"
-
-
 def _without_shards(table: Json) -> Json:
     return {name: entry | {"shards": []} for name, entry in table["tensors"].items()}
 
@@ -131,9 +127,7 @@ def _seal(place: Path, manifest: Json, tensors: Json, written: Json) -> None:
     for name, _, _, _, (offsets, sizes, position) in written["shards"]:
         tensors[name] = tensors[name] | {"shards": [[offsets, sizes, 0, position]]}
     table = {"format": FORMAT, "tensors": tensors, "files": [written["file"]]}
-    text = manifest_text(manifest | table)
-    _unsealed(place).write_text(text, "utf-8")
-    os.replace(_unsealed(place), _sealed(place))
+    replace_text(_sealed(place), manifest_text(manifest | table))
 
 
 def kept_steps(folder: Path, home: Path) -> list[tuple[int, int]]:

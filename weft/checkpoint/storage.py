@@ -27,6 +27,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from weft.files import sync_folder
 from weft.job import WeftError
 
 # Not os.posix_fallocate: where a file system cannot do it, that writes all blocks.
@@ -219,12 +220,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Force a folder's entries to the disk: a rename is durable only then."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

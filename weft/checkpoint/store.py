@@ -57,7 +57,8 @@ from weft.checkpoint.state import (
     optimizer_state,
     owns,
 )
-from weft.checkpoint.storage import create, is_remote, put_new, remove, sync_folder
+from weft.checkpoint.storage import create, is_remote, put_new, remove
+from weft.files import sync_folder
 from weft.parallel.dtensor import shard_offsets
 from weft.resilience.faults import at
 

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.files import only_finite, read_json
 from weft.job import MISSING, InvalidJob, Job, Problem, difference
-from weft.observe.files import only_finite, read_json, read_records
 from weft.observe.history import job_of
+from weft.observe.jsonl import read_records
 from weft.observe.statistics import KINDS, read_statistics
 from weft.train.position import home_of
 

@@ -41,8 +41,8 @@ from weft.compare.folder import (
 from weft.compare.page import write_page
 from weft.compare.result import Result, Settings, finished, result_of
 from weft.compare.variants import Variant
+from weft.files import replace_text, write_json
 from weft.job import Problem
-from weft.observe.files import replace_text, write_json
 from weft.observe.terminal import duration
 from weft.resilience.process import PYTHON, die_with_parent
 from weft.resilience.signals import STOP_SIGNALS

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from weft.compare.judge import percents
 from weft.compare.result import Result
+from weft.files import replace_bytes
 from weft.job import WeftError
-from weft.observe.files import replace_bytes
 from weft.observe.html import Section, table
 from weft.observe.report import FILE, report_page
 

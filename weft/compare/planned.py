@@ -21,8 +21,8 @@ from weft.compare.folder import COMPARISON, not_ours, read_comparison
 from weft.compare.judge import percent
 from weft.compare.variants import Overrides, read_variants
 from weft.compare.verify import layout
+from weft.files import replace_bytes, write_json
 from weft.job import InvalidJob, Job, Problem
-from weft.observe.files import replace_bytes, write_json
 from weft.observe.html import document as document_of
 from weft.observe.html import table as html_table
 from weft.observe.record import device_hours

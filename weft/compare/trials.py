@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from weft.observe.files import read_records
+from weft.observe.jsonl import read_records
 from weft.observe.record import device_hours
 
 Record = Mapping[str, Any]

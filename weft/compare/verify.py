@@ -37,8 +37,8 @@ from weft.compare.measure import (
 )
 from weft.compare.ranks import run_ranks
 from weft.compare.shrink import Case, plan_of_recipe, shrink
+from weft.files import only_finite
 from weft.job import InvalidJob, Job, Problem, read_job
-from weft.observe.files import only_finite
 from weft.plan.stages import align
 from weft.train.check import check_names
 

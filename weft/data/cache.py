@@ -22,8 +22,8 @@ from weft.data.store import (
     hash_json,
     is_store,
     open_store,
-    write_file,
 )
+from weft.files import write_durably
 from weft.job import DataSection, InvalidJob, Problem
 
 # --------------------------------------------------------------------------- progress
@@ -106,7 +106,7 @@ def prepared_once(
     with cache_problems(cache), locked(folder, report):
         if not is_store(folder):  # another process may have made it while this one waited
             manifest = asdict(build(folder))
-            write_file(folder / STORE_FILE, json.dumps(manifest, indent=1).encode())
+            write_durably(folder / STORE_FILE, json.dumps(manifest, indent=1).encode())
     return open_store(folder)
 
 

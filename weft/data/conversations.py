@@ -62,10 +62,10 @@ from weft.data.store import (
     Store,
     is_store,
     token_dtype,
-    write_file,
 )
 from weft.data.text import Text, single, write_mixture
 from weft.data.tokenizer import separator_id, vocab_entries
+from weft.files import write_durably
 from weft.job import SHOWN, DataSection, InvalidJob, Problem, some
 
 BATCH_LINES = 1024  # written by the template, and then tokenised over all cores
@@ -348,9 +348,9 @@ def _build(
             CUT_REMEDY if uncut else f"mend these lines, or the template {writer.template.place}"
         )
         wrong.raise_any(remedy)
-        write_file(folder / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
-        write_file(folder / TEMPLATE_FILE, writer.template.sources["default"].encode())
-        write_file(folder / TOKENS_FILE, json.dumps(dict(writer.template.special)).encode())
+        write_durably(folder / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
+        write_durably(folder / TEMPLATE_FILE, writer.template.sources["default"].encode())
+        write_durably(folder / TOKENS_FILE, json.dumps(dict(writer.template.special)).encode())
         return Manifest(
             format=FORMAT,
             key=folder.name,

@@ -38,8 +38,9 @@ from weft.data.shards import (
     write_shard,
 )
 from weft.data.source import Found
-from weft.data.store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json, write_file
+from weft.data.store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json
 from weft.data.workers import Advance, each, processes_for
+from weft.files import write_durably
 from weft.job import SHOWN, DataSection, InvalidJob, Problem, some
 
 FORMAT = 2  # of a scan in the cache
@@ -247,7 +248,7 @@ def _scan_all(
         )
     known.parent.mkdir(parents=True, exist_ok=True)
     tree = {"reader": asdict(records.reader), "scans": [asdict(scan) for scan in records.scans]}
-    write_file(known, json.dumps(tree).encode())
+    write_durably(known, json.dumps(tree).encode())
     return records
 
 

@@ -30,11 +30,12 @@ from weft.data.conversations import prepare_conversations
 from weft.data.documents import read_records
 from weft.data.shards import PIECE_BYTES, Reading, load_encoder, unigram_entropy_nats
 from weft.data.source import Found, look
-from weft.data.store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store, write_file
+from weft.data.store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
 from weft.data.text import Text, single, write_mixture
 from weft.data.textfiles import read_texts
 from weft.data.tokenizer import load_tokenizer, separator_id, train_tokenizer
 from weft.data.tokens import TokenFiles, read_headers
+from weft.files import write_durably
 from weft.job import DataSection, Problem
 
 SHARD_BYTES = 32 << 20  # of text; about 20 MB of tokens, which is also what is held at once
@@ -165,7 +166,7 @@ def _prepare(
     def build(folder: Path) -> Manifest:
         file = folder / TOKENIZER_FILE
         if given:
-            write_file(file, given.file.read_bytes())
+            write_durably(file, given.file.read_bytes())
         else:
             _train(file, [reading], section.vocab_size, report)
         encoder = load_encoder(file)
@@ -223,4 +224,4 @@ def _train(file: Path, readings: Sequence[Reading], vocab_size: int, report: Rep
         for reading in readings
         for text in reading.training_texts(TRAINING_BYTES * reading.text_bytes // total)
     )
-    write_file(file, train_tokenizer(texts, vocab_size).to_str(pretty=True).encode())
+    write_durably(file, train_tokenizer(texts, vocab_size).to_str(pretty=True).encode())

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from weft.data.cache import Report
-from weft.data.store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype, write_file
+from weft.data.store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
 from weft.data.workers import Advance
+from weft.files import write_durably
 from weft.job import DataSection, InvalidJob, Problem
 
 BATCH_BYTES = 4 << 20  # of text encoded by one call, over all cores
@@ -182,8 +183,8 @@ def describe(file: Path, tokens: Tokens) -> Shard:
 def write_shard(file: Path, tokens: Tokens, encoder: Encoder) -> Shard:
     """Tokens into a file, and then its receipt."""
     shard = describe(file, tokens)
-    write_file(file, tokens.data)
-    write_file(file.with_suffix(".json"), _receipt(shard, encoder))
+    write_durably(file, tokens.data)
+    write_durably(file.with_suffix(".json"), _receipt(shard, encoder))
     return shard
 
 

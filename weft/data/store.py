@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -277,26 +275,3 @@ def _read_manifest(folder: Path) -> Manifest:
 
 def _damaged(folder: Path, rule: str) -> Problem:
     return Problem("data.path", str(folder), rule, "delete the folder and prepare the text again")
-
-
-# --------------------------------------------------------------------------- writing
-
-
-def write_file(path: Path, data: bytes | memoryview[Any]) -> None:
-    """All of it or nothing, and still there after a power cut."""
-    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some file systems cannot flush a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from weft.data.store import TOKENIZER_FILE, Store, hash_json, open_store, write_file
+from weft.data.store import TOKENIZER_FILE, Store, hash_json, open_store
+from weft.files import write_durably
 
 MIXTURE_FILE = "mixture.json"
 
@@ -101,8 +102,8 @@ def write_mixture(weights: Mapping[str, float], stores: Sequence[Store], folder:
     place = folder / xxh3_128_hexdigest(data)
     if not (place / MIXTURE_FILE).exists():
         place.mkdir(parents=True, exist_ok=True)
-        write_file(place / TOKENIZER_FILE, (stores[0].path / TOKENIZER_FILE).read_bytes())
-        write_file(place / MIXTURE_FILE, data)
+        write_durably(place / TOKENIZER_FILE, (stores[0].path / TOKENIZER_FILE).read_bytes())
+        write_durably(place / MIXTURE_FILE, data)
     return open_text(place)
 
 

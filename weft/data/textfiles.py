@@ -34,8 +34,9 @@ from weft.data.shards import (
     too_little,
     write_shard,
 )
-from weft.data.store import SPLITS, Split, SplitName, hash_json, write_file
+from weft.data.store import SPLITS, Split, SplitName, hash_json
 from weft.data.workers import Advance
+from weft.files import write_durably
 from weft.job import DataSection, InvalidJob, Problem, some
 
 FORMAT = 2  # of a scan in the cache
@@ -187,7 +188,7 @@ def _scan_all(files: Sequence[File], holdout: float, cache: Path, report: Report
     ]
     with cache_problems(cache):
         known.parent.mkdir(parents=True, exist_ok=True)
-        write_file(known, json.dumps(rows).encode())
+        write_durably(known, json.dumps(rows).encode())
     return scans
 
 

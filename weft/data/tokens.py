@@ -38,9 +38,9 @@ from weft.data.store import (
     SplitName,
     hash_tokens,
     map_shard,
-    write_file,
 )
 from weft.data.workers import Advance
+from weft.files import write_durably
 from weft.job import DataSection, InvalidJob, Problem
 
 CHUNK_TOKENS = 16 << 20  # looked at or copied at a time
@@ -144,7 +144,7 @@ def _build_split(
             if dtype is None:
                 file = folder / f"{name}-{number:05d}-{begin:012d}.bin"
                 copied = np.ascontiguousarray(tokens.astype(encoder.dtype))
-                write_file(file, copied.data)
+                write_durably(file, copied.data)
                 shards.append(describe(file, copied))
         if dtype is not None:
             shards.append(_where_it_lies(span, dtype))

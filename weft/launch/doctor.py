@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from weft.files import write_json
 from weft.job import InvalidJob, Job, Problem, WeftError
 from weft.job import replace as changed
 from weft.launch import SICK
@@ -24,7 +25,6 @@ from weft.launch.facts import WAIT_SECONDS, Facts, gpus_in
 from weft.launch.finding import SEVERITIES, Finding
 from weft.launch.measure import measure
 from weft.launch.probes import look, meet, try_endpoint, try_folder, try_store, versions
-from weft.observe.files import write_json
 from weft.train.where import PORT, find, reachable
 
 MOST_RANKS = 4  # on a CPU, as `weft train` starts them

@@ -40,8 +40,8 @@ from weft.launch.watchdog import (
     why_absent,
     write_evidence,
 )
-from weft.observe.files import read_records
 from weft.observe.history import job_of
+from weft.observe.jsonl import read_records
 from weft.parallel.private_watch import collectives_in
 from weft.resilience.heartbeat import Contact, process_began, ranks_text
 from weft.train.position import home_of

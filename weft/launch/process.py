@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from weft.files import write_json
 from weft.job import WeftError
-from weft.observe.files import write_json
 
 
 def log_path(folder: Path, rank: int) -> Path:

@@ -26,6 +26,7 @@ from weft.data.source import STDLIB
 from weft.data.store import TEMPLATE_FILE, TOKENS_FILE
 from weft.data.text import Text, open_text
 from weft.data.tokenizer import padded_beyond
+from weft.files import replace_bytes, replace_text
 from weft.job import InvalidJob, Job, Problem, difference, read_job, to_toml
 from weft.launch import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE, SICK
 from weft.launch.doctor import preflight
@@ -34,8 +35,8 @@ from weft.launch.preparing import cache_folder, showing
 from weft.launch.process import leave, log_path, redirect, tell_torchrun, write_error
 from weft.launch.watchdog import watch
 from weft.observe.events import note_event
-from weft.observe.files import read_records, replace_bytes, replace_text
 from weft.observe.history import History, job_of
+from weft.observe.jsonl import read_records
 from weft.observe.ledger import goodput
 from weft.observe.report import FILE, LATER, report_page
 from weft.observe.terminal import duration, quiet_console, shown

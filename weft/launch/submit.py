@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from weft.files import replace_text, write_json
 from weft.job import MISSING, InvalidJob, Job, Problem, WeftError, read_job, suggest
 from weft.job import replace as changed
-from weft.observe.files import replace_text, write_json
 from weft.plan.devices import CPU, parse_cluster
 from weft.plan.report import machine_of
 from weft.plan.resolve import Machine, node_range, resolve_nodes

@@ -38,9 +38,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from weft.files import write_json
 from weft.job import Job
 from weft.launch.process import log_path, status, write_report
-from weft.observe.files import write_json
 from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 from weft.resilience.process import PYTHON, die_with_parent

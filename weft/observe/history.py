@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
+from weft.files import read_json
 from weft.job import InvalidJob, Job, Problem, WeftError, read_job
 from weft.observe.events import read_events
-from weft.observe.files import read_json
 from weft.observe.ledger import KINDS, goodput
 
 Floats = NDArray[np.float64]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
+from weft.files import read_json
 from weft.job import Job, WeftError
-from weft.observe.files import read_json
 from weft.parallel.private_watch import dump_memory
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from weft.files import replace_text, write_json
 from weft.job import Job, steps_of
 from weft.observe import breakdown, spans
-from weft.observe.files import replace_text, write_json
 from weft.observe.memory import expected_of
 from weft.parallel.private_watch import around_collectives, dump_memory, record_memory
 from weft.plan.placement import AXES

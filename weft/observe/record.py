@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, Self
 
-from weft.observe.files import only_finite
+from weft.files import only_finite
 from weft.observe.ledger import goodput
 
 

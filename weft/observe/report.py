@@ -19,9 +19,9 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from weft.files import replace_bytes
 from weft.job import WeftError
 from weft.observe.curves import COLOURS, charts_of, curves_section, data_of, kept
-from weft.observe.files import replace_bytes
 from weft.observe.history import History
 from weft.observe.html import Section, document, plotly, table
 from weft.observe.record import StepRecord

@@ -15,7 +15,7 @@ from typing import Protocol
 from rich.console import Console
 
 from weft.job import Job, WeftError, lookup
-from weft.observe.files import drop_later
+from weft.observe.jsonl import drop_later
 from weft.observe.record import StepRecord
 from weft.observe.report import Report
 from weft.observe.terminal import Terminal

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.job import steps_of
-from weft.observe.files import drop_later, read_records
+from weft.observe.jsonl import drop_later, read_records
 from weft.parallel.dtensor import local_of
 
 # In the order in which a step comes by.

@@ -23,9 +23,10 @@ from typing import Literal
 
 import tomli_w
 
+from weft.files import replace_text
 from weft.job import InvalidJob, Job, Problem, read_job
-from weft.observe.files import read_records, replace_text
 from weft.observe.history import WARMING, no_run
+from weft.observe.jsonl import read_records
 from weft.plan.cost import Hardware, Step, step_seconds
 from weft.plan.devices import (
     CPU,

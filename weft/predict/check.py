@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from weft.files import replace_text
 from weft.job import MISSING, InvalidJob, Job, Problem
-from weft.observe.files import replace_text
 from weft.observe.memory import EXPECTED
 from weft.plan.analytic import memory_of, step_of
 from weft.plan.cost import step_seconds

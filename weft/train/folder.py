@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import weft
+from weft.files import replace_text, write_json
 from weft.job import InvalidJob, Problem, WeftError
-from weft.observe.files import replace_text, write_json
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 from weft.train.setup import detect_machine

@@ -20,8 +20,8 @@ from weft.data.text import Text
 from weft.job import Job, WeftError
 from weft.models import load_family
 from weft.observe.events import Kind, note_event
-from weft.observe.files import read_records
 from weft.observe.gradients import LayerNorms
+from weft.observe.jsonl import read_records
 from weft.observe.ledger import Ledger
 from weft.observe.memory import expected_of, memory_peak_gib
 from weft.observe.record import Clock, StepRecord, spreads

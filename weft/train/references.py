@@ -6,7 +6,7 @@ that goes on reads them, as its model is not the initial one any more.
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from weft.checkpoint.manifest import CheckpointError
 from weft.data.loader import Batch, Mixture, Pairs, evaluation_batches
 from weft.data.store import SplitName
 from weft.data.text import Text
+from weft.files import write_durably
 from weft.job import Job
 from weft.parallel.mesh import Mesh
 from weft.plan.resolve import Plan
@@ -72,9 +73,9 @@ def with_references(
         ]
         found = torch.cat(each).cpu()
         if dist.get_rank() == 0:
-            temporary = file.with_suffix(".tmp.npy")
-            np.save(temporary, found.numpy())
-            os.replace(temporary, file)
+            content = io.BytesIO()
+            np.save(content, found.numpy())
+            write_durably(file, content.getbuffer())
     parts = iter(torch.split(found, lengths))
     return {
         split: Mixture(

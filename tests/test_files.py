@@ -1,0 +1,82 @@
+"""Files that are written as a whole."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.files import read_json, replace_bytes, sync_folder, write_durably
+from weft.job import WeftError
+
+WRITERS = [replace_bytes, write_durably]
+Writer = Callable[[Path, bytes], None]
+
+# Writes a file of one byte again and again, all of it the same: first 1 MiB of a, then of b, ...
+KEEPS_WRITING = """
+import sys
+from pathlib import Path
+from weft.files import replace_bytes, write_durably
+path, writer = Path(sys.argv[1]), globals()[sys.argv[2]]
+while True:
+    for byte in (b"a", b"b"):
+        writer(path, byte * (1 << 20))
+"""
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_what_is_read_is_whole_always(write: Writer, tmp_path: Path) -> None:
+    """While it is written, and after its writer was killed; what is left is not under its name."""
+    path = tmp_path / "file"
+    writer = subprocess.Popen([sys.executable, "-c", KEEPS_WRITING, str(path), write.__name__])
+    try:
+        until = time.monotonic() + 60
+        seen = set[bytes]()
+        while len(seen) < 2:
+            assert time.monotonic() < until and writer.poll() is None
+            if path.exists():
+                content = path.read_bytes()
+                assert len(content) == 1 << 20 and content == content[:1] * len(content)
+                seen.add(content[:1])
+    finally:
+        writer.kill()
+        writer.wait()
+    assert path.read_bytes() in (b"a" * (1 << 20), b"b" * (1 << 20))
+    assert all(left.name.endswith(".tmp") for left in tmp_path.iterdir() if left != path)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_failed_write_leaves_the_old_one(write: Writer, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path, b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(path, b"new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_without_fsync() -> None:
+    """There it is no error."""
+    sync_folder(Path("/proc"))
+
+
+def test_what_is_no_json_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    assert read_json(path) == {}
+    path.write_text("{")
+    with pytest.raises(WeftError, match=r"file.json: cannot be read"):
+        read_json(path)
