@@ -40,10 +40,12 @@ def test_what_is_read_is_whole_always(write: Writer, tmp_path: Path) -> None:
         until = time.monotonic() + 60
         seen = set[bytes]()
         while len(seen) < 2:
-            assert time.monotonic() < until and writer.poll() is None
+            assert time.monotonic() < until
+            assert writer.poll() is None
             if path.exists():
                 content = path.read_bytes()
-                assert len(content) == 1 << 20 and content == content[:1] * len(content)
+                assert len(content) == 1 << 20
+                assert content == content[:1] * len(content)
                 seen.add(content[:1])
     finally:
         writer.kill()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.harness import run_ranks
 from tests.layouts import MATRIX, parse
 from tests.small import Overrides, plan_here, small_job, this_rank
 from weft.checkpoint.state import named_parameters
-from weft.job import Job
+from weft.job import Job, WeftError
+from weft.models import llama
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
 from weft.parallel.private_watch import forget_meshes
@@ -292,3 +295,25 @@ def test_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tracing, "Expansion", refuse)
     assert live_peak(traces(job, plan)[0]) == expected
     assert seen == [(4,), (6,), (9,)]
+
+
+class Counts(llama.Block):
+    """A user's block, which exchanges something in a way that no plan has a price for."""
+
+    def forward(self, x_BTD: Tensor, *around: Any) -> Tensor:
+        dist.reduce(x_BTD.detach().sum(), dst=0)
+        out: Tensor = super().forward(x_BTD, *around)
+        return out
+
+
+class Counting(llama.Llama):
+    block = Counts
+
+
+FAMILY = replace(llama.FAMILY, build=Counting, huggingface=None)
+
+
+def test_a_collective_without_a_price_is_told() -> None:
+    job = small_job(*small("dp_shard2"), ("model.kind", f"{__name__}:FAMILY"))
+    with pytest.raises(WeftError, match="cannot price the collective reduce_; it can: all_gather"):
+        traces(job, resolve(job, Machine("cpu", devices=2, world_size=2)))

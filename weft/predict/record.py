@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from weft.job import WeftError
 from weft.parallel.private_watch import (
     around_actions,
     group_of,
@@ -349,7 +350,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(STILL):
             return
         if exchange:
-            kind = COLLECTIVES[name]
+            kind = COLLECTIVES.get(name)
+            if kind is None:
+                known = ", ".join(sorted(set(COLLECTIVES.values())))
+                raise WeftError(f"a plan cannot price the collective {name}; it can: {known}")
             # Of what c10d's operators take first is the output where there are two.
             call = Call(kind, 0.0, (), tuple(reads), tuple(writes), group_of(args))
         else:
