@@ -492,6 +492,16 @@ def test_a_run_of_it(store_path: Path, tmp_path: Path, capsys: pytest.CaptureFix
     # Nothing would be found there, and a start from random weights is not what was meant.
     assert main([*train, "--checkpoint.dir", str(tmp_path / "elsewhere")]) == 2
     assert "has none of the run's checkpoints, which are in" in capsys.readouterr().err
+    # A recipe that has it by a preset and some fields means the same as all of the fields.
+    few = small_job(*MODEL).model.overrides() | {"vocab_size": 512}
+    table = "\n".join(f"{name} = {json.dumps(value)}" for name, value in few.items())
+    recipe = tmp_path / "mine.toml"
+    tokenizer = f"[data]\ntokenizer = {json.dumps(str(run / 'tokenizer.json'))}"
+    recipe.write_text(f'extends = "demo"\n{tokenizer}\n[model]\n{table}\n')
+    another = ["train", str(recipe), "--run.dir", str(run), *train[2:], *mine]
+    assert main(another) == 0
+    assert main([*another, "--model.rope_theta", "99"]) == 2
+    assert "model.rope_theta = 99.0: the run in" in capsys.readouterr().err
     other = ["--data.tokenizer", "train", "--data.vocab_size", "512"]
     assert main([*train, "--model.rope_theta", "99", *other]) == 2
     lines = capsys.readouterr().err.splitlines()[1:]

@@ -34,6 +34,7 @@ from weft.launch.local import Failure, Stopped, launch
 from weft.launch.preparing import cache_folder, showing
 from weft.launch.process import leave, log_path, redirect, tell_torchrun, write_error
 from weft.launch.watchdog import watch
+from weft.models import spelled_out
 from weft.observe.events import note_event
 from weft.observe.history import History, job_of
 from weft.observe.jsonl import read_records
@@ -270,9 +271,8 @@ def changes_since(folder: Path, job: Job) -> str:
     if not (folder / "job.toml").is_file():
         return ""
     old, _, _ = read_job(str(folder / "job.toml"))
-    return "".join(
-        f"; {name} {theirs} -> {ours}" for name, (ours, theirs) in difference(job, old).items()
-    )
+    changes = difference(spelled_out(job), spelled_out(old))
+    return "".join(f"; {name} {theirs} -> {ours}" for name, (ours, theirs) in changes.items())
 
 
 # --------------------------------------------------------------------------- what is said

@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from weft.job import InvalidJob, Problem, Section, check_section, suggest
+from weft.job import InvalidJob, Job, Problem, Section, check_section, replace, suggest
 from weft.models import llama, mistral, moe, qwen3
 from weft.models.family import Family
 
-__all__ = ["FAMILIES", "Family", "load_family", "resolve_model"]
+__all__ = ["FAMILIES", "Family", "load_family", "resolve_model", "spelled_out"]
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
@@ -104,3 +104,16 @@ def resolve_model(
     bad |= {problem.key for problem in found}
     problems += [problem for problem in found if bad.isdisjoint(problem.depends)]
     return (None if problems else config), problems
+
+
+def spelled_out(job: Job) -> Job:
+    """The job with every field of its model, so that two of the same model have the same keys.
+
+    A recipe names a preset, and an imported run has the fields that were found.  The job as it is
+    if there is no such model.
+    """
+    config, _ = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
+    if config is None:
+        return job
+    first = next(iter(load_family(job.model.kind).presets))
+    return replace(job, model={"preset": first, **config.model_dump()})

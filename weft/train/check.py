@@ -26,6 +26,7 @@ from weft.data.source import STDLIB, check_path
 from weft.data.text import Text
 from weft.data.tokenizer import load_tokenizer, vocab_entries
 from weft.job import InvalidJob, Job, Problem, difference, lookup, read_job, replace, suggest
+from weft.models import spelled_out
 from weft.observe.sinks import SINKS
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES
@@ -269,7 +270,7 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
         yield Problem("run.dir", job.run.dir, rule, "use another --run.dir, or mend the file")
         return
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
-    for name, (ours, theirs) in difference(job, old).items():
+    for name, (ours, theirs) in difference(spelled_out(job), spelled_out(old)).items():
         if name.startswith(fixed):
             rule = f"the run in {folder} was started with {theirs}"
             remedy = "use another --run.dir, or the value that it was started with"
