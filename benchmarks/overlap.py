@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 from weft.data.loader import Batch
@@ -52,7 +52,7 @@ def main() -> None:
     print("| reshard_after_forward | step ms | collectives ms | hidden |\n|---|---|---|---|")
     for name, way in WAYS.items():
         with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-            mp.spawn(_rank, (options, way, _free_port(), result.name), options.ranks)
+            spawn(_rank, (options, way, _free_port(), result.name), options.ranks)
             step, exchanging, hidden = json.loads(result.read())
         print(f"| {name} | {step:.0f} | {exchanging:.0f} | {hidden:.0%} |", flush=True)
 

@@ -51,7 +51,7 @@ from datetime import date
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -250,7 +250,7 @@ def bare_fsdp(work: Work) -> None:
     meeting, ranks = f"file://{work.folder}/meeting", work.plan.world_size
     dist.init_process_group("gloo", init_method=meeting, rank=work.rank, world_size=ranks)
     model = work.model()
-    blocks = list(model.layers.values())
+    blocks: list[Any] = list(cast(Any, model.layers).values())
     for block in blocks:
         fully_shard(block)
     fully_shard(model, reshard_after_forward=False)
@@ -267,10 +267,11 @@ def weft(work: Work) -> None:
     from weft.train import loop
     from weft.train.setup import Built, connect
 
-    build, reach = loop.build, loop.reach
+    patched: Any = loop  # what it has imported is replaced
+    build, reach = patched.build, patched.reach
 
     def build_and_watch(*args: Any) -> Built:
-        built = build(*args)
+        built: Built = build(*args)
         (model,) = built.parts
         work.turn.watch(model, model, work)
         return built
@@ -280,7 +281,7 @@ def weft(work: Work) -> None:
             work.turn()
         reach(site, *args, **kwargs)
 
-    loop.build, loop.reach = build_and_watch, reach_and_wait
+    patched.build, patched.reach = build_and_watch, reach_and_wait
     heartbeat.start(work.rank, None, LOG)
     text = open_text((work.folder.parent / "store").resolve())
     os.environ |= {"RANK": str(work.rank), "WORLD_SIZE": str(work.plan.world_size)}
@@ -601,7 +602,7 @@ class Trainer:
     """The processes of one row."""
 
     def __init__(self, name: str, options: argparse.Namespace, tmp: Path) -> None:
-        self.name, self.tmp, self.told = name, tmp, []
+        self.name, self.tmp = name, tmp
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(options.ranks):

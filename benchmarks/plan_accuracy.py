@@ -1,6 +1,6 @@
 """How far the planner's predictions are from runs that others measured and published.
 
-    python benchmarks/plan_accuracy.py published_runs.csv [--json] [--rows]
+    python benchmarks/plan_accuracy.py [--json] [FILE]
 
 Every row that can be expressed is predicted; the others are listed with the reason.  A row names
 its source, model, devices, layout and what was measured (tokens/s, TFLOP/s, MFU or an iteration's
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -344,8 +344,8 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         pp=pp,
         stages_per_rank=per_rank,
         schedule=schedule,
-        precision=precision,
-        remat=remat,
+        precision=cast(Any, precision),
+        remat=cast(Any, remat),
         **options,
     )
 
@@ -422,7 +422,7 @@ def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
     Beside a Grace host Megatron's FSDP does not compute again, it keeps activations there; and what
     does not fit at all with whole weights was run with FSDP.
     """
-    if lay.remat != "auto":  # type: ignore[comparison-overlap]
+    if cast(str, lay.remat) != "auto":
         return lay
     for part in range(11):
         if lay.zero == 3 and device.name.startswith("G"):
@@ -432,7 +432,7 @@ def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
         if live(memory_of(sizes, lay)) <= device.memory_gib:
             return lay
     if lay.zero == 1 and lay.pp == 1 and lay.dp > 1:
-        whole = replace(lay, zero=3, state_bytes=18, kept_bytes=0, remat="auto")  # type: ignore[arg-type]
+        whole = replace(lay, zero=3, state_bytes=18, kept_bytes=0, remat=cast(Any, "auto"))
         return fitted(sizes, whole, device)
     return lay
 
@@ -614,7 +614,8 @@ def by_system(cases: Sequence[Case]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("file", type=Path)
+    shipped = Path(__file__).with_name("published_runs.csv")
+    parser.add_argument("file", type=Path, nargs="?", default=shipped)
     parser.add_argument("--json", action="store_true", help="only the summary, for machines")
     options = parser.parse_args()
     cases: list[Case] = []

@@ -46,7 +46,7 @@ from weft.job import read_job
 from weft.optim.optimizer import clip, grad_norm, step_unless
 from weft.plan.resolve import Machine, resolve
 from weft.resilience.anomaly import gather
-from weft.resilience.stragglers import Stragglers
+from weft.resilience.stragglers import Stragglers, every_rank
 from weft.train.setup import Rank, build
 
 LIMIT = 1.1  # of an exponent
@@ -133,14 +133,19 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
         consumed += ranks
         own.append(time.process_time() - began - spent["others"])
 
-    stragglers = Stragglers(0, torch.device("cpu"), (mesh.at["pp"], mesh.at["cp"]))
+    stragglers = Stragglers()
+
+    def judge() -> None:
+        table = every_rank((0.1, 0.1, mesh.at["pp"], mesh.at["cp"], 1.0))
+        stragglers.judge(1, 1.0, [row[:4] for row in table], print)
+
     for _ in range(3):
         step()
     costs = {
         "start": start,
         "step": processor_ms(step, 9),
         "own": min(own) * 1e3,
-        "record": processor_ms(lambda: stragglers.judge(1, 1.0, 0.1, 0.1, print), 5),
+        "record": processor_ms(judge, 5),
         "memory": peak_mib() - imported,
     }
     return costs | {"parameters": plan.num_params}

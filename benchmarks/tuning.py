@@ -141,7 +141,8 @@ def weft(folder: Path, steps: int, turn: Turn) -> None:
     job, base, plan = job_of(folder, steps)
     (folder / "run" / "job.toml").write_text(to_toml(job, "tuning", base), "utf-8")
     text = prepare_text(job.data, folder / "cache")
-    build, reach = loop.build, loop.reach
+    patched: Any = loop  # what it has imported is replaced
+    build, reach = patched.build, patched.reach
 
     def build_and_tell(*args: Any) -> Any:
         torch.set_num_threads(1)  # as many as the other; weft has taken all cores
@@ -156,7 +157,7 @@ def weft(folder: Path, steps: int, turn: Turn) -> None:
             turn()
         reach(site, *args, **kwargs)
 
-    loop.build, loop.reach = build_and_tell, reach_and_wait
+    patched.build, patched.reach = build_and_tell, reach_and_wait
     heartbeat.start(0, None, 10)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -315,9 +316,9 @@ def main() -> None:
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         ours = {r["step"]: r["loss"] for r in map(json.loads, lines)}
         history = json.loads((folder / "trainer.json").read_text())
-        theirs = {r["step"]: r["loss"] for r in history if "loss" in r}
-    both = sorted(ours.keys() & theirs.keys())
-    apart = [abs(ours[step] - theirs[step]) for step in both]
+        trainers = {r["step"]: r["loss"] for r in history if "loss" in r}
+    both = sorted(ours.keys() & trainers.keys())
+    apart = [abs(ours[step] - trainers[step]) for step in both]
     known = {name: version(name) for name in ("torch", "transformers", "peft")}
     known["Python"] = platform.python_version()
     print(date.today(), *(f"{name} {number}" for name, number in known.items()), sep=", ")

@@ -353,7 +353,7 @@ What is handed in starts 'weft train' with the same words on every node; it is s
 the run's folder.  A job that is stopped before its time limit saves, comes back and goes on.
 
   weft launch llama3-8b --on slurm --nodes 4 --run.cluster 4x8xH100 --launch.time 12:00:00
-  weft launch mine.toml --on slurm --nodes 2:8 --run.cluster 8x8xH100 \\
+  weft launch mine.toml --on slurm --nodes 2:8 --run.cluster 8x8xH100 --run.dir runs/mine \\
     --launch.options partition=gpu,account=mine --dry-run
   weft launch status runs/mine
   weft launch logs runs/mine --follow

@@ -535,7 +535,8 @@ class ResilienceSection(Section):
     step_timeout: Annotated[float, Field(ge=0)] | Auto = key(
         "auto",
         "seconds without progress in a step after which the run is ended as hung, with exit status "
-        "3; elsewhere ten times that; auto: 60, or ten times the median step; 0: never",
+        "3; elsewhere ten times that; auto: 60, or (10 + observe.log_interval) times the median "
+        "step; 0: never",
     )
     preflight: bool = key(
         False,

@@ -307,6 +307,8 @@ def test_what_the_driver_noted_is_not_denied() -> None:
     noted = "[1.2] NVRM: Xid (PCI:0000:3b:00): 31, pid=2096908, name=python"
     (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=noted))
     assert one.severity == "warning"
+    (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=None))
+    assert "no memory errors, what the driver noted is not known" in one.seen
 
 
 def test_what_nvidia_smi_does_not_know_is_not_judged() -> None:

@@ -108,6 +108,27 @@ def test_a_run_that_stands_still_is_asked_and_lives(arguments: list[str], tmp_pa
         assert time.monotonic() < deadline, said
     assert "seen now, in 2 of 2 ranks; none has moved for" in said
     assert re.match(SKIPPED, ask(tmp_path)), "the second time"
+
+    # As if rank 1 were another host's, where the command has been called, too.
+    logs = tmp_path / "run/logs"
+    (file,) = logs.glob("ranks-*.json")
+    whole = json.loads(file.read_text())
+    other = {"time": time.time(), "host": "b", "world_size": 2, "ended": False}
+    theirs = json.loads(ask(tmp_path, "--json"))["ranks"][1]
+    other["ranks"] = [{name: theirs[name] for name in Seen._fields}]
+    file.write_text(json.dumps(whole | {"ranks": whole["ranks"][:1]}))
+    said = ask(tmp_path)
+    assert "seen now, in 1 of 2 ranks" in said
+    assert "who is missing is on another host" in said
+    assert "run this there, too" in said
+    for age, found in ((0, True), (3600, False)):  # an hour ago it was another hang
+        (logs / "hang-b.json").write_text(json.dumps(other | {"time": time.time() - age}))
+        said = ask(tmp_path)
+        assert bool(re.match(SKIPPED, said)) == found, said
+        assert ("by this command, on other hosts, in 2 of 2 ranks" in said) == found
+    for left in logs.glob("hang-*.json"):
+        left.unlink()
+    file.write_text(json.dumps(whole))
     assert "in exchange" in said
     assert "step_timeout is 0: the run stands until somebody ends it" in said
     assert process.poll() is None

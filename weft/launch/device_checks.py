@@ -170,14 +170,16 @@ def check_health(facts: Facts) -> Iterator[Finding]:
         elif pending not in none:
             seen = f"{bus}: a memory row waits to be remapped"
             wrong.append(warning(seen, "reset the GPU, which does it"))
-    for where, code in sorted(set(re.findall(r"Xid \(([^)]*)\): (\d+)", facts.kernel_log))):
+    for where, code in sorted(set(re.findall(r"Xid \(([^)]*)\): (\d+)", facts.kernel_log or ""))):
         why = XIDS.get(int(code))
         seen = f"{where}: the driver noted Xid {code}, " + (why or "see NVIDIA's catalogue")
         remedy = "reset the GPU or reboot the node; if it comes back, replace it"
         wrong.append(bad(seen, remedy) if why else warning(seen, remedy))
     yield from wrong
     if facts.gpus and not wrong:
-        yield ok("no memory errors, no faults noted by the driver")
+        drivers = "what the driver noted is not known (the kernel's log cannot be read)"
+        noted = drivers if facts.kernel_log is None else "no faults noted by the driver"
+        yield ok(f"no memory errors, {noted}")
 
 
 def check_clocks(facts: Facts) -> Iterator[Finding]:

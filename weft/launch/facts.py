@@ -142,7 +142,7 @@ class Facts:
     topology: str = ""
     nvlinks: str = ""
     remapped: str = ""
-    kernel_log: str = ""
+    kernel_log: str | None = ""  # the driver's faults; None: it cannot be read
     device_files: int = 0  # of NVIDIA's driver, one a GPU
     modules: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()

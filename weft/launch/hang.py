@@ -104,7 +104,7 @@ def explain(folder: Path) -> Told:
         return _live(folder, job, living)
     newest = max((host["time"] for host in hosts), default=0.0)
     hosts = [host for host in hosts if host["time"] > newest - START]  # not of an earlier start
-    left = [evidence for path in sorted(logs.glob("hang-*.json")) if (evidence := _read(path))]
+    left = _evidence(folder)
     last = max((evidence["time"] for evidence in left), default=0.0)
     left = [evidence for evidence in left if evidence["time"] > last - TOGETHER]
     dumps = [path for path in logs.glob("flight-rank-*") if path.stat().st_mtime > newest]
@@ -131,6 +131,12 @@ def explain(folder: Path) -> Told:
         advice.append("the run has been started again since")
     advice += [f"log: {log_path(folder, rank)}" for rank in missing[:4]]
     return Told(sentence, source, missing, every, [*advice, _next(folder, job)])
+
+
+def _evidence(folder: Path) -> list[dict[str, Any]]:
+    """What hosts have left of a hang."""
+    paths = sorted((folder / "logs").glob("hang-*.json"))
+    return [evidence for path in paths if (evidence := _read(path))]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -186,18 +192,24 @@ def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
         )
         return Told(said, source, [], [], _slow(folder))
     seen = sorted([*gather_evidence(ranks), *gone])
-    missing, sentence = verdict(seen, world)
-    advice = []
+    still = min(one.seconds for one in seen)
+    advice, source = [], "seen now"
     if len(seen) < world:
         write_evidence(folder, seen, world, ended=False)
+        ours, since = {one.rank for one in seen}, time.time() - still
+        told = [one for each in _evidence(folder) if each["time"] > since for one in each["ranks"]]
+        seen = sorted([*seen, *(one for one in map(_seen, told) if one.rank not in ours)])
+        if len(seen) > len(ours):
+            source += " and, by this command, on other hosts"
+    if len(seen) < world:
         advice.append("for the other hosts' ranks run this there, too: it puts them together")
+    missing, sentence = verdict(seen, world)
     if (limit := job.resilience.step_timeout) == 0:
         advice.append("resilience.step_timeout is 0: the run stands until somebody ends it")
     else:
-        known = f"{limit:g} s" if limit != "auto" else "60 s, or ten times the median step,"
+        known = f"{limit:g} s" if limit != "auto" else "60 s, or some twenty usual steps,"
         advice.append(f"after {known} without progress in a step the watchdog ends the run")
-    still = min(one.seconds for one in seen)
-    source = f"seen now, in {len(seen)} of {world} ranks; none has moved for {still:.0f} s"
+    source += f", in {len(seen)} of {world} ranks; none has moved for {still:.0f} s"
     return Told(sentence, source, missing, seen, advice)
 
 

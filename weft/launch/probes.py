@@ -73,7 +73,7 @@ def look() -> Facts:
         topology=run("nvidia-smi", "topo", "-m"),
         nvlinks=run("nvidia-smi", "nvlink", "-s"),
         remapped=run("nvidia-smi", f"--query-remapped-rows={REMAPPED}", "--format=csv,noheader"),
-        kernel_log="\n".join(line for line in run("dmesg").splitlines() if "NVRM: Xid" in line),
+        kernel_log=driver_faults(),
         device_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         modules=tuple(
             name for name in ("nvidia_peermem", "gdrdrv") if Path("/sys/module", name).exists()
@@ -99,6 +99,12 @@ def content(path: Path) -> str:
     with suppress(OSError):
         return path.read_text("utf-8", "surrogateescape")
     return ""
+
+
+def driver_faults() -> str | None:
+    """The lines of the kernel's log in which NVIDIA's driver notes a fault; None: not readable."""
+    log = run("dmesg")
+    return "\n".join(line for line in log.splitlines() if "NVRM: Xid" in line) if log else None
 
 
 def run(*command: str) -> str:
