@@ -283,7 +283,7 @@ def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_pat
     checkpoint = tmp_path / "checkpoints/step-00000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
-    lines = rejected(capsys, "train", "demo", "--run.dir", str(tmp_path), "--model.num_layers", "3")
+    lines = rejected(capsys, "train", "demo", "--run.dir", str(tmp_path), "--model.num_layers", "4")
     assert [line.split(" = ")[0] for line in lines] == ["model.num_layers", "train.seed"]
     assert "was started with 7" in lines[1]
     (tmp_path / "job.toml").unlink()

@@ -363,9 +363,10 @@ the run's folder.  A job that is stopped before its time limit saves, comes back
 (--run.device cpu: no GPUs).  Any key is overridden as --section.key value, those of [launch] say
 what else is asked for; 'weft train --help' lists them.""",
     "plan": """\
-One rank of each stage runs a step of the recipe's model, by the code that trains, on tensors that
-have shapes but no memory.  From that come memory, FLOPs and everything that ranks say to each
-other; docs/planner.md tells how they are priced, and how far predictions are from published runs.
+A stage of each kind runs, with few of its blocks and microbatches, by the code that trains, on
+tensors that have shapes but no memory, and is repeated to the whole step.  From that come memory,
+FLOPs and everything that ranks say to each other; docs/planner.md tells how they are priced, and
+how far predictions are from published runs.
 
   weft plan llama3-405b --cluster 64x8xh100
   weft plan llama3-70b --cluster 32x8xh200 --search --write best.toml
