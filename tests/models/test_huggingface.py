@@ -196,3 +196,39 @@ def test_which_family_a_file_is_of() -> None:
         kind, (problem,) = kind_of(tree, FAMILIES)
         assert kind is None
         assert 'must be "llama" or "mistral" or "qwen3"' in str(problem)
+
+
+def test_the_published_llama_is_the_preset() -> None:
+    """So the recipes of 8B go on from its weights: what its config.json says on the hub."""
+    tree = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    }
+    assert kind_of(tree, FAMILIES) == ("llama", [])
+    assert from_config(FAMILIES["llama"], tree) == (PRESETS["8b"], [])
