@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from weft.job import WeftError
+from weft.job import Problem, WeftError
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -102,3 +102,12 @@ def only_finite(value: Any, instead: Callable[[float], object] = lambda number: 
     if isinstance(value, list | tuple):
         return [only_finite(each, instead) for each in value]
     return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_url(key: str, url: str) -> list[Problem]:
+    """Refuse credentials in a URL, without showing them: it would stand in files and logs."""
+    scheme, found, rest = url.partition("://")
+    if not found or "@" not in rest.split("/")[0]:
+        return []
+    remedy = "put them into ~/.aws/credentials, AWS_* variables or ~/.netrc"
+    return [Problem(key, f"{scheme}://...", "has credentials in it", remedy)]

@@ -12,6 +12,7 @@ import torch
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints, read_manifest
+from weft.cli import main
 from weft.job import InvalidJob
 from weft.train.check import prepare_job
 
@@ -186,6 +187,29 @@ def test_a_place_for_checkpoints_that_is_none(place: str, said: str, tmp_path: P
         prepare_job("demo", [("checkpoint.dir", place), ("run.dir", str(tmp_path / "run"))])
     assert said in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "demo", "--data.path", "s3://key:hunter2@bucket/x/*.jsonl"],
+        ["train", "demo", "--data.mixture", "https://me:hunter2@example.com/x.jsonl=1"],
+        ["data", "prepare", "s3://key:hunter2@bucket/x.jsonl"],
+        ["export", "run", "s3://key:hunter2@bucket/out"],
+    ],
+)
+def test_credentials_in_urls_are_refused_and_not_shown(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = "".join(capsys.readouterr())
+    assert "has credentials in it" in said
+    assert "hunter2" not in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_is_not_in_a_store() -> None:

@@ -27,8 +27,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from weft.files import sync_folder
-from weft.job import WeftError
+from weft.files import check_url, sync_folder
+from weft.job import InvalidJob, WeftError
 
 # Not os.posix_fallocate: where a file system cannot do it, that writes all blocks.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -41,10 +41,12 @@ def open_folder(place: str | Path) -> Path:
     """The folder of that name or URL, which need not exist.
 
     Raises:
-        WeftError: if what reads such URLs is not installed.
+        WeftError: if what reads such URLs is not installed, or the URL has credentials in it.
     """
     if "://" not in str(place):
         return Path(place)
+    if problems := check_url("folder", str(place)):
+        raise InvalidJob(problems)
     try:
         from upath import UPath
 

@@ -26,6 +26,7 @@ from weft.data.files import (
 from weft.data.hub import HUB, is_saved, parse_url
 from weft.data.own import is_own, own_set
 from weft.data.store import STORE_FILE, is_store
+from weft.files import check_url
 from weft.job import InvalidJob, Problem, some
 
 STDLIB = "python-stdlib"
@@ -83,6 +84,8 @@ def look(path: str) -> Found:
 
 
 def _look_there(url: str) -> Found:
+    if problems := check_url("data.path", url):
+        raise InvalidJob(problems)
     found = _sort_out(remote_files(url), is_glob(url))
     if found.kind == "text":
         many = "holds no files" if not found.files else "holds other files than documents"

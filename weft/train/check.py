@@ -25,6 +25,7 @@ from weft.data.packing import check_conversations
 from weft.data.source import STDLIB, check_path
 from weft.data.text import Text
 from weft.data.tokenizer import load_tokenizer, vocab_entries
+from weft.files import check_url
 from weft.job import InvalidJob, Job, Problem, difference, lookup, read_job, replace, suggest
 from weft.models import spelled_out
 from weft.observe.sinks import SINKS
@@ -179,12 +180,8 @@ def _check_home(value: str) -> Iterator[Problem]:
     if "://" not in value:
         if value != "auto":
             yield from check_writable(key, value)
-    elif "@" in value:
-        rule, remedy = (
-            "has credentials in it",
-            "put them into ~/.aws/credentials or AWS_* variables",
-        )
-        yield Problem(key, f"{value.split('://')[0]}://...", rule, remedy)
+    elif problems := check_url(key, value):
+        yield from problems
     else:
         try:
             open_folder(value).exists()
