@@ -6,7 +6,8 @@
 kilobytes, with the same tokenizer, in turns: `weft.data.prepare.prepare` with an empty cache (it
 reads, checks, hashes, splits, tokenises and writes), and `load_dataset("json").map(batched=True,
 num_proc=cores)`, which keeps input_ids in Arrow files, its cache empty, too.  Both start their
-processes anew.  What is timed is what a user waits for; the ratio is of the medians of rounds.
+processes anew.  What is timed is what a user waits for; the ratio is the median of those of
+the rounds.
 
 *Reading*: rows of a warm store in the loader's random order, in one process with one thread, by its
 processor time (which others on the machine change less than the clock's), beside

@@ -113,6 +113,11 @@ def look_after(options: argparse.Namespace, problems: list[Problem]) -> int:
     from weft.launch.submit import Launched
 
     problems += (Problem(key, value, "is not for this") for key, value in options.overrides)
+    problems += [
+        Problem(f"--{name}", value, "is for handing in only")
+        for name, value in (("on", options.on), ("dry-run", options.dry_run))
+        if value
+    ]
     if options.run is None:
         problems.append(Problem("RUN", MISSING, "is missing: the folder of the run"))
     if problems:

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,7 +108,8 @@ def only_finite(value: Any, instead: Callable[[float], object] = lambda number: 
 def check_url(key: str, url: str) -> list[Problem]:
     """Refuse credentials in a URL, without showing them: it would stand in files and logs."""
     scheme, found, rest = url.partition("://")
-    if not found or "@" not in rest.split("/")[0]:
+    # A secret may have slashes: then it looks like a folder.
+    if not found or not re.match(r"[^/]*@|[^/@]*:[^@]*@", rest):
         return []
     remedy = "put them into ~/.aws/credentials, AWS_* variables or ~/.netrc"
     return [Problem(key, f"{scheme}://...", "has credentials in it", remedy)]

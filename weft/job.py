@@ -148,7 +148,8 @@ MOST = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+NO_NUL = r"^[^\x00]*$"
+Text = Annotated[str, Field(min_length=1, pattern=NO_NUL)]
 
 
 def steps_of(text: str) -> list[range]:
@@ -347,7 +348,7 @@ class OptimSection(Section):
         0.2, "wsd: share of the steps after warm-up spent decaying, at the end"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
-        0.1, "learning rate at the end, as a share of the peak"
+        0.1, "learning rate at the end of its decay, as a share of the peak"
     )
 
 
@@ -415,7 +416,7 @@ class PipelineSection(Section):
     """How the layers are cut into stages."""
 
     stages_per_rank: Positive | Auto = key(
-        "auto", "stages of one rank; auto: 2 with an interleaved schedule, else 1"
+        "auto", "stages of one rank; auto: as many as the schedule needs, 2 if it may have several"
     )
     optimize: Literal["speed", "memory"] = key(
         "speed", "cut so that the slowest stage is fastest, or the largest smallest"
@@ -457,7 +458,9 @@ class RematSection(Section):
     budget: Annotated[float, Field(ge=0, le=1)] = key(
         0.5, "budget: share of the activations that may be kept"
     )
-    offload: bool = key(False, "what is kept waits in the host's memory")
+    offload: bool = key(
+        False, "what autograd keeps waits in the host's memory; of selective and budget the inputs"
+    )
     ahead: Positive = key(1, "offload: blocks whose activations come back, or stay, ahead of use")
 
 
@@ -535,8 +538,8 @@ class ResilienceSection(Section):
     step_timeout: Annotated[float, Field(ge=0)] | Auto = key(
         "auto",
         "seconds without progress in a step after which the run is ended as hung, with exit status "
-        "3; elsewhere ten times that; auto: 60, or (10 + observe.log_interval) times the median "
-        "step; 0: never",
+        "3; elsewhere ten times that, at least 600; auto: 60, or (10 + observe.log_interval) times "
+        "the median step; 0: never",
     )
     preflight: bool = key(
         False,
@@ -743,7 +746,7 @@ def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None
         }
     try:
         if isinstance(literal, list | dict):
-            model.model_validate_json(json.dumps({last: literal}), strict=True)
+            model.model_validate_json(json.dumps({last: literal}, default=_no_json), strict=True)
             value: Any = literal
         else:
             value = getattr(model.model_validate_strings({last: text}), last)
@@ -801,7 +804,10 @@ def _translate(
     """Pydantic's errors as Problems, one for each key however many alternatives it has."""
     rules: dict[str, list[str]] = {}
     for entry in error.errors(include_url=False):
-        rules.setdefault(str(entry["loc"][0]), []).append(_rule(entry["type"], entry))
+        # What is nested too deeply has no place: it is in one of the lists.
+        nested = [last for last, value in values.items() if isinstance(value, list | dict)]
+        for last in entry["loc"][:1] or nested:
+            rules.setdefault(str(last), []).append(_rule(entry["type"], entry))
     problems = []
     for last, rule in rules.items():
         field = kind.model_fields.get(last)
@@ -810,8 +816,9 @@ def _translate(
                 f"{name}.{last}", [f"{name}.{known}" for known in kind.model_fields]
             )
         else:
-            default = "" if field.is_required() else f" (default {json.dumps(field.default)})"
-            remedy = f"{field.description}{default}"
+            usual = json.dumps(field.get_default(call_default_factory=True), default=str)
+            default = "" if field.is_required() else f" (default {usual})"
+            remedy = f"{field.description or kind.__name__}{default}"
         shown = " or ".join(dict.fromkeys(rule))
         problems.append(Problem(f"{name}.{last}", values.get(last, MISSING), shown, remedy))
     return problems
@@ -836,12 +843,14 @@ _RULES = {
     "less_than_equal": "must be at most {le}",
     "string_too_short": "must not be empty",
     "tuple_type": "must be a list: [1, 2]",
-    "string_pattern_mismatch": "must not contain a NUL character",
+    "string_pattern_mismatch": "must match {pattern}",
     "value_error": "{error}",
 }
 
 
 def _rule(kind: str, entry: Mapping[str, Any]) -> str:
+    if entry.get("ctx", {}).get("pattern") == NO_NUL:
+        return "must not contain a NUL character"
     template = _RULES.get(kind)
     if template is None:
         return str(entry["msg"][0].lower() + entry["msg"][1:])

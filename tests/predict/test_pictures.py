@@ -221,7 +221,9 @@ def test_a_part_of_the_microbatches_is_told() -> None:
     _, plan, _ = predicted("none")
     assert plan.accumulation == 8
     svg = picture(drawn("none"), "memory")
-    assert "of 8 microbatches the first 5 are drawn" in (svg.findtext(f"{SVG}desc") or "")
+    assert "of 8 microbatches 5 are drawn, the first and the last" in (
+        svg.findtext(f"{SVG}desc") or ""
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

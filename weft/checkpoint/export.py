@@ -1,7 +1,7 @@
 """Weights from a checkpoint into safetensors and back, a few rows at a time.
 
-Nothing here knows whose names they are.  A tensor is an iterator of its consecutive rows, some
-millions of elements each: what is in memory does not grow with the model.
+Nothing here knows whose names they are.  A tensor is an iterator of its consecutive rows, about a
+million elements each: what is in memory does not grow with the model.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ from weft.checkpoint.state import (
     model_state,
     optimizer_state,
     owns,
+    widen,
 )
 from weft.parallel.dtensor import shard_offsets
 from weft.parallel.quantize import keep_numbers, numbers_of
@@ -176,6 +177,8 @@ def _fill(
     wrong = _fill_state(failed, folder, contents, parts, state, whole)
     if adopt := getattr(optimizer, "adopt", None):
         adopt()
+    elif optimizer is not None:
+        widen(optimizer)
     return wrong
 
 

@@ -102,9 +102,9 @@ def keep_local(
         tensors = from_rank_0(lambda: _without_shards(table_of_contents(every)), failed, group)
         gathered(lambda: _seal(place, manifest, tensors, written), failed, group)
     except Exception:
-        for path in (place / name, _sealed(place)):
-            path.unlink(missing_ok=True)
         with suppress(OSError):
+            for path in (place / name, _sealed(place)):
+                path.unlink(missing_ok=True)
             place.rmdir()  # the last rank of the node
         raise
     for older in folder.iterdir():

@@ -105,7 +105,7 @@ def leases(folder: Path) -> list[tuple[int, int]]:
         if match := _LEASE.fullmatch(path.name):
             try:
                 found.append((int(match[1]), int(json.loads(path.read_text("utf-8"))["step"])))
-            except (ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 rule = "is damaged: from which step the run was gone on with cannot be told"
                 remedy = "if no other process trains it, remove the file"
                 raise CheckpointError(f"{path}: {rule}; {remedy}") from error
@@ -141,15 +141,18 @@ def read_manifest(path: Path) -> Json:
     """The manifest of a committed checkpoint.
 
     Raises:
-        DamagedCheckpoint: if it is not, to the byte, what was written.
+        DamagedCheckpoint: if it is not there, or not, to the byte, what was written.
+        CheckpointError: if it cannot be read, which says nothing of what was written.
     """
     try:
         return parse_manifest((path / "manifest.json").read_text("utf-8"))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
         reason = f"its manifest is damaged: {cause(error)}"
         raise DamagedCheckpoint(f"{path}: {reason}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: its manifest cannot be read: {cause(error)}") from error
 
 
 def parse_manifest(text: str) -> Json:

@@ -323,11 +323,13 @@ def read_shards(
 def damaged_file(folder: Path, contents: Contents) -> str:
     """The first file that is not as it was written, for people; empty if all are."""
     for name, (size, expected) in contents.files.items():
-        digest, found = xxhash.xxh3_128(), 0
+        digest, read = xxhash.xxh3_128(), 0
         try:
-            while block := read_range(folder / name, found, min(found + READ_BYTES, size + 1)):
+            found = (folder / name).stat().st_size
+            while read < size == found:
+                block = read_range(folder / name, read, min(read + READ_BYTES, size))
                 digest.update(block)
-                found += len(block)
+                read += len(block)
         except OSError as error:
             return f"{name}: {error.strerror or error}"
         if found != size:

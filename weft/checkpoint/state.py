@@ -99,6 +99,15 @@ def allocate_optimizer_state(
     optimizer.state.update(states)
 
 
+def widen(optimizer: Optimizer) -> None:
+    """Give moments that were saved in fewer bits (``optim.states``) the dtype of their parameter,
+    which torch's optimizers take for granted."""
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if value.shape == param.shape and value.dtype != param.dtype:
+                state[key] = value.to(param.dtype)
+
+
 class Copies(NamedTuple):
     """Ranks that hold copies of a tensor along one axis."""
 

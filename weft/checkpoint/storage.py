@@ -117,14 +117,14 @@ def put_new(path: Path, content: bytes) -> None:
     # In one step with its contents: a reader must not see it empty.  By a name of its own: on other
     # hosts, and in other containers, processes have the same numbers.
     temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
     try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.link(temporary, path)
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -287,8 +287,9 @@ def _begin(final: Path, epoch: int) -> Path | None:
                 remove(path)
         return final / unique
     home.mkdir(parents=True, exist_ok=True)
-    for leftover in home.glob(".tmp-*"):
-        remove(leftover)
+    for ours in (".tmp-step-*", ".tmp-lease-*"):
+        for leftover in home.glob(ours):
+            remove(leftover)
     temporary = final.with_name(f".tmp-{final.name}-{unique}")
     temporary.mkdir()
     return temporary

@@ -2,9 +2,10 @@
 
 What makes a comparison fair is the order.  Repeat 1 runs the variants first to last, repeat 2 last
 to first, and so on: whatever drifts, a machine that warms up or other people's work, hurts all
-alike.  Repeat r adds r - 1 to every variant's seed, so that the runs of one repeat have the same
-order of samples, and the same initial weights where their models are the same: they are a pair, and
-what they share cancels in their difference (`weft.compare.judge`).
+alike.  Repeat r adds r - 1 to every variant's seed (where seeds vary, a multiple of that, so that
+none comes twice): the runs of one repeat have the same order of samples, and the same initial
+weights where their models are the same.  They are a pair, and what they share cancels in their
+difference (`weft.compare.judge`).
 
 A trial is ``weft train`` in a process of its own, in a run's folder below the comparison's.  What
 is to be known of it is in that folder; ``comparison.json`` adds how the trial ended.  So a

@@ -91,11 +91,11 @@ def compare_plans(
         InvalidJob: see `read_variants`; or if ``out`` holds anything but another such outcome.
         WeftError: if it cannot be written.
     """
-    machines: dict[Plan, Machine] = {}
+    machines: list[tuple[Plan, Machine]] = []  # plans for two machines may be equal
 
     def read(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
         job, plan, machine = plan_recipe(recipe, overrides, (), cluster, detect_machine)
-        machines[plan] = machine
+        machines.append((plan, machine))
         return job, plan
 
     folder = Path(out) if out else None
@@ -109,7 +109,7 @@ def compare_plans(
             planned.append(Planned(variant.label, None, None, why))
             continue
         say(f"plan {number} of {len(variants)}: {variant.label}")
-        machine = machines[variant.plan]
+        machine = next(machine for plan, machine in machines if plan is variant.plan)
         planned.append(_predicted(variant.label, variant.job, variant.plan, machine))
     head, rows = table(planned, price)
     told = verdict(planned)

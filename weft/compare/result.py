@@ -33,10 +33,16 @@ from weft.plan.stages import align
 # What a loss is of: between other tokens or objectives, the same number means something else.
 OF_THE_LOSS = (
     "data.path",
+    "data.field",
+    "data.format",
     "data.mixture",
     "data.tokenizer",
+    "data.chat_template",
     "data.vocab_size",
     "data.holdout",
+    "data.invalid_utf8",
+    "data.packing",
+    "data.too_long",
     "train.objective",
 )
 

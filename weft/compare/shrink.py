@@ -9,7 +9,7 @@ ranks must share one, schedule, several stages a rank, several microbatches with
 short, documents, the context method, what is resharded when.
 
 Which sizes go together is known to `weft.plan.resolve` and to the model's family, and nowhere
-else: here candidates are proposed, smallest first, and those judge them.
+else: here candidates are proposed, best first, and those judge them.
 """
 
 from __future__ import annotations

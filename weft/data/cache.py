@@ -1,7 +1,7 @@
 """What all preparing has in common: progress, mistakes, the cache, and stores that are there.
 
 In the cache, a store's folder is named by a hash of everything that decides its content, so a
-changed file, tokenizer or setting is another store, and the same text is never tokenised twice.
+changed file, tokenizer or setting is another store, and the same is not tokenised twice.
 """
 
 from __future__ import annotations

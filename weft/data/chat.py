@@ -123,6 +123,8 @@ def _preference(found: dict[str, Any]) -> list[tuple[Any, int]]:
     if chosen == rejected:
         raise Malformed("chosen and rejected are the same")
     prompt = found.get("prompt")
+    if isinstance(prompt, str) and all(_asks(found[name]) for name in ("chosen", "rejected")):
+        prompt = None  # it stands in both conversations, too
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if prompt is None:  # it is what both begin with
@@ -134,6 +136,12 @@ def _preference(found: dict[str, Any]) -> list[tuple[Any, int]]:
     if not isinstance(prompt, list):
         raise Malformed("prompt is neither a text nor a list of messages")
     return [(prompt + answer, len(prompt)) for answer in answers]
+
+
+def _asks(answer: Any) -> bool:
+    """Whether an answer is a whole conversation, with the user's question."""
+    roles = [turn.get("role") for turn in answer if isinstance(turn, dict)]
+    return isinstance(answer, list) and "user" in roles[:2]
 
 
 def _text(found: dict[str, Any], name: str) -> str:

@@ -234,7 +234,7 @@ def _frames(stream: BinaryIO, new: Callable[[], Any], error: type[Exception]) ->
 
 
 class _Frames(io.RawIOBase):
-    """Frame after frame, all of what is whole before an error: that tells where it is.
+    """Frame after frame, what is whole up to the piece that has an error: that tells about where.
 
     Of the libraries' own readers gzip's forgets what came before it, and zstandard's takes a
     frame that is cut off for its end.
@@ -253,7 +253,7 @@ class _Frames(io.RawIOBase):
         while not self._output:
             if self._frame is None:
                 self._input = self._input.lstrip(b"\0")  # padding between frames
-            self._input = self._input or self._stream.read(1 << 17)
+            self._input = self._input or self._stream.read(1 << 14)
             if not self._input:
                 if self._frame is not None:
                     raise CutOff("the compressed file is cut off")

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.data.files import File
+from weft.data.files import File, unreadable
 from weft.job import InvalidJob, Problem, suggest
 
 HUB = "hf://"
@@ -74,7 +74,11 @@ def saved_rows(file: File, columns: Sequence[str], begin: int, end: int) -> Iter
     present = [name for name in found.column_names if name in columns]
     rows = found.select_columns(present).with_format("arrow")
     for first in range(begin, end, ROWS):
-        yield rows[first : min(end, first + ROWS)]
+        try:
+            table = rows[first : min(end, first + ROWS)]
+        except OSError as error:
+            raise unreadable(file, error) from error
+        yield table
 
 
 # --------------------------------------------------------------------------- on the hub
@@ -156,5 +160,12 @@ def hub_rows(
         stream = stream.select_columns([name for name in stream.column_names if name in columns])
     if parts > 1:
         stream = stream.shard(num_shards=parts, index=part)
-    for row in stream.skip(after):
+    rows = iter(stream.skip(after))
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # of the network, or of what decodes the files
+            raise _unreachable(file.path, error) from error
         yield {name: row[name] for name in columns if name in row}

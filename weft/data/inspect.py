@@ -153,7 +153,8 @@ def _learned(store: Store, samples: int) -> Iterator[str]:
     assert learned is not None
     index = store.index("train")
     begins, sizes = _conversations(store)
-    for number in range(min(samples, len(index))):
+    samples = min(samples, len(index))
+    for number in range(samples):
         place = len(index) * number // samples
         at, size = begins[[place]], min(SHOWN_TOKENS, int(sizes[place]))
         tokens, mask = stream.window(at, size)[0], learned.window(at, size)[0]

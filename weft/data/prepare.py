@@ -90,13 +90,13 @@ def prepare(
     """The store of the text at ``section.path``, prepared now unless it was before.
 
     Any number of processes may call this at once, on any machines that share ``cache``: one
-    prepares, the others wait for it.
+    prepares what all have read, the others wait for it.
 
     Args:
         section: what the user chose.  If its path is a prepared store, that is opened as it is.
         cache: folder below which stores are kept.
         progress: called from time to time with what is going on.
-        shard_bytes: text per shard, at most (by one piece).
+        shard_bytes: text per shard, about; a record is not cut.
 
     Raises:
         InvalidJob: problems of ``data.path``, ``data.tokenizer`` or ``data.cache``.

@@ -345,7 +345,8 @@ def _values(column: Any, unit: Unit, field: str) -> Iterator[bytes | None]:
     import pyarrow as pa
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    if not any(is_text(kind) for is_text in texts):
         raise _wrong(unit.file, f"the column {field!r} holds {kind}, not text")
     if kind != column.type:
         column = column.cast(kind)

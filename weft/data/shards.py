@@ -25,6 +25,7 @@ from weft.files import write_durably
 from weft.job import DataSection, InvalidJob, Problem
 
 BATCH_BYTES = 4 << 20  # of text encoded by one call, over all cores
+COUNTED = 1 << 24  # tokens at a time
 PIECE_BYTES = 1 << 17  # a batch of these keeps every core busy; far longer strings encode slowly
 
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -209,7 +210,10 @@ def unigram_entropy_nats(folder: Path, built: Built, vocab_size: int) -> float:
     """Entropy of a train token: the loss of knowing only the tokens' frequencies."""
     frequency = np.zeros(vocab_size, np.int64)
     for shard in built.train.shards:
-        frequency += np.bincount(map_shard(folder, built.dtype, shard), minlength=vocab_size)
+        tokens = map_shard(folder, built.dtype, shard)
+        for begin in range(0, len(tokens), COUNTED):  # counting makes 64 bits of each
+            piece = tokens[begin : begin + COUNTED]
+            frequency += np.bincount(piece, minlength=vocab_size)
     return entropy_nats(frequency)
 
 

@@ -1,6 +1,6 @@
 """Text to token ids: byte-level BPE, trained here or loaded from a ``tokenizer.json``.
 
-Bytes are the smallest tokens, so every text can be encoded and comes back unchanged.
+Bytes are the smallest tokens, so every text can be encoded and comes back unchanged (by those trained here).
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def _plain(tokenizer: Tokenizer) -> Tokenizer:
 def separator_id(tokenizer: Tokenizer, path: str) -> int:
     """Id of the special token that ends a document.
 
-    Only special tokens qualify: text can never encode to one.
+    Only special tokens qualify: text that looks like one is not encoded to it, unless the model's
+    own vocabulary has that text, too (as Unigram's may; byte-level BPE's does not).
 
     Raises:
         InvalidJob: the tokenizer has none of the usual ones; ``path`` names it in the message.

@@ -10,8 +10,8 @@
 number of tokens), then the tokens.  *nanoGPT* writes 16-bit tokens and nothing else.
 
 Where tokens are of 16 or 32 bits, end to end, and their documents end with the separator, a store
-of weft's is made that names these files instead of having its own: nothing is copied.  Else (that
-is, from Megatron-LM without ``--append-eod``) they are copied, with what is missing.  Files with
+of weft's is made that names these files instead of having its own: nothing is copied.  Else (such
+as from Megatron-LM without ``--append-eod``) they are copied, with what is missing.  Files with
 ``val`` in their names are held out, or else the end of each file, from the end of a document on.
 """
 

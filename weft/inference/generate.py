@@ -127,7 +127,8 @@ def read_prompts(path: Path, problems: list[Problem], chat: bool = False) -> Seq
     """A prompt a line; of a .jsonl file a JSON string, or an object that has a ``prompt``, or in a
     ``chat`` ``messages``."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Not splitlines: a string of JSON may have what Unicode calls the end of a line.
+        lines = path.read_text("utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         problems.append(Problem("--prompts", str(path), f"cannot be read: {error}"))
         return []

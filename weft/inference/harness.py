@@ -2,7 +2,8 @@
 
     python -m weft.inference.harness run --model weft --model_args path=runs/demo --tasks arc_easy
 
-takes every option of ``lm_eval`` (pip install 'weft[eval]'); from Python, give
+takes the options of ``lm_eval`` (pip install 'weft[eval]') but for chat templates and an automatic
+batch size; from Python, give
 ``lm_eval.simple_evaluate(model=WeftLM("runs/demo"), tasks=[...])``.  Texts are split into tokens,
 and rows into windows, as its own ``hf`` model does it, so a checkpoint and its export score the
 same.
@@ -93,7 +94,8 @@ class WeftLM(TemplateLM):  # type: ignore[misc]
             most = self.model.config.max_seq_len
             ids = (self.tok_encode(context) or [self.speech.begin])[-most:]
             prefix = self.speech.tokenizer.decode(ids)
-            row = Row(context, ids, len(ids), torch.Generator().manual_seed(0), prefix)
+            seen = max(0, len(ids) - self.speech.context)
+            row = Row(context, ids, len(ids), torch.Generator().manual_seed(0), prefix, seen)
             for _ in generate(self.model, self.speech, [row], sampling):
                 pass
             found.append(row.text)

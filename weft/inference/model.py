@@ -131,7 +131,7 @@ def lay_out(
             if axis in ("pp", "cp") and degree != 1
         ]
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
-        rows = detect_machine(job.run.device).world_size or size
+        rows = detect_machine(changes["run"].get("device", job.run.device)).world_size or size
         changes["train"] = {"global_batch": rows, "microbatch": 1}
     try:
         if base_of(found) is None:  # there are no adapters yet

@@ -46,6 +46,7 @@ KNOWN: dict[str, tuple[Any, ...] | None] = {
     "metadata": None,
 }
 METRICS = ("acc", "acc_norm")
+USUAL = {"aggregation": "mean", "higher_is_better": True}  # of these
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,15 @@ def _check(tree: Json) -> list[Problem]:
             found.append(Problem(str(name), value, "is not understood", elsewhere))
         elif (only := KNOWN[name]) is not None and value not in only:
             found.append(Problem(name, value, f"must be {only[0]}", elsewhere))
+    for name in tree.get("dataset_kwargs") or {}:
+        if name != "data_files":
+            found.append(Problem(f"dataset_kwargs.{name}", MISSING, "is not understood", elsewhere))
     for metric in tree.get("metric_list") or []:
         measure = metric.get("metric") if isinstance(metric, dict) else metric
+        for name, value in metric.items() if isinstance(metric, dict) else ():
+            if name != "metric" and USUAL.get(name) != value:
+                rule = f"must be {USUAL[name]}" if name in USUAL else "is not understood"
+                found.append(Problem(f"metric_list.{name}", value, rule, elsewhere))
         if measure not in METRICS:
             found.append(
                 Problem("metric_list", measure, f"has only {' and '.join(METRICS)}", elsewhere)
@@ -145,8 +153,9 @@ def _documents(tree: Json, path: Path, problems: list[Problem]) -> list[Json]:
     for name in [files] if isinstance(files, str) else files or []:
         beside = path.parent / name
         try:
-            lines = (beside if beside.exists() else Path(name)).read_text("utf-8").splitlines()
-            documents += [json.loads(line) for line in lines if line.strip()]
+            text = (beside if beside.exists() else Path(name)).read_text("utf-8")
+            # Not splitlines: a string of JSON may have what Unicode calls the end of a line.
+            documents += [json.loads(line) for line in text.split("\n") if line.strip()]
         except (OSError, ValueError) as error:
             problems.append(Problem("dataset_kwargs.data_files", name, f"cannot be read: {error}"))
     if not files:
@@ -161,10 +170,14 @@ def _question(tree: Json, document: Json) -> Question:
         choices = _filled(choices, document)
         choices = ast.literal_eval(choices) if isinstance(choices, str) else choices
     choices = list(choices.values()) if isinstance(choices, dict) else choices
-    gold = tree["doc_to_target"]
-    gold = _filled(gold, document) if isinstance(gold, str) else gold
+    if "" in choices:
+        raise ValueError("a choice is empty")
+    target = tree["doc_to_target"]
+    gold = _filled(target, document) if isinstance(target, str) else target
     if isinstance(gold, str):
-        gold = int(gold) if gold.isdigit() else choices.index(gold)
+        # As the harness has it: digits of a template are a number, those of a field a choice.
+        number = gold.isdigit() and target not in document
+        gold = int(gold) if number else choices.index(gold)
     if not 0 <= gold < len(choices):
         raise ValueError(f"the answer is number {gold} of {len(choices)} choices")
     context = _filled(tree["doc_to_text"], document)

@@ -1,7 +1,8 @@
 """``weft export`` and ``weft import``: a checkpoint as a Hugging Face folder, and the other way.
 
 Everything that can be known is checked before anything is written; then the weights are streamed
-into a folder that becomes visible whole.  What comes from elsewhere is numbers and names, never a
+into a folder that becomes visible whole (in an object store: file by file, what makes it a model
+last).  What comes from elsewhere is numbers and names, never a
 program: only safetensors are read, and no code that came with a model is run.
 """
 

@@ -96,8 +96,8 @@ def export_adapter(found: Found, out: Path, dtype: torch.dtype) -> str:
         "inference_mode": True,
     }
     with publishing(out) as folder:
-        write_json(folder / CONFIG, config)
         written = write_tensors(
             folder / WEIGHTS, names, adapters.shapes, dtype, partial(read_weight, adapters)
         )
+        write_json(folder / CONFIG, config)  # last: it makes the folder an adapter
     return f"{out}: {len(names)} tensors of adapters, {written:,} bytes, from {found.path}"

@@ -18,7 +18,7 @@ from weft.inference.model import Found
 from weft.job import InvalidJob, Job, Problem
 from weft.launch.preparing import cache_folder, showing
 from weft.plan.resolve import Plan
-from weft.resilience.process import PYTHON, on_one_host
+from weft.resilience.process import PYTHON, die_with_parent, on_one_host
 from weft.train.setup import Rank, connect, joined
 
 
@@ -67,10 +67,14 @@ def on_every_rank(plan: Plan, arguments: Sequence[str], run: Callable[[Rank], No
         The exit status.
     """
     if plan.world_size == 1 or joined():
+        if joined():
+            die_with_parent()  # ranks that torchrun starts have sessions of their own
         with connect(plan) as rank:
             run(rank)
         return 0
     environment = {"OMP_NUM_THREADS": str(plan.threads)} | on_one_host(plan.device) | os.environ
     agent = [*PYTHON, "torch.distributed.run", "--standalone", "--no-python"]
     command = [*agent, "--nproc-per-node", str(plan.world_size), *PYTHON, "weft.cli", *arguments]
-    return subprocess.run(command, env=environment, check=False).returncode
+    # Killed, this process takes torchrun with it, and that its ranks.
+    done = subprocess.run(command, env=environment, check=False, preexec_fn=die_with_parent)
+    return done.returncode

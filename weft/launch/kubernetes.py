@@ -52,7 +52,7 @@ OPTIONS = {
 REMEDY = "see https://kubernetes.io/docs/tasks/tools"
 # What ranks have to finish a step and save, after a pod was told to end.
 GRACE_SECONDS = 600
-# Pods that ended otherwise than by a documented status, a disruption or success: lost nodes.
+# Pods that ended otherwise than by 0, 1, 2, 75 or a disruption: lost, unfit or hung.
 LOST_NODES = 6
 
 
@@ -273,7 +273,10 @@ def submit(path: Path, request: Request) -> str:
 def status(id: str) -> str:
     """One line that begins with 'waiting' or 'running' (on which nodes), or how it ended."""
     space, kind, name = id.split("/")
-    found = json.loads(_kubectl(space, "get", kind, name, "-o", "json"))
+    told = _kubectl(space, "get", kind, name, "--ignore-not-found", "-o", "json")
+    if not told.strip():
+        return f"ended: there is no {kind} {name} any more"
+    found = json.loads(told)
     true = [c for c in found.get("status", {}).get("conditions", []) if c["status"] == "True"]
     for condition in true:
         if condition["type"] in ("Complete", "Completed"):
@@ -304,7 +307,7 @@ def stop(id: str) -> str:
     """Have it save and end."""
     space, kind, name = id.split("/")
     for what in (kind, "trainingruntime") if kind == "trainjob" else (kind,):
-        _kubectl(space, "delete", what, name, "--wait=false")
+        _kubectl(space, "delete", what, name, "--wait=false", "--ignore-not-found")
     recipe = f"{name}-recipe"
     _kubectl(space, "delete", "configmap", recipe, "--wait=false", "--ignore-not-found")
     return f"deleted {kind} {name}: its pods have {GRACE_SECONDS} s to save; /runs/{name} stays"

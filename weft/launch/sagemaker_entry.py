@@ -22,7 +22,8 @@ back when it starts again: job.toml and checkpoints are there together, and the 
 *a failure*: its first cause is the text of ``/opt/ml/output/failure``.
 *stop signals* go on to the child, which saves.
 
-What a recipe or a hyperparameter says goes before these defaults.
+What a recipe or a hyperparameter says goes before these defaults, but a channel before a recipe's
+``data.path``.
 """
 
 from __future__ import annotations

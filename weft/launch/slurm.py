@@ -3,8 +3,9 @@
 What makes a job that outlives its time limit, and the loss of its nodes:
 
 *Before the limit* Slurm sends SIGTERM to the steps, not to the script: weft saves and ends with
-status 75.  The script then puts its own job back into the queue, and the next start goes on.  With
-any other status it ends: a mistake is no better the second time.
+status 75.  The script then puts its own job back into the queue, and the next start goes on; so it
+does at 69 (``resilience.preflight``), on other nodes.  With any other status it ends: a mistake is
+no better the second time.
 
 *A lost node*: a job with a fixed number of nodes is started again by Slurm itself (``--requeue``).
 One with MIN:MAX goes on (``--no-kill``) with the nodes that are left, as weft's launchers do.

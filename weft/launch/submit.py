@@ -77,7 +77,7 @@ class Cluster(Protocol):
         """Lines that the job has printed."""
 
     def stop(self, id: str) -> str:
-        """Have it save and end; what was done, for people."""
+        """Have it save, where the cluster gives time for it, and end; what was done, for people."""
 
 
 def cluster(name: str) -> Cluster:
@@ -184,8 +184,8 @@ def submit(on: str, asked: Request, text: str) -> str:
 
     Raises:
         InvalidJob: if an earlier job of the run has not ended.
-        WeftError: if it was not taken, and nothing is left behind then; or if it was, and that
-            cannot be noted.
+        WeftError: if it was not taken, and nothing is left behind then but a recipe in SageMaker's
+            bucket; or if it was, and that cannot be noted.
     """
     module, folder = cluster(on), asked.run_dir
     if (folder / RECORD).is_file():

@@ -95,7 +95,8 @@ class Counterpart:
 class Family:
     """What weft needs to know of a kind of model.  `weft.models.llama` documents each entry.
 
-    Every function takes the family's own configuration, an instance of ``config``.  Rules
+    ``check``, ``build`` and what counts take the family's own configuration, an instance of
+    ``config``; ``blocks``, ``keep`` and the like take the model that was built.  Rules
     about several of its fields belong in ``check``, not in validators of ``config``.
     """
 
@@ -108,7 +109,7 @@ class Family:
     decays: Callable[[str], bool]
     num_params: Callable[[Any], int]
     flops_per_token: Callable[[Any, int], float]
-    # For tensor parallelism; without them a model cannot have it.
+    # For tensor parallelism; without sharding a model cannot have it.
     sharding: Mapping[str, Split] = field(default_factory=dict)
     split_sizes: tuple[str, ...] = ()
     # For pipeline parallelism; without them a model cannot have it.

@@ -2,8 +2,8 @@
 
 Nothing is permuted: the rotary convention (see `weft.models.layers.apply_rope`) and all shapes are
 the same on both sides.  What is not the same model is refused.  That includes every field of a
-``config.json`` that is not known here, because whether an unknown field changes what the model
-computes cannot be known either.
+``config.json`` that is not known here (but for names that begin with an underscore), because
+whether an unknown field changes what the model computes cannot be known either.
 
 The tables below are of all families like Llama; what differs stands in the family's `Counterpart`.
 """
@@ -40,7 +40,8 @@ SCALING = {
     "original_max_position_embeddings": "rope_original_context",
 }
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-# What transformers takes where a field is missing; the others in `FIELDS` must be there.
+# What transformers takes where a field is missing; the others in `FIELDS` must be there, but for
+# num_key_value_heads and head_dim, which follow from others.
 DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -147,10 +148,12 @@ def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
     for name, ours in FIELDS.items():
         if name == "head_dim" and not own_width:
             continue
-        if name in given or name in defaults:
+        if name == "num_key_value_heads" and name not in given:
+            # Where a family has a default of its own, null still means as many as there are heads.
+            missing = name not in tree and name in defaults
+            fields[ours] = defaults[name] if missing else given.get("num_attention_heads")
+        elif name in given or name in defaults:
             fields[ours] = given.get(name, defaults.get(name))
-        elif name == "num_key_value_heads":
-            fields[ours] = given.get("num_attention_heads")
         elif name == "head_dim":
             width, heads = given.get("hidden_size"), given.get("num_attention_heads")
             if type(width) is type(heads) is int and heads > 0:

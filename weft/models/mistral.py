@@ -44,7 +44,7 @@ HUGGINGFACE = Counterpart(
     name="Mistral",
     architecture="MistralForCausalLM",
     model_type="mistral",
-    defaults={"max_position_embeddings": 131072},
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
     only={name: value for name, value in ONLY.items() if not name.endswith("_bias")},
     window=4096,
 )

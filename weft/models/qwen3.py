@@ -109,7 +109,7 @@ HUGGINGFACE = Counterpart(
     name="Qwen3",
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    defaults={"head_dim": 128, "max_position_embeddings": 32768},
+    defaults={"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 32},
     only={**ONLY, "use_sliding_window": False},
     ignored=frozenset({"sliding_window", "max_window_layers"}),  # of what is not used
 )

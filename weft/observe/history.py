@@ -7,6 +7,7 @@ how a page of a running run stays cheap.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -205,6 +206,14 @@ def _parsed_line(line: bytes) -> list[Any]:
         return []
 
 
+def _number(value: object) -> float:
+    """NaN for what is no number."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
 def columns_of(records: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, Floats]:
     """The numbers in records, by the names of `History.columns`."""
     found: dict[str, Floats] = {}
@@ -221,8 +230,7 @@ def columns_of(records: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[s
             try:
                 found[prefix + name] = np.array(values, np.float64)  # None becomes NaN
             except (TypeError, ValueError, OverflowError):  # not all are numbers
-                numbers = [v if isinstance(v, float) else np.nan for v in values]
-                found[prefix + name] = np.array(numbers, np.float64)
+                found[prefix + name] = np.array([_number(v) for v in values], np.float64)
     return found
 
 

@@ -51,6 +51,7 @@ class Profile:
         self._run = Path(plan.run_dir)
         if self._steps:
             self._folder = self._run / "traces" / f"step-{self._steps[0]}-{self._steps[-1]}"
+            self._path = self._folder / f"rank-{dist.get_rank()}.json.gz"
         self._rank = dist.get_rank()
         self._profiler: profile | None = None
         self._taken = False  # once in a process, also if the run goes back
@@ -70,7 +71,9 @@ class Profile:
         told: dict[str, Any] = {"rank": self._rank}
         try:
             told |= self._told(self._end())
-        except OSError as error:  # a full disk is no reason to lose a run
+        except (OSError, ValueError, EOFError) as error:
+            # A full disk is no reason to lose a run; of the trace torch tells it in its log only.
+            self._path.unlink(missing_ok=True)
             told["error"] = str(error)
         every: list[dict[str, Any]] = [{}] * dist.get_world_size()
         dist.all_gather_object(every, told)
@@ -106,12 +109,13 @@ class Profile:
         self._marking.close()
         profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank-{self._rank}.json.gz"
-        profiler.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(self._path))
         if self._device.type == "cuda" and self._memory:
-            dump_memory(self._folder / f"rank-{self._rank}.memory.pickle")
-            record_memory(on=False)
-        return path
+            try:
+                dump_memory(self._folder / f"rank-{self._rank}.memory.pickle")
+            finally:
+                record_memory(on=False)
+        return self._path
 
     def _told(self, path: Path) -> dict[str, Any]:
         with gzip.open(path, "rt", encoding="utf-8") as file:

@@ -66,7 +66,7 @@ class StepRecord:
     loss: float  # nats per token (of dpo, per pair), over the whole global batch
     grad_norm: float  # before clipping
     lr: float
-    tokens: int  # trained on since the run began
+    tokens: int  # consumed since the run began: of rows that were trained on, filled up or skipped
     step_seconds: float
     data_seconds: float  # of step_seconds, waiting for data
     tokens_per_second: float
@@ -78,7 +78,7 @@ class StepRecord:
     time: float  # seconds since the epoch
     seconds: dict[str, float]  # of the run, over all its starts: see `weft.observe.ledger`
     goodput: float  # the productive share of them
-    eval_loss: float | None = None  # nats per token of the held-out text, where it was evaluated
+    eval_loss: float | None = None  # of the held-out text, in the loss's unit, where evaluated
     # Steps since the last record that were skipped, taken back, or computed twice.
     anomalies: list[dict[str, Any]] | None = None
     slow_rank: int | None = None  # which slows all others down, where there is one ...

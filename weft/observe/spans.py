@@ -10,9 +10,9 @@ later, and the host's spans say when it asked.  A profile (`weft.observe.profile
 the same names: while it is taken, each phase and span is a range of torch.profiler, too.
 
 A span costs some microseconds, most of them when it is written: at the site ``record``, where the
-host would wait for the device, and at the end.  A rank that is killed loses what it noted since.
-The file is whole JSON after every write, an event a line; at `FILE_BYTES` it is renamed, and
-replaces the one renamed before.
+host would wait for the device, when many wait, and at the end.  A rank that is killed loses what it
+noted since.  The file is whole JSON after every write, an event a line; at `FILE_BYTES` it is
+renamed, and replaces the one renamed before.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ several ranks have alike is counted once.  So two runs may be compared that are 
 different ways, to rounding; and if they are laid out alike, bit for bit.
 
 A step that is not chosen pays nothing: hooks are there only while a chosen one is computed.  Then
-each rank sends its sums to rank 0 at the end of the step, and that is all that is exchanged.
+each rank sends its sums to rank 0 at the end of the step; if parameters are not finite then, all
+are told the first one.
 """
 
 from __future__ import annotations

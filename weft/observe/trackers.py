@@ -1,15 +1,17 @@
 """Records for trackers of experiments: TensorBoard, Weights & Biases, and MLflow.
 
 Where servers are, and who one is there, is taken from the environment as everywhere else:
-WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.  By
-themselves all write into the run's folder.  A run that resumes goes on in the tracker's run of the
-same name.
+WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
+Offline, and without a tracking server, they write into the run's folder.  A run that resumes goes
+on in the tracker's run of the id that is kept in the folder.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import posixpath
+import re
 import secrets
 import time
 from pathlib import Path
@@ -84,6 +86,11 @@ class WeightsAndBiases:
         wandb.teardown()  # offline, its process writes on after that; ours may end any moment
 
 
+def allowed(name: str) -> str:
+    """A metric's name as MLflow takes it: a source of data may be called like any path or URL."""
+    return posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", name))
+
+
 class MLflow:
     """A run of MLflow, which is sent several records at once: a row of its costs milliseconds."""
 
@@ -117,7 +124,7 @@ class MLflow:
 
         at = int(1000 * record.time)
         self._waiting.extend(
-            Metric(name, value, at, record.step) for name, value in scalars(record).items()
+            Metric(allowed(name), value, at, record.step) for name, value in scalars(record).items()
         )
         if time.monotonic() >= self._next:
             self._send()

@@ -35,7 +35,7 @@ LEAST = 4096  # elements of a parameter below which its moments stay float32, as
 class LeanAdamW(Optimizer):
     """AdamW with moments in ``states``; groups as torch's AdamW takes them.
 
-    Loaded moments are float32 until `adopt` has been called.
+    Loaded moments are in the dtype that was saved until `adopt` has been called.
     """
 
     # As torch's GradScaler asks it: `found_inf` true, on the device, and nothing changes.
@@ -86,7 +86,7 @@ class LeanAdamW(Optimizer):
                 )
 
     def adopt(self) -> None:
-        """Bring loaded moments, which are float32, into their form and to their parameter."""
+        """Bring loaded moments, in the dtype that was saved, into their form and to their parameter."""
         for param, state in self.state.items():
             for key, value in state.items():
                 if key == "step":
@@ -121,8 +121,10 @@ class LeanAdamW(Optimizer):
 
 
 def _run(param: Tensor, *args: Any) -> None:
-    if param.numel() == 0:
-        return  # this rank holds nothing of it
+    if param.numel() == 0:  # this rank holds nothing of it, but counts its steps as the others do
+        step, bad = args[3:5]
+        step += ~(bad > 0)
+        return
     if param.device.type == "cpu":
         _update(param, *args)
         return

@@ -7,24 +7,24 @@ from collections.abc import Callable
 
 from weft.job import OptimSection
 
-# (share of the run that is done, in [0, 1]; the section) -> share of the peak rate, in [0, 1]
+# (share of the steps after warm-up that is done, in [0, 1]; the section) -> share of the peak rate, in [0, 1]
 Decay = Callable[[float, OptimSection], float]
 
 
 def wsd(done: float, optim: OptimSection) -> float:
-    """Stable, then a linear decay over the last ``decay_fraction`` of the steps."""
+    """Stable, then a linear decay over the last ``decay_fraction`` of the steps after warm-up."""
     if optim.decay_fraction == 0:
         return 1.0
     return min(1.0, max(0.0, 1.0 - done) / optim.decay_fraction)
 
 
 def cosine(done: float, optim: OptimSection) -> float:
-    """Half a cosine over the whole run (Loshchilov and Hutter, SGDR, 2017)."""
+    """Half a cosine over the steps after warm-up (Loshchilov and Hutter, SGDR, 2017)."""
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def linear(done: float, optim: OptimSection) -> float:
-    """A straight line over the whole run."""
+    """A straight line over the steps after warm-up."""
     return 1.0 - done
 
 

@@ -30,8 +30,8 @@ checkpoint, a replica) needs not tell.  A weight that does not divide evenly is 
 part, and a microbatch by what is in it: there is no exchange for scales, and they differ between
 layouts.  Results need not: all scales are rounded down to powers of two, and those move a number's
 exponent and leave its mantissa alone.  So a number is rounded to the same one under any scale,
-unless it is so much smaller than the largest (2**-15 for e4m3) that it leaves the range of normal
-numbers.
+unless it is so much smaller than the largest (about 2**-14 for e4m3) that it leaves the range of
+normal numbers.
 
 *Emulation.*  Where the device has no such products, factors are cast all the same and multiplied in
 float32: the same rounding, for tests and for seeing what float8 does to a loss; slower than none.

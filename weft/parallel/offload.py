@@ -3,8 +3,9 @@
 A block's activations are idle from the end of its forward pass until its backward pass, the longer
 the earlier the block.  So they are copied to pinned host memory while the next blocks run, and
 back before they are needed: when the backward pass reaches a block, the copies of the ``ahead``
-blocks before it begin.  The last ``ahead`` blocks, whose turn comes at once, stay.  With
-recomputation what is kept, and moved, is less: with ``full``, each block's input.
+blocks before it begin.  (Nothing calls for the last block that has moved: it is waited for.)  The
+last ``ahead`` blocks, whose turn comes at once, stay.  With recomputation what is moved is less:
+each block's input.
 
 Both ways go over a stream of their own, and computing waits for a copy only if that is not done.
 On a CPU there is nowhere to move to: it is done all the same, as a copy, so that it can be tested.

@@ -136,13 +136,11 @@ def listening_store(host: str, port: int, serve: bool, size: int | None = None) 
 
     more: dict[str, Any] = {}
     if serve:
-        try:
-            listening = socket.create_server((host, port), backlog=2048)
-        except socket.gaierror:
-            pass  # not an IPv4 address: on every interface, then
-        else:
-            port = listening.getsockname()[1]
-            more["master_listen_fd"] = listening.detach()
+        families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+        port = listening.getsockname()[1]
+        more["master_listen_fd"] = listening.detach()
     return TCPStore(host, port, size, is_master=serve, wait_for_workers=False, **more)
 
 

@@ -12,7 +12,7 @@ what is computed again is computed again in the same way:
 
 ``every = n`` does so to each n-th block only.  *Offload* is apart from all that: what is kept
 moves to the host's memory after a block's forward pass, and comes back, some blocks ahead, before
-its backward pass; with ``full`` that is the inputs of the blocks.
+its backward pass; of all but ``none`` that is the inputs of the blocks.
 
 Recomputation itself is torch's (`torch.utils.checkpoint`, not reentrant); here is only the choice.
 """
@@ -174,7 +174,7 @@ class Budget:
             out = forward(block, *args)
         room = self._share * sum(saved.values())
         self._kept = set()
-        for op in sorted(ops.made.values(), key=lambda op: op.bytes / op.work):
+        for op in sorted(ops.made.values(), key=lambda op: op.bytes / max(op.work, 1)):
             if op.bytes <= room:
                 room -= op.bytes
                 self._kept.add(op.key)

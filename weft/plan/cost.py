@@ -18,7 +18,7 @@ real step or from arithmetic (`weft.plan.analytic`); the price is the same.
   `CONTENTION` of its own time from it, for both need the memory and some cores.
 * A pipeline is its timetable, run: an action starts when its rank is free and its inputs are there.
 
-The constants below are all there are.  None is fitted to a row of a table of results.
+The constants stand below, or beside their use.  None is fitted to a row of a table of results.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
             value = entry.get(field, MISSING)
             if str(value) in among:
                 entry[field] = among[str(value)]
-            elif value != "":
+            else:
                 remedy = suggest(str(value), among)
                 read.complain("devices", name, field, value, "is not known", remedy)
         peak = entry.get("bf16", 0.0)
@@ -280,6 +280,11 @@ def peak_flops(device_name: str) -> float | None:
     return device.bf16 or None if device else None
 
 
+def _boards(name: str) -> set[str]:
+    words = re.findall(r"\b(PCIe|NVL|Laptop|Max-Q|Ti|SUPER|D)\b", name, re.IGNORECASE)
+    return {word.lower() for word in words}
+
+
 def device_called(driver_name: str, memory_bytes: int | None = None) -> Device | None:
     """The device that a driver calls so, by the longest name in it, as whole words; of equals the
     one of that memory.  None if it is not known."""
@@ -288,6 +293,8 @@ def device_called(driver_name: str, memory_bytes: int | None = None) -> Device |
         return known[driver_name]
     plain = {name: re.sub(r" \d+GB$", "", name) for name in known}
     found = [name for name in known if re.search(rf"\b{re.escape(plain[name])}\b", driver_name)]
+    # Another board of the same chip is another device.
+    found = [name for name in found if _boards(name) == _boards(driver_name)]
     found = [name for name in found if len(plain[name]) == max(len(plain[n]) for n in found)]
     size = (memory_bytes or 0) / GIB
     near = sorted(found, key=lambda name: abs(known[name].memory_gib - size))

@@ -25,7 +25,7 @@ from weft.job import Job, PrecisionSection, Problem
 from weft.models import Family
 from weft.plan.layout import Degrees
 from weft.plan.matrices import Matrix, matrices_of
-from weft.plan.timetable import SCHEDULES
+from weft.plan.timetable import find_schedule
 
 
 def multiple_of(recipe: str) -> int:
@@ -133,8 +133,8 @@ def float8_warnings(job: Job, device: str, pp: int, emulated: bool) -> Iterator[
             f"{head} without compile.enable: scaling and casting are kernels of their own, which "
             "may cost more than the products gain"
         )
-    schedule = SCHEDULES.get(job.parallel.schedule)
-    if pp > 1 and schedule is not None and schedule.splits_backward:
+    schedule = find_schedule(job.parallel.schedule)
+    if pp > 1 and not isinstance(schedule, Problem) and schedule.splits_backward:
         yield (
             f"{head} with {schedule.name}: a layer computes the gradients of its input and of its "
             "weight at once, so it does both twice where they are asked for apart; another "

@@ -119,7 +119,7 @@ def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Ite
     sizes = {field: getattr(model, field) for field in family.split_sizes}
     common = math.gcd(*sizes.values()) if sizes else 0
     kv = getattr(model, "num_kv_heads", 0)
-    good = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0]
+    good = [n for n in divisors(common) if not kv or kv % n == 0 or n % kv == 0] or [1]
     for field, size in sizes.items():
         if size % tp:
             rule = f"does not divide {field} = {size} of {name}"

@@ -23,8 +23,9 @@ from weft.plan.timetable import (
     timetable,
 )
 
-# With fewer microbatches than this many times the ranks, a fifth of the time or more is bubble.
+# With as many microbatches as this many times the ranks, or more, less than a fifth is bubble.
 ENOUGH = 4
+MOST_ROWS = 4096  # of a microbatch that is looked at unasked
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,10 @@ def _microbatch(
             return count == num_microbatches_of(table)
         return schedule is not None and schedule.allows(count, pp, num_stages)
 
-    by_size = {size: num_microbatches(local_batch, size) for size in range(1, local_batch + 1)}
+    sizes = {*range(1, min(local_batch, MOST_ROWS) + 1)}
+    if isinstance(asked, int) and asked <= local_batch:
+        sizes.add(asked)
+    by_size = {size: num_microbatches(local_batch, size) for size in sorted(sizes)}
     good = [size for size, count in by_size.items() if allowed(count)]
     even = [size for size in good if local_batch % size == 0]
     if asked == "auto":
@@ -211,7 +215,8 @@ def _microbatch(
         assert schedule is not None
         rule = f"gives {count} microbatches; {schedule.name} needs {schedule.rule(pp, num_stages)}"
         enough = num_stages
-    remedy = f"use {either(good)}" if good else f"use train.global_batch {enough * dp} or more"
+    more = "or a multiple of it" if table is not None else "or more"
+    remedy = f"use {either(good)}" if good else f"use train.global_batch {enough * dp} {more}"
     return 1, [Problem("train.microbatch", asked, rule, remedy, depends)]
 
 
@@ -228,8 +233,10 @@ def _check_stages(job: Job, blocks: int, num_stages: int) -> list[Problem]:
 
 def remat_warnings(job: Job, pp: int) -> list[str]:
     """What makes recomputation dearer than it need be."""
-    schedule = SCHEDULES.get(job.parallel.schedule)
-    if pp == 1 or job.remat.kind != "full" or not (schedule and schedule.splits_backward):
+    schedule = find_schedule(job.parallel.schedule)
+    if pp == 1 or job.remat.kind != "full" or isinstance(schedule, Problem):
+        return []
+    if not schedule.splits_backward:
         return []
     return [
         f"remat.kind = full with {schedule.name}: a block is computed again for the gradients of "

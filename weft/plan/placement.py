@@ -177,12 +177,12 @@ def placement_warnings(
     warnings = []
     world, tp = world_size(sizes), sizes.get("tp", 1)
     if (nodes := nodes_spanned("tp", sizes, local_world_size, order)) > 1:
-        spans = _spans(_groups("tp", sizes, order), local_world_size)
-        first = int(spans.argmax()) * tp
+        groups = _groups("tp", sizes, order)
+        one = groups[_spans(groups, local_world_size).argmax()]
         *fitting, most = [n for n in range(1, local_world_size + 1) if local_world_size % n == 0]
         fit = f"{', '.join(map(str, fitting))} or {most}" if fitting else str(most)
         warnings.append(
-            f"parallel.tp = {tp}: the group of ranks {first}-{first + tp - 1} spans {nodes} nodes "
+            f"parallel.tp = {tp}: the group of ranks {one.min()}-{one.max()} spans {nodes} nodes "
             f"of {local_world_size}, and tp communicates several times in every layer with "
             f"nothing to compute meanwhile; use a tp that divides the ranks of a node: {fit}"
         )

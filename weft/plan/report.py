@@ -31,7 +31,7 @@ def plan_recipe(
     cluster: str | None,
     here: Callable[[str], Machine],
 ) -> tuple[Job, Plan, Machine]:
-    """Read a recipe and plan it for a cluster.  The user's files are not looked at.
+    """Read a recipe and plan it for a cluster.  The user's text is not looked at.
 
     Args:
         recipe, overrides: see `read_job`.

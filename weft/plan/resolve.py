@@ -1,9 +1,10 @@
 """Plan: everything that follows from a Job on a given machine, by one pure function.
 
 The trainer consumes the Plan, ``--dry-run`` prints it and the tests assert on it;
-nobody computes a degree or a batch size a second time.  ``resolve`` reads no file,
-asks no device and starts nothing: the same arguments give the same Plan, or the
-same complete list of reasons why there is none.
+nobody computes a degree or a batch size a second time.  ``resolve`` asks no device,
+starts nothing, and reads nothing but a schedule that is a file, the tables of devices
+and a family of the user's: the same arguments give the same Plan, or the same complete
+list of reasons why there is none.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis of the mesh, outermost first."""
+        """Ranks along each axis of the mesh; `order` says which is outermost."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property

@@ -22,6 +22,7 @@ def check_sections(job: Job, family: Family, degrees: Degrees) -> Iterator[Probl
     """What the sections of a job forbid each other, whatever it runs on."""
     yield from _check_groups(job, degrees)
     yield from _check_optimizer(job)
+    yield from _check_remat(job)
     yield from _check_experts(job, family)
     yield from _check_objective(job, degrees)
     yield from _check_profile(job)
@@ -146,6 +147,10 @@ def _check_groups(job: Job, degrees: Degrees) -> Iterator[Problem]:
         yield Problem("train.canonical", True, rule, "use train.canonical false", (key,))
     if job.resilience.anomaly != "stop":
         yield Problem("resilience.anomaly", job.resilience.anomaly, rule, "use stop", (key,))
+    if (
+        job.train.objective == "dpo"
+    ):  # what the initial model thinks lies in each group's own folder
+        yield Problem("train.objective", "dpo", rule, "use one group, lighthouse none", (key,))
     if job.checkpoint.dir == "auto":
         remedy = "use a folder that all groups share"
         yield Problem("checkpoint.dir", "auto", "is each replica group's own", remedy, (key,))
@@ -162,6 +167,14 @@ def _check_optimizer(job: Job) -> Iterator[Problem]:
     if value == "8bit" and job.resilience.lighthouse != "none":
         rule = "is not possible in a replica group (resilience.lighthouse)"
         yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
+
+
+def _check_remat(job: Job) -> Iterator[Problem]:
+    """The compiler has one budget for all blocks."""
+    if job.remat.kind == "budget" and job.compile.enable and job.remat.every > 1:
+        rule = "is not heeded where the compiler chooses what a budget keeps"
+        depends = ("remat.kind", "compile.enable")
+        yield Problem("remat.every", job.remat.every, rule, "use 1", depends)
 
 
 def _check_experts(job: Job, family: Family) -> Iterator[Problem]:

@@ -205,7 +205,7 @@ def read_csv(path: Path, pp: int) -> Timetable | Problem:
 
     try:
         rows = [row for row in csv.reader(path.read_text("utf-8").splitlines()) if row]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         return problem(f"cannot be read: {error}")
     if len(rows) != pp:
         return problem(f"has {len(rows)} lines for parallel.pp = {pp} ranks")

@@ -222,7 +222,7 @@ def memory_chart(
     shapes.append(f'<text x="{left}" y="{bottom + 18}">passes, one after the other</text>')
     shapes += memory_stack(prediction, limits, left, right + 40, top, bottom, scale)
     drawn = sum(where[:2] == (0, "F") for where, _ in memory.timeline)
-    part = f"; of {plan.accumulation} microbatches the first {drawn} are drawn" * (
+    part = f"; of {plan.accumulation} microbatches {drawn} are drawn, the first and the last" * (
         plan.pipeline is None and drawn < plan.accumulation
     )
     largest = max(memory.live, key=memory.live.__getitem__)

@@ -120,9 +120,7 @@ def advised(seen: Forecast, advice: Sequence[Advice]) -> list[str]:
     """What each change would do to speed and memory, as lines; none if there is nothing to tell."""
     if not advice:
         if seen.fits is False:
-            return [
-                "no one or two of the usual changes make it fit: --search looks among all layouts"
-            ]
+            return ["no one or two of the usual changes make it fit"]
         return []
     head = "what would make it fit" if seen.fits is False else "what would make it faster"
     rows = [[str(each), f"{each.faster:+.0%}", _size(each.bytes)] for each in advice]

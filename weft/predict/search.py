@@ -3,8 +3,8 @@
 Meshes, microbatches, schedules, recomputation and precision are enumerated.  An analytic twin
 (`weft.predict.twin`) reckons memory and time of each in a millisecond, which leaves those that may
 fit, in the order of their time.  From there the best are planned by `resolve`, which knows every
-rule, and traced, which knows the code: what is told of memory and time is what was traced.  If a
-trace needs more than the twin said, others of its kind are taken to need as much more, and are not
+rule, and traced, which knows the code: what is told of memory and time is what was traced.  If what
+is traced does not fit, others of its kind are taken to need as much more, and are not
 traced where that is too much.  At most `MOST_TRACED` are traced, and of the other precision, below,
 as large a part of that.
 

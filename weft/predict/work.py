@@ -204,7 +204,7 @@ def _steady(counts: list[int], first: bool) -> int:
 
 
 def _beyond(more: Works, less: Works) -> Works:
-    """The collectives that one has and the other has not, and the difference of bytes moved."""
+    """The collectives that one has and the other has not, and with them the difference of bytes."""
     counts: Counter[Collective] = Counter()
     swept = 0.0
     for sign, works in ((1, more), (-1, less)):

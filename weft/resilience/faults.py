@@ -42,6 +42,7 @@ SITES = {
     "tell": "when it has, before the ranks tell each other how they are",
     "evaluate": "before an evaluation",
     "checkpoint": "before a checkpoint is saved",
+    "local": "when the node has what this rank holds, before that counts",
     "checkpoint.shards": "before this rank writes its shards",
     "checkpoint.written": "after this rank has written its shards, before they are forced out",
     "checkpoint.manifest": "on rank 0, before the manifest is written",
@@ -50,7 +51,6 @@ SITES = {
     "checkpoint.delete": "on rank 0, before an old one is deleted",
     "checkpoint.deleting": "on rank 0, when the old one is out of sight",
     "checkpoint.saved": "after a checkpoint is saved",
-    "local": "when the node has what this rank holds, before that counts",
 }
 
 # What a rank does after a site, by the first part of its name.

@@ -208,6 +208,9 @@ def check_names(job: Job) -> Iterator[Problem]:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
             yield Problem("resilience.faults", fault.site, rule, remedy)
+        elif fault.kind in ("corrupt", "nan", "flip") and fault.site != "gradients":
+            rule = f"has no tensors for a fault of kind {fault.kind}"
+            yield Problem("resilience.faults", fault.site, rule, "use site gradients")
     named: list[tuple[str, str, Mapping[str, object]]] = [
         ("optim.kind", job.optim.kind, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),

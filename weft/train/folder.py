@@ -77,10 +77,14 @@ def _memory_gib(device: str) -> float | None:
 
 
 def _git_commit() -> str | None:
-    """The commit of weft's own checkout ('-dirty' with changes), None where it is installed."""
+    """The commit of weft's own checkout ('-dirty' with changes), None where it is installed or
+    there is no git."""
     folder = Path(weft.__file__).parent.parent
     if not (folder / ".git").exists():
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
     return done.stdout.strip() or None

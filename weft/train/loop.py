@@ -121,7 +121,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         with statistics.forward(step, rows), named:
             share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
-        losses = [share] if engine.by_source is None else [share, engine.by_source]
+        losses = [share, *(sums for sums in (engine.by_source, engine.metrics) if sums is not None)]
         losses += engine.balance.total()
         groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
         with span("gradient norm"):

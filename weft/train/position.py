@@ -150,13 +150,13 @@ def rewind(
     """`resume` in the middle of a run, which goes on from there on a branch of its own.
 
     Raises:
-        CheckpointError: if there is no checkpoint yet: early trouble has a cause that samples do
+        CheckpointError: if there is none after step 0: early trouble has a cause that samples do
             not cure.
     """
     saver.close()
     at = resume(folder, local, parts, optimizer, warn, frozen=False)
     if at.step == 0:
-        rule = "there is no checkpoint to rewind to yet"
+        rule = "there is no checkpoint after step 0 to rewind to yet"
         raise CheckpointError(
             f"{folder}: {rule}; try a lower --optim.lr, or --resilience.anomaly skip"
         )

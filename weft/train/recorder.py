@@ -1,7 +1,8 @@
 """What a run tells while it trains: notes, seconds, and a record of some of its steps.
 
 Every rank has a `Recorder` and makes the same calls, because much of a record is of all ranks; only
-the first one writes.  The host waits for the device in one place, `Recorder.write`.
+the first one writes.  Of what comes with every step the host waits for the device in
+`Recorder.write` alone; docs/observing.md has the exceptions.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class Recorder:
             Mean seconds of a step since the last record.
         """
         plan, device = self._plan, self._rank.device
-        # The only place where the host waits for the device, but for what may skip.
+        # Here the host waits for the device.
         reach("record")
         probe = Probe(device) if device.type == "cuda" else None
         with self.clock.waiting_for_device():

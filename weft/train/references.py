@@ -102,8 +102,9 @@ def log_probs(engine: Engine, samples: Pairs, plan: Plan, mesh: Mesh) -> Tensor:
         loss_B = losses_BT.sum(1)
         return Losses(loss_B, loss_B.new_zeros(len(loss_B), len(objective.metrics)))
 
-    objective = engine.objective
+    objective, by_source = engine.objective, engine.by_source
     engine.objective = objective._replace(losses=keep)
+    engine.by_source = None  # of one source, which is not told which it is
     try:
         engine.evaluate(
             evaluation_batches(
@@ -115,7 +116,7 @@ def log_probs(engine: Engine, samples: Pairs, plan: Plan, mesh: Mesh) -> Tensor:
             )
         )
     finally:
-        engine.objective = objective
+        engine.objective, engine.by_source = objective, by_source
     if dist.get_world_size() > 1:
         dist.all_reduce(found)
     return found

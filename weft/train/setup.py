@@ -1,7 +1,7 @@
 """From a Plan to live objects: ranks, devices, model and optimizer.
 
-Apart from `weft.train.where`, `weft.train.check` and the launchers this is the only place that
-looks at the environment.
+Who a process is among others is asked here, in `weft.train.where`, `weft.train.check` and by the
+launchers only.
 """
 
 from __future__ import annotations

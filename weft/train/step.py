@@ -105,7 +105,8 @@ class Engine:
         batches: Sequence[Batch],
         over_groups: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> Tensor:
-        """Add the gradient of the mean loss of the global batch to the parameters' ``.grad``.
+        """Add the gradient of the mean loss of the global batch to the parameters' ``.grad``, which
+        is to be empty under ``train.canonical``.
 
         Args:
             batches: the microbatches of this rank's rows, on its device.
@@ -169,7 +170,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss of held-out text, in nats per token.
+        """Mean loss of held-out text, in nats per token (of dpo, per pair).
 
         Every rank calls it, with equally many batches.
         """
