@@ -4,7 +4,8 @@ It is the sum, modulo 2**64, of every element's bits times an odd number that de
 element's place in the whole.  So shards have partial sums that add up, in any order and on any
 device, to the whole's.  An odd factor has an inverse modulo 2**64: no change of one element goes
 unseen.  Other changes can cancel (factors begin small, so in small tensors some exchanges do), but
-hardly by chance.  It guards against broken hardware and software, and not against somebody who means harm.
+hardly by chance.  It guards against broken hardware and software, and not against somebody who
+means harm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which documents go into which row, so that none is cut and little is padding.
 
 *Best fit, decreasing*: the longest document first, each into the row that it fills best, or else
-into a new one.  That is at most 11/9 of the fewest rows there can be, and a few (Johnson et al., SIAM J.
-Comput. 3, 1974), and of thousands of documents nearly all rows are full (Ding et al.,
+into a new one.  That is at most 11/9 of the fewest rows there can be, and a few (Johnson et al.,
+SIAM J. Comput. 3, 1974), and of thousands of documents nearly all rows are full (Ding et al.,
 arXiv:2404.10830, who train on documents packed so).
 
 The row that a document fills best is the one with the least room that is enough.  One number,

@@ -1,6 +1,7 @@
 """Text to token ids: byte-level BPE, trained here or loaded from a ``tokenizer.json``.
 
-Bytes are the smallest tokens, so every text can be encoded and comes back unchanged (by those trained here).
+Bytes are the smallest tokens of those trained here, so every text can be encoded and comes back
+unchanged.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class LeanAdamW(Optimizer):
                 )
 
     def adopt(self) -> None:
-        """Bring loaded moments, in the dtype that was saved, into their form and to their parameter."""
+        """Bring loaded moments, as they were saved, into their form and to their parameter."""
         for param, state in self.state.items():
             for key, value in state.items():
                 if key == "step":

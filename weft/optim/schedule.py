@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from weft.job import OptimSection
 
-# (share of the steps after warm-up that is done, in [0, 1]; the section) -> share of the peak rate, in [0, 1]
+# (share of the steps after warm-up that is done; the section) -> share of the peak rate; in [0, 1]
 Decay = Callable[[float, OptimSection], float]
 
 
