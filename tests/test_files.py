@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.files import read_json, replace_bytes, sync_folder, write_durably
+from weft.files import check_url, read_json, replace_bytes, sync_folder, write_durably
 from weft.job import WeftError
 
 WRITERS = [replace_bytes, write_durably]
@@ -82,3 +82,20 @@ def test_what_is_no_json_is_told(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(WeftError, match=r"file.json: cannot be read"):
         read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "secret"),
+    [
+        ("s3://key:abc@bucket/x", True),
+        ("s3://key:abc/def@bucket/x", True),  # as Amazon's may be
+        ("https://token@host/x", True),
+        ("s3://bucket/a@b", False),
+        ("hf://org/name:config@split", False),
+        ("/home/me@here", False),
+    ],
+)
+def test_credentials_in_a_url(url: str, secret: bool) -> None:
+    found = check_url("data.path", url)
+    assert bool(found) == secret
+    assert "abc" not in str(found)

@@ -134,3 +134,10 @@ def test_steps() -> None:
     _, _, problems = read_job("demo", [("debug.statistics", "5-")])
     (problem,) = problems
     assert (problem.key, problem.rule) == ("debug.statistics", "must be steps such as 7 or 7,20-30")
+
+
+def test_odd_values_are_told_and_no_crash() -> None:
+    nested = "[" * 250 + "]" * 250
+    for name, text in (("lora.targets", "[2024-01-01]"), ("data.mixture", nested)):
+        _, _, problems = read_job("demo", [(name, text)])
+        assert [problem.key for problem in problems] == [name]

@@ -341,7 +341,19 @@ def test_no_file_is_a_program(saved: Path) -> None:
 
 def test_an_error_of_the_disk_is_no_damage(saved: Path) -> None:
     run_ranks(refuse_reading, 2, str(saved))
+    run_ranks(refuse_a_manifest, 1, str(saved))
     assert sorted(os.listdir(saved)) == ["step-00000001", "step-00000002"]
+
+
+def refuse_a_manifest(folder: str) -> None:
+    def refused(path: Path, *args: Any, **options: Any) -> str:
+        raise OSError(5, "Input/output error", str(path))
+
+    Path.read_text = refused  # type: ignore[method-assign]
+    parts, optimizer = stepped(1.0)
+    with pytest.raises(CheckpointError, match=r"its manifest cannot be read.*error") as caught:
+        resume(Path(folder), "off", parts, optimizer, print)
+    assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 def refuse_reading(folder: str) -> None:

@@ -11,7 +11,10 @@ import pytest
 
 from tests.test_cli import rejected
 from weft.cli import main
+from weft.compare import planned as planning
 from weft.compare.planned import Planned, verdict
+from weft.job import Job
+from weft.plan.resolve import Machine, Plan
 
 
 def planned(label: str, seconds: float, doubts: tuple[str, ...] = (), fits: bool = True) -> Planned:
@@ -100,6 +103,20 @@ def test_it_replaces_nothing_but_another_plan(
     assert (letters / "report.html").read_text() == "dear"
     (line,) = rejected(capsys, *PLANNED, "--out", str(letters / "report.html"))
     assert "is neither empty nor a comparison's folder" in line
+
+
+def test_variants_may_be_of_different_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for two of them may be equal."""
+    asked = []
+
+    def note(label: str, job: Job, plan: Plan, machine: Machine) -> Planned:
+        asked.append((label, machine.device_name))
+        return Planned(label, None, None, "not asked")
+
+    monkeypatch.setattr(planning, "_predicted", note)
+    vary = [("run.cluster", ["1x8xH100", "1x8xH200"])]
+    planning.compare_plans(["llama3-8b"], vary, [], [], None, None, None, lambda line: None)
+    assert ["H100" in asked[0][1], "H200" in asked[1][1]] == [True, True]
 
 
 def test_a_folder_that_cannot_be_written(

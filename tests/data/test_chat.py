@@ -212,6 +212,11 @@ def test_system_and_input() -> None:
             "chosen": [message("user", "a?"), message("assistant", "b")],
             "rejected": [message("user", "a?"), message("assistant", "c")],
         },
+        {
+            "prompt": "a?",  # told twice, as in ultrafeedback_binarized
+            "chosen": [message("user", "a?"), message("assistant", "b")],
+            "rejected": [message("user", "a?"), message("assistant", "c")],
+        },
     ],
 )
 def test_preferences(line: dict[str, Any]) -> None:

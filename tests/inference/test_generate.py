@@ -221,6 +221,18 @@ def test_over_ranks_it_writes_the_same(
         assert ids == [row.ids for row in expected]
 
 
+def test_where_a_run_was_trained_does_not_matter(runs: dict[str, Path]) -> None:
+    found = find_checkpoint(runs["llama"])
+    file = found.run / "job.toml"
+    before = file.read_text()
+    try:
+        file.write_text(before.replace('device = "auto"', 'device = "cuda"'))
+        job, plan = lay_out(found, [], [], (), generating=True)
+        assert (job.run.device, plan.world_size) == ("auto", 1)
+    finally:
+        file.write_text(before)
+
+
 def test_what_cannot_be_laid_out_is_told_at_once(runs: dict[str, Path]) -> None:
     found = find_checkpoint(runs["llama"])
     overrides = [
@@ -267,6 +279,11 @@ def test_a_file_of_prompts_that_is_none(tmp_path: Path) -> None:
     problems: list[Problem] = []
     assert read_prompts(file, problems) == ["fine"]
     assert "line 2" in str(problems[0])
+    file.write_text('"a\u2028b"\n', "utf-8")  # which Unicode calls the end of a line
+    assert read_prompts(file, problems) == ["a\u2028b"]
+    text = tmp_path / "prompts.txt"
+    text.write_text("one\u2028two\nthree\r\n\n", "utf-8")
+    assert read_prompts(text, problems) == ["one\u2028two", "three", ""]
     asked = [{"role": "user", "content": "why?"}]
     file.write_text(json.dumps({"messages": asked}) + '\n{"messages": [{"role": "user"}]}\n')
     problems.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,9 @@ def test_log_probabilities_do_not_depend_on_the_batch(run: Path) -> None:
         (("{{begin}}", "{{beginning}}"), "document 1: UndefinedError"),
         (("doc_to_target: answer", "doc_to_target: '7'"), "number 7 of 3 choices"),
         (("data.jsonl", "nowhere.jsonl"), "data_files"),
+        (("aggregation: mean", "aggregation: median"), "metric_list.aggregation"),
+        (("  data_files:", "  field: x\n  data_files:"), "dataset_kwargs.field"),
+        (("[first, second, third]", "[first, '', third]"), "a choice is empty"),
         (("test_split: test", "test_split: other"), "data_files"),
     ],
 )
@@ -209,3 +212,27 @@ def test_the_command(
     assert main(["evaluate", str(run), "--task", str(task_file)]) == 0
     assert f"  acc             {told['acc']:.4f}\n" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []
+
+
+def test_digits_are_what_the_harness_takes_them_for(tmp_path: Path) -> None:
+    """In a field a choice, in a template its number.  Ends of lines are JSON's, not Unicode's."""
+    head = "task: t\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+    head += "dataset_kwargs: {data_files: {test: data.jsonl}}\n"
+    head += 'doc_to_text: "{{q}}"\ndoc_to_choice: "{{c}}"\n'
+    (tmp_path / "data.jsonl").write_text('{"q": "a\u2028b", "c": ["1", "0"], "a": "0"}\n', "utf-8")
+    for target, gold in (("a", 1), ("'{{a}}'", 0)):
+        (tmp_path / "task.yaml").write_text(f"{head}doc_to_target: {target}\n")
+        (question,) = read_task(tmp_path / "task.yaml").questions
+        assert (question.context, question.gold) == ("a\u2028b", gold)
+
+
+def test_the_harness_may_ask_with_more_than_the_model_sees(run: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from weft.inference.harness import WeftLM
+
+    lm = WeftLM(str(run), device="cpu")
+    lm.speech = replace(lm.speech, context=16)
+    request = Instance("generate_until", {}, ("def " * 60, {"max_gen_toks": 4}), 0)
+    assert len(lm.generate_until([request])) == 1

@@ -13,6 +13,7 @@ import yaml
 from tests.launch.requests import fake_tool, own_recipe, request, said
 from weft.job import WeftError
 from weft.launch import kubernetes
+from weft.launch.submit import alive
 from weft.train.where import find
 
 OPTIONS = {"claim": "shared"}
@@ -190,8 +191,7 @@ def test_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"""\
 case "$*" in
   *"get pods"*) cat {tmp_path}/pods;;
-  *ignore-not-found*) ;;
-  *"get trainjob"*) cat {tmp_path}/job;;
+  *"get trainjob"*"-o json"*) cat {tmp_path}/job;;
   *logs*) echo '[pod/x] a'; echo '[pod/x] b';;
 esac"""
     calls = fake_tool(tmp_path, monkeypatch, "kubectl", body)
@@ -203,6 +203,8 @@ esac"""
     assert kubernetes.status(id) == "failed: no luck"
     assert list(kubernetes.logs(id, follow=True)) == ["[pod/x] a", "[pod/x] b"]
     assert "600 s to save" in kubernetes.stop(id)
+    (tmp_path / "job").write_text("")  # as --ignore-not-found has it
+    assert not alive(gone := kubernetes.status(id)), gone
     made = calls.read_text().splitlines()
     label = "-l jobset.sigs.k8s.io/jobset-name=small-run"
     assert made[:2] == [
@@ -213,12 +215,8 @@ esac"""
         f"--namespace=train logs {label} --prefix --tail=-1 --follow --max-log-requests=1000"
         in made
     )
-    assert "--namespace=train delete trainjob small-run --wait=false" in made
-    assert "--namespace=train delete trainingruntime small-run --wait=false" in made
-    assert (
-        "--namespace=train delete configmap small-run-recipe --wait=false --ignore-not-found"
-        in made
-    )
+    for what in ("trainjob small-run", "trainingruntime small-run", "configmap small-run-recipe"):
+        assert f"--namespace=train delete {what} --wait=false --ignore-not-found" in made
 
 
 def test_what_is_there_already_is_left_alone(

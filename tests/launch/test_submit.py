@@ -14,7 +14,7 @@ import pytest
 from tests.harness import ROOT
 from weft.cli import main
 from weft.launch import slurm
-from weft.launch.submit import request
+from weft.launch.submit import Launched, request
 from weft.plan.resolve import Machine
 
 DOCS = ROOT / "docs" / "slurm.md"
@@ -250,3 +250,14 @@ def test_a_short_word_for_the_preflight(capsys: pytest.CaptureFixture[str]) -> N
     told = capsys.readouterr().out
     assert "    --resilience.preflight true \\\n" in told
     assert "ExcNodeList" in told
+
+
+def test_looking_after_a_run_takes_no_words_of_handing_in(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all one that would seem to make 'stop' harmless."""
+    monkeypatch.setattr(Launched, "of", lambda folder: pytest.fail("it was looked for"))
+    assert launch("stop", "run", "--dry-run", "--on", "slurm") == 2
+    said = capsys.readouterr().err
+    assert "--dry-run = true: is for handing in only" in said
+    assert '--on = "slurm": is for handing in only' in said

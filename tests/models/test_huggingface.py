@@ -232,3 +232,14 @@ def test_the_published_llama_is_the_preset() -> None:
     }
     assert kind_of(tree, FAMILIES) == ("llama", [])
     assert from_config(FAMILIES["llama"], tree) == (PRESETS["8b"], [])
+
+
+@pytest.mark.parametrize(("kind", "heads"), [("mistral", 8), ("qwen3", 32), ("llama", 6)])
+def test_key_heads_that_are_not_told_are_transformers_default(kind: str, heads: int) -> None:
+    tree = to_config(FAMILIES[kind], FAMILIES[kind].presets["toy"], "float32")
+    tree["num_attention_heads"] = 6
+    del tree["num_key_value_heads"]
+    config = from_config(FAMILIES[kind], tree)[0]
+    assert config is None or config.num_kv_heads == heads
+    tree["num_key_value_heads"] = None
+    assert from_config(FAMILIES[kind], tree)[0].num_kv_heads == 6

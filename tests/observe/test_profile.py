@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.small import Overrides, plan_here, small_job, this_rank, train_rank
 from weft.data.text import open_text
 from weft.job import InvalidJob
 from weft.observe import breakdown
+from weft.observe import profile as profiling
 from weft.observe.breakdown import axis_between
 from weft.observe.profile import table
 from weft.observe.spans import spans_path
@@ -163,6 +165,26 @@ def test_a_profile_that_cannot_be_written_costs_itself_only(
     overrides = [("run.dir", str(tmp_path)), ("train.steps", "3"), ("profile.steps", "2")]
     run_ranks(train_and_listen, 1, overrides, str(store_path), str(said))
     assert "rank 0: no trace: [Errno 20] Not a directory" in said.read_text()
+
+
+def train_on_a_full_disk(overrides: Overrides, store: str, said: str) -> None:
+    """Of what torch's profiler writes the first 1,000 bytes fit, which it tells in its log only."""
+    export = profiling.profile.export_chrome_trace
+
+    def cut(self: Any, path: str) -> None:
+        export(self, path)
+        os.truncate(path, 1000)
+
+    profiling.profile.export_chrome_trace = cut  # type: ignore[method-assign]
+    train_and_listen(overrides, store, said)
+
+
+def test_a_trace_that_is_cut_short_costs_itself_only(store_path: Path, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    overrides = [("run.dir", str(tmp_path)), ("train.steps", "3"), ("profile.steps", "2")]
+    run_ranks(train_on_a_full_disk, 1, overrides, str(store_path), str(said))
+    assert "rank 0: no trace: " in said.read_text()
+    assert not list((tmp_path / "traces/step-2-2").glob("rank-*"))
 
 
 @pytest.mark.parametrize(

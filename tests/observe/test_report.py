@@ -533,6 +533,8 @@ def test_what_is_no_number_is_not_one() -> None:
     assert [str(value) for value in found["a"]] == ["1.5", "nan", "nan"]
     assert [str(value) for value in found["b.c"]] == ["2.0", "nan", "nan"]
     assert np.isnan(found["b.d"]).all()
+    (tokens,) = columns_of([{"tokens": 5}, {"tokens": 6}, {"tokens": "x"}]).values()
+    assert [str(value) for value in tokens] == ["5.0", "6.0", "nan"]
 
 
 def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> None:

@@ -133,3 +133,13 @@ def test_mlflow_tells_that_its_server_is_gone(
     for last in (lambda: sink.write(record(1)), sink.close):
         with pytest.raises(Exception, match=r"not a database|malformed|disk image"):
             last()
+
+
+def test_sources_of_any_name_are_metrics_of_mlflow() -> None:
+    validation = pytest.importorskip("mlflow.utils.validation", reason="mlflow is not installed")
+    names = ["/home/a/train.jsonl", "code/*", "hf://org/name:sample@train", "web", "a//b/../c"]
+    made = [trackers.allowed(f"train/loss_of/{name}") for name in names]
+    for name in made:
+        validation._validate_metric_name(name)
+    assert len(set(made)) == len(names)
+    assert made[3] == "train/loss_of/web"

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.harness import run_ranks
 from tests.small import newest_state, small_job, train_rank
@@ -155,3 +158,31 @@ def test_compiled_it_does_the_same(states: str) -> None:
         one, other = of_plain.state[plain][key], of_compiled.state[compiled][key]
         same = getattr(one, "codes", one) == getattr(other, "codes", other)
         assert same.float().mean() > 0.97
+
+
+def step_with_a_part_of_nothing(states: str) -> list[float]:
+    """One row over two ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part = nn.Linear(8, 1, bias=False)
+    fully_shard(part, mesh=mesh)
+    optimizer = optimizer_of(states, part.weight)
+    part(torch.ones(1, 8)).sum().backward()
+    step_unless(optimizer, torch.tensor(False))
+    part.weight.grad = torch.full_like(part.weight, torch.nan)
+    step_unless(optimizer, torch.tensor(True))
+    return [float(state["step"]) for state in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("states", ["float32", *STATES])
+def test_a_rank_without_a_part_counts_steps_as_well(states: str) -> None:
+    assert run_ranks(step_with_a_part_of_nothing, 2, states) == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_a_run_goes_on_with_whole_moments(states: str, tmp_path: Path, store_path: Path) -> None:
+    overrides = [("run.dir", str(tmp_path)), ("model.dim", "64"), ("model.ffn_dim", "128")]
+    for steps, kind in (("2", states), ("4", "float32"), ("6", states)):
+        here = [*overrides, ("train.steps", steps), ("optim.states", kind)]
+        run_ranks(train_rank, 2, here, str(store_path))
+        moments = {v.dtype for n, v in newest_state(tmp_path).items() if "exp_avg" in n}
+        assert moments == {torch.bfloat16 if kind == "bfloat16" else torch.float32}

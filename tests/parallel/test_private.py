@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -380,3 +381,19 @@ def test_the_compiler_has_a_budget() -> None:
         assert config.activation_memory_budget == 0.25
     finally:
         private.limit_activations(before)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_store_listens_on_one_interface(host: str) -> None:
+    store = private.listening_store(host, 0, serve=True)
+    other = private.listening_store(host, store.port, serve=False)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    # Of /proc/net/tcp and tcp6: addresses that listen at the port.
+    at = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            local, _, state = line.split()[1:4]
+            if state == "0A" and int(local.rpartition(":")[2], 16) == store.port:
+                at.add(local.rpartition(":")[0])
+    assert at == {"00000000000000000000000001000000" if host == "::1" else "0100007F"}

@@ -11,6 +11,7 @@ from weft.plan.devices import (
     CPU,
     OURS,
     Cluster,
+    device_called,
     known_clusters,
     parse_cluster,
     peak_flops,
@@ -166,3 +167,23 @@ def test_mistakes_in_the_users_file(tmp_path: Path, text: str, told: list[str]) 
     lines = [str(problem) for problem in caught.value.problems]
     assert all(line.startswith(str(mine)) for line in lines)
     assert all(any(part in line for line in lines) for part in told), lines
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+    ],
+)
+def test_another_board_is_another_device(driver: str, name: str | None) -> None:
+    found = device_called(driver, 80 << 30)
+    assert (found and found.name) == name

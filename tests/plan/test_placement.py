@@ -189,6 +189,10 @@ def test_only_what_hurts_is_warned_of() -> None:
     )
     [warning] = placement_warnings({"tp": 3, "dp_shard": 8}, 8)
     assert "ranks 6-8 spans 2 nodes" in warning
+    # Ranks of one group are neighbours, but the groups need not be in the order of their ranks.
+    sizes = {"dp_replicate": 2, "pp": 2, "tp": 3}
+    [warning, _] = placement_warnings(sizes, 8, REPLICA_OUTER)
+    assert "ranks 6-8 spans 2 nodes" in warning
     [warning] = placement_warnings({"dp_shard": 12}, 8)
     assert warning == (
         "12 ranks do not fill nodes of 8: the last has 4, and groups do not line up with nodes; "

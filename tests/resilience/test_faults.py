@@ -132,6 +132,8 @@ def test_a_mistake_in_a_fault() -> None:
     with pytest.raises(InvalidJob) as caught:
         prepare_job("demo", fault(site="checkpoint.renam"))
     assert "checkpoint.rename" in str(caught.value)
+    with pytest.raises(InvalidJob, match="has no tensors for a fault of kind flip"):
+        prepare_job("demo", fault(site="step", kind="flip"))
     _, _, problems = read_job("demo", fault(site="step", kind="explode", rank=-1))
     assert [problem.key for problem in problems] == ["resilience.faults"]
     assert "'kill'" in problems[0].rule

@@ -288,6 +288,23 @@ def told(folder: Path) -> list[dict[str, Any]]:
     return [{key: record[key] for key in keys if key in record} for record in records(folder)]
 
 
+def references_of_a_source(text: str) -> bool:
+    """Of one of two sources, which are asked one after the other."""
+    job = small_job(*DPO, ("data.mixture", "a=0.5,b=0.5"))
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, job.train.seed)
+    [pairs] = mixture.sources
+    assert isinstance(pairs, Pairs)
+    known = log_probs(built.engine, pairs, plan, built.mesh)
+    assert built.engine.by_source is not None
+    return bool((known < 0).all())
+
+
+def test_references_of_a_mixture(texts: dict[str, str]) -> None:
+    assert run_ranks(references_of_a_source, 1, texts["preferences"]) == [True]
+
+
 def test_a_run_of_dpo(texts: dict[str, str], tmp_path: Path) -> None:
     """Learns the preference, tells of it, and goes on in another layout as if nothing were."""
     text, one, two = texts["preferences"], tmp_path / "one", tmp_path / "two"

@@ -280,21 +280,24 @@ def peak_flops(device_name: str) -> float | None:
     return device.bf16 or None if device else None
 
 
-def _boards(name: str) -> set[str]:
-    words = re.findall(r"\b(PCIe|NVL|Laptop|Max-Q|Ti|SUPER|D)\b", name, re.IGNORECASE)
-    return {word.lower() for word in words}
+BOARDS = {"pcie", "nvl", "laptop", "max", "ti", "super", "d"}
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"\w+", name.lower()))
 
 
 def device_called(driver_name: str, memory_bytes: int | None = None) -> Device | None:
-    """The device that a driver calls so, by the longest name in it, as whole words; of equals the
+    """The device that a driver calls so, by the longest name whose words are in it; of equals the
     one of that memory.  None if it is not known."""
     known = known_clusters()[0]
     if driver_name in known:
         return known[driver_name]
     plain = {name: re.sub(r" \d+GB$", "", name) for name in known}
-    found = [name for name in known if re.search(rf"\b{re.escape(plain[name])}\b", driver_name)]
+    words = _words(driver_name)
+    found = [name for name in known if _words(plain[name]) <= words]
     # Another board of the same chip is another device.
-    found = [name for name in found if _boards(name) == _boards(driver_name)]
+    found = [name for name in found if _words(name) & BOARDS == words & BOARDS]
     found = [name for name in found if len(plain[name]) == max(len(plain[n]) for n in found)]
     size = (memory_bytes or 0) / GIB
     near = sorted(found, key=lambda name: abs(known[name].memory_gib - size))
