@@ -63,7 +63,7 @@ def losses_on(
         report: told how far it is, in sequences.
 
     Raises:
-        WeftError: if it holds preferences.
+        WeftError: if it holds preferences, or nothing of which there is a loss.
     """
     parts, mesh, family = restore_parts(found, job, plan, rank)
     # Its sources come one after the other here.
@@ -87,6 +87,8 @@ def losses_on(
             mean = engine.evaluate(_telling(batches, plan.dp_size, advance))
             predicted, read = _predicted(source.store, split, job.data.keeps_documents)
             nats, tokens, size = nats + mean * predicted, tokens + predicted, size + read
+        if tokens == 0:
+            raise WeftError(f"{source.name}: no token of what is held out is learned")
         name = source.name if job.data.mixture else job.data.path
         losses.append(Loss(name, nats / tokens, tokens, size))
     return losses

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from weft.files import write_json
+from weft.files import replace_text, write_json
 from weft.job import InvalidJob, Job, Problem, WeftError
 from weft.job import replace as changed
 from weft.launch import SICK
@@ -25,6 +25,7 @@ from weft.launch.facts import WAIT_SECONDS, Facts, gpus_in
 from weft.launch.finding import SEVERITIES, Finding
 from weft.launch.measure import measure
 from weft.launch.probes import look, meet, try_endpoint, try_folder, try_store, versions
+from weft.train.folder import unwritable
 from weft.train.where import PORT, find, reachable
 
 MOST_RANKS = 4  # on a CPU, as `weft train` starts them
@@ -153,6 +154,9 @@ def preflight(job: Job, folder: Path, say: Callable[[str], object]) -> bool:
 
     A node that may not is noted in the run's folder ``sick``, by the name that Slurm has for it,
     until a check of it finds nothing bad.
+
+    Raises:
+        WeftError: if nothing can be written there.
     """
     began = time.monotonic()
     facts = gather(job, together=False)
@@ -160,15 +164,20 @@ def preflight(job: Job, folder: Path, say: Callable[[str], object]) -> bool:
     seconds = time.monotonic() - began
     log = folder / "logs" / f"doctor-{facts.host}.json"
     mark = folder / SICK_NODES / os.environ.get("SLURMD_NODENAME", facts.host)
-    for path in (log, mark):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(log, to_json(facts, findings, seconds))
     bad = [one for one in findings if one.severity == "bad"]
+    try:
+        for path in (log, mark):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(log, to_json(facts, findings, seconds))
+        if bad:
+            replace_text(mark, "".join(f"{one.check}: {one.seen}\n" for one in bad))
+        else:
+            mark.unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from error
     if not bad:
-        mark.unlink(missing_ok=True)
         say(f"{facts.host} was checked in {seconds:.0f} s: {counted(findings)}; {log}")
         return True
-    mark.write_text("".join(f"{one.check}: {one.seen}\n" for one in bad), "utf-8")
     say(f"{facts.host} does not take part (exit status {SICK}):")
     for one in bad:
         say(f"  {one.check}: {one.seen}; {one.remedy}")

@@ -124,8 +124,8 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
 
 @contextmanager
 def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[None]:
-    """At the end, however it comes, the page is whole: with what the planner says, if that takes
-    a few seconds only and the run was long enough for somebody to wait for them."""
+    """However its ranks have ended, the page is whole: with what the planner says, if that takes a
+    few seconds only and the run was long enough for somebody to wait for them."""
     yield
     if not job.observe.report or not (folder / FILE).exists():
         return  # why there is none, the first rank has said
