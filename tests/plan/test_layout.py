@@ -93,7 +93,7 @@ REFUSALS = [
      "cp=4 train.seq_len=60 context_balance=false"),
     ("cp=8 tp=2 context=ulysses train.global_batch=1", 16, "cp", "num_heads = 8 / tp = 2",
      "1, 2 or 4", "cp=4 tp=2 context=ulysses dp_shard=2"),
-    ("cp=8 tp=2 context=ulysses train.global_batch=1", 16, "cp", "whole groups", "ring",
+    ("cp=8 tp=2 context=ulysses train.global_batch=1", 16, "cp", "(ulysses)", "ring",
      "cp=8 tp=2 context=ring train.global_batch=1"),
     # Pipelines: layers, microbatches, schedules.
     ("pp=12 train.microbatch=1", 12, "pp", "12 stages of a model of 8", "at most 10",
@@ -150,6 +150,13 @@ def test_refused_with_a_remedy_that_works(
             unit *= degree
         shards = [int(n) for k, n in map(pair, good.split()) if k == "parallel.dp_shard"]
         planned(good, unit * shards[0] if shards else max(world // unit, 1) * unit)
+
+
+def test_ulysses_copies_keys_where_groups_do_not_go_round() -> None:
+    """Six heads, two of keys, three ranks: `tests/parallel/test_context.py` computes with them."""
+    heads = "model.num_heads=6 model.num_kv_heads=2 model.dim=96 train.seq_len=60"
+    plan = planned(f"cp=3 context=ulysses train.global_batch=4 {heads}", 3)
+    assert plan.cp == 3
 
 
 def test_every_mistake_at_once() -> None:

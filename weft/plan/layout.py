@@ -176,13 +176,12 @@ def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[Problem]:
         yield Problem("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
     if parallel.context == "ulysses":
         heads = model.num_heads // degrees.tp
-        shared = max(1, model.num_kv_heads // degrees.tp)
-        good = [n for n in divisors(heads) if shared % n == 0 or n % shared == 0]
+        good = divisors(heads)
         if cp not in good:
             of = f" / tp = {degrees.tp}" if degrees.tp > 1 else ""
-            rule = f"does not divide num_heads = {model.num_heads}{of} into whole groups (ulysses)"
+            rule = f"does not divide num_heads = {model.num_heads}{of} (ulysses)"
             remedy = f"use {either(good)}, or parallel.context ring"
-            depends = ("parallel.tp", "model.num_heads", "model.num_kv_heads")
+            depends = ("parallel.tp", "model.num_heads")
             yield Problem("parallel.cp", cp, rule, remedy, depends)
 
 
