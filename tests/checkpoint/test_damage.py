@@ -346,8 +346,12 @@ def test_an_error_of_the_disk_is_no_damage(saved: Path) -> None:
 
 
 def refuse_a_manifest(folder: str) -> None:
+    read = Path.read_text
+
     def refused(path: Path, *args: Any, **options: Any) -> str:
-        raise OSError(5, "Input/output error", str(path))
+        if path.name == "manifest.json":
+            raise OSError(5, "Input/output error", str(path))
+        return read(path, *args, **options)
 
     Path.read_text = refused  # type: ignore[method-assign]
     parts, optimizer = stepped(1.0)

@@ -215,7 +215,7 @@ def test_not_rewound_for_ever(store_path: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_to_rewind_to(store_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="no checkpoint to rewind to yet"):
+    with pytest.raises(RankError, match="no checkpoint after step 0 to rewind to yet"):
         run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 3, 4)))
 
 

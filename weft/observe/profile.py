@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,7 +73,8 @@ class Profile:
             told |= self._told(self._end())
         except (OSError, ValueError, EOFError) as error:
             # A full disk is no reason to lose a run; of the trace torch tells it in its log only.
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._path.unlink()
             told["error"] = str(error)
         every: list[dict[str, Any]] = [{}] * dist.get_world_size()
         dist.all_gather_object(every, told)

@@ -13,6 +13,7 @@ from weft.predict.advice import Advice
 from weft.predict.forecast import Forecast, name_of
 from weft.predict.record import Where
 from weft.predict.search import Found, named, reasons
+from weft.predict.twin import sizes_of
 
 # Below this part of the capacity left over, "fits" is a close call.
 CLOSE = 0.05
@@ -120,7 +121,9 @@ def advised(seen: Forecast, advice: Sequence[Advice]) -> list[str]:
     """What each change would do to speed and memory, as lines; none if there is nothing to tell."""
     if not advice:
         if seen.fits is False:
-            return ["no one or two of the usual changes make it fit"]
+            text = "no one or two of the usual changes make it fit"
+            searchable = seen.step_seconds is not None and sizes_of(seen.plan) is not None
+            return [f"{text}: --search looks among all layouts" if searchable else text]
         return []
     head = "what would make it fit" if seen.fits is False else "what would make it faster"
     rows = [[str(each), f"{each.faster:+.0%}", _size(each.bytes)] for each in advice]
