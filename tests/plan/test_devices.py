@@ -187,3 +187,15 @@ def test_mistakes_in_the_users_file(tmp_path: Path, text: str, told: list[str]) 
 def test_another_board_is_another_device(driver: str, name: str | None) -> None:
     found = device_called(driver, 80 << 30)
     assert (found and found.name) == name
+
+
+def test_a_link_of_no_name_is_a_mistake_and_no_sign_of_one(tmp_path: Path) -> None:
+    """What is like nothing has one mistake; an empty name of a link is one."""
+    file = tmp_path / "clusters.toml"
+    file.write_text('[devices.X]\nlike = "H100"\nlink = ""\n[devices.Z]\nlike = "nobody"\n')
+    with pytest.raises(InvalidJob) as caught:
+        read_clusters(OURS, file)
+    said = [
+        str(problem).partition(" = ")[0].partition(": ")[2] for problem in caught.value.problems
+    ]
+    assert said == ["devices.X.link", "devices.Z.like"]

@@ -140,8 +140,9 @@ def _preference(found: dict[str, Any]) -> list[tuple[Any, int]]:
 
 def _asks(answer: Any) -> bool:
     """Whether an answer is a whole conversation, with the user's question."""
-    roles = [turn.get("role") for turn in answer if isinstance(turn, dict)]
-    return isinstance(answer, list) and "user" in roles[:2]
+    if not isinstance(answer, list):
+        return False
+    return any(isinstance(turn, dict) and turn.get("role") == "user" for turn in answer[:2])
 
 
 def _text(found: dict[str, Any], name: str) -> str:

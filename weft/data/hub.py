@@ -73,12 +73,11 @@ def saved_rows(file: File, columns: Sequence[str], begin: int, end: int) -> Iter
     found = _loaded(file.path)
     present = [name for name in found.column_names if name in columns]
     rows = found.select_columns(present).with_format("arrow")
-    for first in range(begin, end, ROWS):
-        try:
-            table = rows[first : min(end, first + ROWS)]
-        except OSError as error:
-            raise unreadable(file, error) from error
-        yield table
+    try:
+        for first in range(begin, end, ROWS):
+            yield rows[first : min(end, first + ROWS)]
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 # --------------------------------------------------------------------------- on the hub
@@ -160,12 +159,8 @@ def hub_rows(
         stream = stream.select_columns([name for name in stream.column_names if name in columns])
     if parts > 1:
         stream = stream.shard(num_shards=parts, index=part)
-    rows = iter(stream.skip(after))
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:  # of the network, or of what decodes the files
-            raise _unreachable(file.path, error) from error
-        yield {name: row[name] for name in columns if name in row}
+    try:
+        for row in stream.skip(after):
+            yield {name: row[name] for name in columns if name in row}
+    except Exception as error:  # of the network, or of what decodes the files
+        raise _unreachable(file.path, error) from error

@@ -207,7 +207,8 @@ def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
     if (limit := job.resilience.step_timeout) == 0:
         advice.append("resilience.step_timeout is 0: the run stands until somebody ends it")
     else:
-        known = f"{limit:g} s" if limit != "auto" else "60 s, or some twenty usual steps,"
+        usual = 10 + job.observe.log_interval
+        known = f"{limit:g} s" if limit != "auto" else f"60 s, or {usual} times the median step,"
         advice.append(f"after {known} without progress in a step the watchdog ends the run")
     source += f", in {len(seen)} of {world} ranks; none has moved for {still:.0f} s"
     return Told(sentence, source, missing, seen, advice)

@@ -212,7 +212,7 @@ class _Entries:
         if like not in devices or like in (*above, name):
             remedy = suggest(like, [other for other in devices if other != name])
             self.complain("devices", name, "like", like, "is no other device", remedy)
-            return {"link": "", **entry}  # that is enough of it
+            return {"link": None, **entry}  # that is enough of it; no TOML has this value
         taken = self.complete(like, (*above, name))
         return {k: v for k, v in taken.items() if k not in OWN} | entry
 
@@ -235,7 +235,7 @@ def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
             value = entry.get(field, MISSING)
             if str(value) in among:
                 entry[field] = among[str(value)]
-            else:
+            elif value is not None:
                 remedy = suggest(str(value), among)
                 read.complain("devices", name, field, value, "is not known", remedy)
         peak = entry.get("bf16", 0.0)

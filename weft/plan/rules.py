@@ -147,9 +147,7 @@ def _check_groups(job: Job, degrees: Degrees) -> Iterator[Problem]:
         yield Problem("train.canonical", True, rule, "use train.canonical false", (key,))
     if job.resilience.anomaly != "stop":
         yield Problem("resilience.anomaly", job.resilience.anomaly, rule, "use stop", (key,))
-    if (
-        job.train.objective == "dpo"
-    ):  # what the initial model thinks lies in each group's own folder
+    if job.train.objective == "dpo":  # its references lie in each group's own folder
         yield Problem("train.objective", "dpo", rule, "use one group, lighthouse none", (key,))
     if job.checkpoint.dir == "auto":
         remedy = "use a folder that all groups share"
