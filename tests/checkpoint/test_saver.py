@@ -352,6 +352,23 @@ def test_of_two_who_write_a_file_at_once_one_succeeds(
     assert os.listdir(tmp_path) == ["lease"]
 
 
+def test_a_file_that_is_cleared_away_in_the_making_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who saves takes what begins with ``.tmp-lease`` for left behind."""
+    path, link = tmp_path / "lease", os.link
+
+    def meanwhile(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        os.unlink(source)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", meanwhile)
+    put_new(path, b"ours")
+    assert path.read_bytes() == b"ours"
+    assert os.listdir(tmp_path) == ["lease"]
+
+
 @pytest.mark.slow
 def test_a_sleeping_run_ends_when_it_wakes_up(store_path: Path, tmp_path: Path) -> None:
     """Stopped by a fault in step 5, its run taken and finished by another, and woken up."""

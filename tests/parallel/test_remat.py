@@ -127,17 +127,23 @@ def test_less_is_kept() -> None:
 
 
 def test_what_is_kept_moves_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last block's, each once; parameters and what blocks share stay."""
+    """All but the last block's, each once; parameters and what blocks share stay.  The copy of each
+    has begun before it is asked for."""
     monkeypatch.setattr(offload, "SMALLEST", 0)
     moved: list[tuple[int, ...]] = []
-    fetched: list[str] = []
-    begin = offload.Moved.__init__
+    under_way: list[bool] = []
+    begin, get = offload.Moved.__init__, offload.Moved.get
 
     def note(self: Any, mover: Any, tensor: torch.Tensor) -> None:
         moved.append((tensor.data_ptr(), tensor.nbytes))
         begin(self, mover, tensor)
 
+    def ask(self: Any) -> torch.Tensor:
+        under_way.append(self.back is not None)
+        return get(self)
+
     monkeypatch.setattr(offload.Moved, "__init__", note)
+    monkeypatch.setattr(offload.Moved, "get", ask)
     model = Llama(PRESETS["toy"])
     apply_remat(list(model.layers.values()), RematSection(kind="full"), compiled=False)
     apply_offload(list(model.layers.values()), 1)
@@ -145,7 +151,7 @@ def test_what_is_kept_moves_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> N
     model(tokens_BT).sum().backward()
     assert len(moved) == len(model.layers) - 1
     assert {size for _, size in moved} == {2 * 64 * 192 * 4}
-    assert not fetched
+    assert under_way == [True] * len(moved)
     with torch.no_grad():
         model(tokens_BT)
     assert len(moved) == len(model.layers) - 1

@@ -122,7 +122,10 @@ def put_new(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)
+        try:
+            os.link(temporary, path)
+        except FileNotFoundError:  # another process has just cleared it away as a leftover
+            return put_new(path, content)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

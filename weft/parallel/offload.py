@@ -3,9 +3,8 @@
 A block's activations are idle from the end of its forward pass until its backward pass, the longer
 the earlier the block.  So they are copied to pinned host memory while the next blocks run, and
 back before they are needed: when the backward pass reaches a block, the copies of the ``ahead``
-blocks before it begin.  (Nothing calls for the last block that has moved: it is waited for.)  The
-last ``ahead`` blocks, whose turn comes at once, stay.  With recomputation what is moved is less:
-each block's input.
+blocks before it begin.  The last ``ahead`` blocks, whose turn comes at once, stay, and only call
+for those before them.  With recomputation what is moved is less: each block's input.
 
 Both ways go over a stream of their own, and computing waits for a copy only if that is not done.
 On a CPU there is nowhere to move to: it is done all the same, as a copy, so that it can be tested.
@@ -35,15 +34,18 @@ def apply_offload(blocks: Sequence[nn.Module], ahead: int) -> None:
     Args:
         blocks: in the order of their use; all but the last ``ahead`` move.
     """
-    mover = _Mover(ahead)
-    for place, block in enumerate(blocks[: max(0, len(blocks) - ahead)]):
+    moving = len(blocks) - ahead
+    if moving <= 0:
+        return
+    mover = _Mover(ahead, moving)
+    for place, block in enumerate(blocks):
         block.forward = MethodType(partial(_moving, mover, block.forward, place), block)
 
 
 def _moving(
     mover: _Mover, forward: Any, place: int, block: nn.Module, x: Tensor, *shared: Any
 ) -> Any:
-    """A block's forward pass, of which all that autograd keeps is moved."""
+    """A block's forward pass, of which all that autograd keeps is moved if the block is to move."""
     if not torch.is_grad_enabled():
         return forward(x, *shared)
     call = mover.begin(place, [t for t in shared if isinstance(t, Tensor)])
@@ -53,10 +55,10 @@ def _moving(
 
 
 class _Mover:
-    """The copies of all blocks."""
+    """The copies of all blocks, of which the first ``moving`` move."""
 
-    def __init__(self, ahead: int) -> None:
-        self.ahead = ahead
+    def __init__(self, ahead: int, moving: int) -> None:
+        self.ahead, self.moving = ahead, moving
         self.last: _Call | None = None
         self.stream: Any = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
@@ -80,7 +82,8 @@ class _Call:
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of a tensor."""
         if (
-            is_parameter(tensor)
+            self.place >= self.mover.moving
+            or is_parameter(tensor)
             or tensor.untyped_storage()._cdata in self.shared  # by all blocks, or frozen
             or tensor.nbytes < SMALLEST
             or torch.empty_like(tensor, device="meta").stride() != tensor.stride()  # with gaps
@@ -97,8 +100,6 @@ class _Call:
 
     def unpack(self, packed: Tensor | Moved) -> Tensor:
         """The tensor again; the first one of a block calls for those of the blocks before."""
-        if isinstance(packed, Tensor):
-            return packed
         if not self.reached:
             self.reached = True
             call: _Call | None = self
@@ -106,7 +107,7 @@ class _Call:
                 call = call.before() if call is not None and call.before else None
                 if call is not None:
                     call.fetch()
-        return packed.get()
+        return packed if isinstance(packed, Tensor) else packed.get()
 
     def fetch(self) -> None:
         """Begin to copy back all that is still wanted."""

@@ -229,7 +229,7 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     table = sizes.vocab * sizes.hidden / lay.tp
     owned = max(sum(counts[s] for s in mine) for mine in held) * sizes.layer_params / lay.tp
     owned += table * max((0 in mine) + (len(counts) - 1 in mine) for mine in held)
-    owned /= lay.dp_shard * lay.cp if lay.zero else 1
+    owned /= lay.owners
     # Clipping reads gradients twice; AdamW reads and writes the weight and both moments.
     once = Work(swept_bytes=40 * owned, kernels=60)
     tokens = lay.global_batch * lay.seq_len
@@ -375,7 +375,7 @@ def _memory_of_rank(sizes: Sizes, lay: Layout, order: list[Action]) -> dict[str,
     stages = len(counts)
     first, last = 0 in mine, stages - 1 in mine
     table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp
-    shards = {0: 1, 1: lay.dp * lay.cp}.get(lay.zero, lay.dp_shard * lay.cp)
+    shards = lay.owners
     params = sum(counts[s] for s in mine) * layer
     params += table * (first + (last and not (sizes.tied and lay.pp == 1)))
     held = {"state": lay.state_bytes * params / shards + lay.kept_bytes * params}

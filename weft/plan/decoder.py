@@ -93,6 +93,11 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def owners(self) -> int:
+        """Ranks that a parameter's optimizer state is divided among."""
+        return {0: 1, 1: self.dp * self.cp}.get(self.zero, self.dp_shard * self.cp)
+
+    @property
     def microbatches(self) -> int:
         return max(1, round(self.global_batch / (self.dp * self.microbatch)))
 
