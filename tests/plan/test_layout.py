@@ -298,6 +298,25 @@ def test_crossing_nodes_is_warned_of() -> None:
     assert "tp" in warning
 
 
+@pytest.mark.parametrize(
+    ("layout", "told", "better"),
+    [
+        ("remat.offload=true remat.ahead=8", "remat.ahead 7 or less", "remat.ahead=7"),
+        ("pp=4 remat.offload=true remat.ahead=2", "remat.ahead 1 or less", "remat.ahead=1"),
+        ("pp=8 remat.offload=true remat.ahead=1", "remat.offload false", "remat.offload=false"),
+        ("pp=2 schedule=InterleavedZeroBubble remat.kind=full", "another", "schedule=1F1B"),
+    ],
+)
+def test_recomputation_that_is_idle_or_dear_is_warned_of(
+    layout: str, told: str, better: str
+) -> None:
+    key = better.partition("=")[0]
+    (warning,) = planned(layout).warnings
+    assert told in warning
+    kept = [word for word in layout.split() if not word.startswith(f"{key}=")]
+    assert planned(" ".join([*kept, better])).warnings == ()
+
+
 def test_a_pipeline_file_tells_its_own_microbatches(tmp_path: Path) -> None:
     file = tmp_path / "two.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")

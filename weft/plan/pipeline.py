@@ -231,14 +231,26 @@ def _check_stages(job: Job, blocks: int, num_stages: int) -> list[Problem]:
     return [Problem("parallel.pp", job.parallel.pp, rule, remedy, depends)]
 
 
-def remat_warnings(job: Job, pp: int) -> list[str]:
-    """What makes recomputation dearer than it need be."""
+def remat_warnings(
+    job: Job, model: Any, family: Family, pipeline: PipelinePlan | None
+) -> list[str]:
+    """What makes recomputation dearer than it need be, and offload idle."""
+    warnings, ahead = [], job.remat.ahead
+    units = family.units(model, job.train.seq_len) if family.units else []
+    blocks = [stage.blocks for stage in pipeline.stages] if pipeline else [len(units) - 2]
+    most = max(blocks)
+    if job.remat.offload and 0 < most <= ahead:
+        remedy = f"use remat.ahead {most - 1} or less" if most > 1 else "use remat.offload false"
+        warnings.append(
+            f"remat.offload = true moves nothing: the last {ahead} blocks of a stage stay "
+            f"(remat.ahead), and no stage has more than {most}; {remedy}"
+        )
     schedule = find_schedule(job.parallel.schedule)
-    if pp == 1 or job.remat.kind != "full" or isinstance(schedule, Problem):
-        return []
-    if not schedule.splits_backward:
-        return []
-    return [
-        f"remat.kind = full with {schedule.name}: a block is computed again for the gradients of "
-        "its input and once more for those of each of its weights; another schedule is faster"
-    ]
+    splits = not isinstance(schedule, Problem) and schedule.splits_backward
+    if pipeline and job.remat.kind == "full" and splits:
+        warnings.append(
+            f"remat.kind = full with {job.parallel.schedule}: a block is computed again for the "
+            "gradients of its input and once more for those of each of its weights; another "
+            "schedule is faster"
+        )
+    return warnings

@@ -280,7 +280,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         warnings=(
             *placement_warnings(degrees.sizes, local_world, PLACEMENTS[parallel.placement]),
             *float8_warnings(job, machine.device, degrees.pp, emulated),
-            *remat_warnings(job, degrees.pp),
+            *remat_warnings(job, model, family, way.pipeline),
         ),
     )
 
