@@ -237,7 +237,7 @@ def test_every_mistake_with_its_place(tmp_path: Path) -> None:
     assert "b.jsonl, line 70001: byte 10: not UTF-8" in told
     assert "and 12 more" in told
     assert "--data.invalid_utf8 skip" in told
-    assert "data.field" in told
+    assert "in data.field (chats: data.format chat)" in told
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").unlink()
     assert "c.jsonl.gz, line 1001: the compressed file is cut off" in refused(tmp_path, folder)

@@ -335,7 +335,7 @@ def _check_faults(units: Sequence[Unit], scans: Sequence[Scan], path: str) -> No
     if any("UTF-8" in line or "half a character" in line for line in lines):
         remedy += ", or use --data.invalid_utf8 skip or replace for those that are not UTF-8"
     if any("field" in line for line in lines):
-        remedy += ", or name the field with the text in data.field"
+        remedy += ", or name the field with the text in data.field (chats: data.format chat)"
     raise InvalidJob([Problem("data.path", path, rule, remedy)])
 
 
