@@ -9,6 +9,7 @@ else, and name the folder (`scripts/drill.sh sagemaker` does both):
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -17,7 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -281,13 +284,17 @@ whole_job = pytest.mark.timeout(600, method="signal")
 
 
 @pytest.fixture
-def free_port() -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", PORT))
-        except OSError:
-            pytest.skip(f"somebody uses port {PORT}, which the toolkit has fixed")
+def free_port() -> Iterator[None]:
+    """For one test at a time, whoever runs it."""
+    with (Path(tempfile.gettempdir()) / f"weft-tests-port-{PORT}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", PORT))
+            except OSError:
+                pytest.skip(f"somebody uses port {PORT}, which the toolkit has fixed")
+        yield
 
 
 @needs_toolkit
