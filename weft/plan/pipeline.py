@@ -235,22 +235,22 @@ def remat_warnings(
     job: Job, model: Any, family: Family, pipeline: PipelinePlan | None
 ) -> list[str]:
     """What makes recomputation dearer than it need be, and offload idle."""
-    warnings, ahead = [], job.remat.ahead
-    units = family.units(model, job.train.seq_len) if family.units else []
-    blocks = [stage.blocks for stage in pipeline.stages] if pipeline else [len(units) - 2]
-    most = max(blocks)
+    warnings, ahead, most = [], job.remat.ahead, 0
+    if pipeline:
+        most, there = max(stage.blocks for stage in pipeline.stages), "no stage has"
+    elif family.units:
+        most, there = len(family.units(model, job.train.seq_len)) - 2, "there are no"
     if job.remat.offload and 0 < most <= ahead:
         remedy = f"use remat.ahead {most - 1} or less" if most > 1 else "use remat.offload false"
         warnings.append(
-            f"remat.offload = true moves nothing: the last {ahead} blocks of a stage stay "
-            f"(remat.ahead), and no stage has more than {most}; {remedy}"
+            f"remat.offload = true moves nothing: the last {ahead} blocks stay (remat.ahead), and "
+            f"{there} more than {most}; {remedy}"
         )
-    schedule = find_schedule(job.parallel.schedule)
-    splits = not isinstance(schedule, Problem) and schedule.splits_backward
-    if pipeline and job.remat.kind == "full" and splits:
+    schedule = SCHEDULES.get(pipeline.schedule) if pipeline else None
+    if schedule and schedule.splits_backward and job.remat.kind == "full":
         warnings.append(
-            f"remat.kind = full with {job.parallel.schedule}: a block is computed again for the "
-            "gradients of its input and once more for those of each of its weights; another "
-            "schedule is faster"
+            f"remat.kind = full with {schedule.name}: a block is computed again for the gradients "
+            "of its input and once more for those of each of its weights; another schedule is "
+            "faster"
         )
     return warnings
