@@ -60,6 +60,7 @@ WATCHED: Overrides = [
     ("resilience.replica_check", "1"),
     ("resilience.step_timeout", "20"),
 ]
+LORA: Overrides = [("lora.rank", "4"), ("lora.alpha", "8")]
 
 
 class Lighthouse:
@@ -130,14 +131,20 @@ def group_gradients(
 
 
 @needs_torchft
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "more"), [(1, []), (2, []), (2, LORA)])
 @with_groups(2, 3)
 def test_gradients_are_those_of_one_process(
-    lighthouse: str, size: int, store_path: Path, tmp_path: Path, request: pytest.FixtureRequest
+    lighthouse: str,
+    size: int,
+    more: Overrides,
+    store_path: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Also where groups have different numbers of rows, and rows of targets."""
     count = request.node.callspec.params["lighthouse"]
-    job = [("data.packing", "documents"), ("train.global_batch", "8"), ("train.microbatch", "1")]
+    batch = [("train.global_batch", "8"), ("train.microbatch", "1")]
+    job = [("data.packing", "documents"), *batch, *more]
     arguments = (size, str(tmp_path / "meet"), lighthouse, job, str(store_path))
     ranks = run_ranks(group_gradients, size * count, *arguments)
     (alone,) = run_ranks(gradients, 1, job, str(store_path))
@@ -186,7 +193,8 @@ def check_weights(alone: Path, shared: Path) -> None:
 
 @needs_torchft
 @pytest.mark.parametrize(
-    ("size", "interval", "check"), [(1, "10", "1"), (1, "auto", "7"), (2, "10", "1")]
+    ("size", "interval", "check", "more"),
+    [(1, "10", "1", []), (1, "auto", "7", []), (2, "10", "1", []), (2, "10", "1", LORA)],
 )
 @with_groups(2)
 def test_training_is_that_of_one_group(
@@ -194,6 +202,7 @@ def test_training_is_that_of_one_group(
     size: int,
     interval: str,
     check: str,
+    more: Overrides,
     store_path: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -202,7 +211,8 @@ def test_training_is_that_of_one_group(
 
     With ``auto`` only the group that saves knows when.
     """
-    job = [*WATCHED, ("checkpoint.interval", interval), ("resilience.replica_check", check)]
+    saves = ("checkpoint.interval", interval)
+    job = [*WATCHED, saves, ("resilience.replica_check", check), *more]
     alone = tmp_path / "alone"
     run_ranks(train_rank, 1, [*job, ("run.dir", str(alone))], str(store_path))
     shared = ("checkpoint.dir", str(tmp_path / "checkpoints"))
