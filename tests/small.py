@@ -119,7 +119,9 @@ def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """What the run has recorded; the line that it is just writing is left out."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def losses(folder: Path) -> list[float]:
