@@ -1,4 +1,4 @@
-"""Lines of code: those with something on them that is neither comment nor docstring.
+"""Lines of code: those with something on them that is no comment, with docstrings and without.
 
 ``python -m tests.lines`` tells them by package; the README has the sums.
 """
@@ -22,12 +22,15 @@ NOTHING = {
 }
 
 
-def lines_of_code(path: Path) -> int:
+def lines_of_code(path: Path, docstrings: bool = False) -> int:
     source = path.read_text("utf-8")
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NOTHING:
             lines |= set(range(token.start[0], token.end[0] + 1))
+    if docstrings:
+        written = source.splitlines()
+        return sum(1 for number in lines if written[number - 1].strip())
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
@@ -36,15 +39,17 @@ def lines_of_code(path: Path) -> int:
     return len(lines)
 
 
-def lines_of_packages() -> Counter[str]:
+def lines_of_packages(docstrings: bool = False) -> Counter[str]:
     found: Counter[str] = Counter()
     for path in ROOT.rglob("*.py"):
-        found[path.relative_to(ROOT).parts[0].removesuffix(".py")] += lines_of_code(path)
+        found[path.relative_to(ROOT).parts[0].removesuffix(".py")] += lines_of_code(
+            path, docstrings
+        )
     return found
 
 
 if __name__ == "__main__":
-    packages = lines_of_packages()
+    packages, documented = lines_of_packages(), lines_of_packages(docstrings=True)
     for name, count in packages.most_common():
-        print(f"{count:7,} {name}")
-    print(f"{packages.total():7,} together")
+        print(f"{count:7,} {name}, {documented[name]:,} with docstrings")
+    print(f"{packages.total():7,} together, {documented.total():,} with docstrings")

@@ -119,7 +119,7 @@ def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """What the run has recorded; the line that it is just writing is left out."""
+    """What the run has recorded, without the line that it is just writing; a damaged one raises."""
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

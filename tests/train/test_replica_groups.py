@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -417,9 +416,8 @@ class Scene:
         self.until(group, lambda found: found != before and len(found) > 0)
 
     def records(self, group: str) -> list[dict[str, Any]]:
-        file = self.folder / group / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        folder = self.folder / group
+        return records(folder) if (folder / "metrics.jsonl").exists() else []
 
     def last(self, group: str) -> int:
         found = self.records(group)
