@@ -86,6 +86,7 @@ PIPELINES = [
     "pp2 pipeline.layers=[1,3]",
     "pp2 dp_replicate2 placement=replica-outer",
     "pp2 reshard_after_forward=always",
+    "pp2 schedule=ZBVZeroBubble reshard_after_forward=always",
 ]
 TENSOR = [
     "tp4",  # two key/value heads: two ranks share one
@@ -107,6 +108,7 @@ DATA = [
     "dp_shard2 pp2 gradient_sync=microbatch",
     "dp_replicate2 pp2 gradient_sync=microbatch",
     "dp_shard2 pp2 schedule=ZBVZeroBubble gradient_sync=microbatch",
+    "dp_shard2 pp2 schedule=InterleavedZeroBubble reshard_after_forward=always",
     "dp_shard2 dp_replicate2 pp2 gradient_sync=microbatch",
     "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
     "dp_shard2 tp2 persist_below=100",
