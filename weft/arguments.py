@@ -159,9 +159,23 @@ COMMANDS = {
     "verify": Command(
         "Prove that a recipe's layout trains what one process would.",
         [
-            RECIPE,
+            value("recipe", f"{SHIPPED}; none with --fuzz", metavar="RECIPE", nargs="?"),
             value("--ranks", "at most so many processes, from 2 (8)", default="8"),
-            value("--steps", "optimizer steps (3)", default="3"),
+            value("--steps", "optimizer steps (3; 2 with --fuzz)"),
+            value(
+                "--resume-layout",
+                "save a checkpoint half-way, and resume from it in this layout, too",
+                metavar="KEY=VALUE,...",
+            ),
+            value("--fuzz", "verify N random jobs instead of a recipe", metavar="N"),
+            value("--seed", "of --fuzz: which jobs (0)", default="0"),
+            value("--minutes", "of --fuzz: after which no job is started", metavar="M"),
+            value(
+                "--log",
+                "of --fuzz: file of results, one line each (runs/verify-fuzz-SEED.jsonl)",
+                type=Path,
+                metavar="FILE",
+            ),
             JSON,
         ],
     ),
@@ -388,7 +402,22 @@ if given so, and replaced otherwise: --compile.enable true, --precision.compute 
 5e-2 then), --precision.float8 tensorwise (within 1e-1: where a number falls on the edge between two
 of float8, the smallest difference is a large one).
 
-exit status: 0 the layout holds; 1 it does not, or a rank failed; 2 a mistake in the recipe""",
+--resume-layout saves a checkpoint after half of the steps, loads it into another layout, and
+compares the rest of the steps with one process, too: weights, optimizer states and updates.  Its
+keys are those of parallel, pipeline and remat, and train.microbatch; others are one process's.
+
+  weft verify demo --parallel.tp 2 --resume-layout parallel.dp_shard=2,remat.kind=full
+
+--fuzz verifies N random jobs of all keys that change what is computed, on up to --ranks processes.
+A third of them resume in another layout.  A job that fails is shrunk to the fewest keys, and
+printed as the command that reproduces it.  Keys on the command line are those of every job.
+Results are appended to --log; the same command skips what is in it, and so resumes.
+
+  weft verify --fuzz 200 --seed 7 --minutes 30
+  weft verify --fuzz 100 --parallel.schedule ZBVZeroBubble
+
+exit status: 0 the layout holds, or every job does; 1 it does not, or a rank failed; 2 a mistake in
+the recipe or the options; 130 interrupted, the same --fuzz resumes""",
     "compare": """\
 Each variant is trained --repeat times, as runs of their own below --out; their order is reversed
 from repeat to repeat, and each repeat has another seed, the same for all variants.  The first

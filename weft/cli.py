@@ -9,6 +9,7 @@ import argparse
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -228,19 +229,76 @@ def verify(options: argparse.Namespace) -> int:
 
     problems = list(options.problems)
     ranks = between("--ranks", options.ranks, 2, MAX_CPU_WORKERS, problems)
-    steps = between("--steps", options.steps, 1, 1000, problems)
-    job = read_recipe(options.recipe, options.overrides, problems)
+    usual = "3" if options.fuzz is None else "2"
+    steps = between("--steps", options.steps or usual, 1, 1000, problems)
     console = quiet_console(sys.stdout, quiet=options.json)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    if options.fuzz is not None:
+        return fuzz(options, ranks, steps, problems, say)
+    for name in ("minutes", "log"):
+        if (given := getattr(options, name)) is not None:
+            problems.append(Problem(f"--{name}", str(given), "is for --fuzz"))
+    if options.recipe is None:
+        remedy = f"use {recipe_names()[0]}, or --fuzz 100"
+        raise InvalidJob([*problems, Problem("RECIPE", MISSING, "is missing", remedy)])
+    resume = parse_layout(options.resume_layout or "", problems)
     report = verify(
-        job,
+        read_recipe(options.recipe, options.overrides, problems),
         ranks=ranks,
         steps=steps,
         keep=[name for name, _ in options.overrides],
-        say=lambda text: console.print(text, soft_wrap=True),
+        resume=resume,
+        say=say,
     )
     if options.json:
         print(report.to_json())
     return 0 if report.holds else FAILED
+
+
+def fuzz(
+    options: argparse.Namespace,
+    ranks: int,
+    steps: int,
+    problems: list[Problem],
+    say: Callable[[str], None],
+) -> int:
+    """Verify random jobs."""
+    count = between("--fuzz", options.fuzz, 1, 10**6, problems)
+    seed = between("--seed", options.seed, 0, 10**9 - 1, problems)
+    minutes = between("--minutes", options.minutes or "1", 1, 10**5, problems)
+    if options.recipe not in (None, "demo"):
+        rule, remedy = "is not for --fuzz, whose jobs are drawn", "leave it out"
+        problems.append(Problem("RECIPE", options.recipe, rule, remedy))
+    if options.resume_layout:
+        rule, remedy = "is not for --fuzz, which draws its own", "leave it out"
+        problems.append(Problem("--resume-layout", options.resume_layout, rule, remedy))
+    if problems:
+        raise InvalidJob(problems)
+    from weft.compare.fuzz import BAD, Settings, fuzz
+
+    settings = Settings(seed, ranks, steps, dict(options.overrides))
+    log = options.log or Path("runs") / f"verify-fuzz-{seed}.jsonl"
+    result = fuzz(count, settings, log, minutes if options.minutes else 0, say)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    if result["interrupted"]:
+        return INTERRUPTED
+    return FAILED if any(result[status.replace(" ", "_")] for status in BAD) else 0
+
+
+def parse_layout(text: str, problems: list[Problem]) -> list[tuple[str, str]]:
+    """Read ``key=value,...``; a value in brackets may have commas."""
+    found = []
+    for part in re.split(r",(?=[a-z]+\.[a-z_]+=)", text) if text else []:
+        name, equals, value = part.partition("=")
+        if not equals:
+            rule, remedy = "is not KEY=VALUE,...", "use such as parallel.tp=2,remat.kind=full"
+            problems.append(Problem("--resume-layout", text, rule, remedy))
+        found.append((name, value))
+    return found
 
 
 def compare(options: argparse.Namespace) -> int:

@@ -35,7 +35,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.state import named_parameters
+from weft.checkpoint.load import load
+from weft.checkpoint.manifest import checkpoint_path
+from weft.checkpoint.state import named_buffers, named_parameters
+from weft.checkpoint.store import Saver
 from weft.data.loader import (
     IGNORE,
     Batch,
@@ -102,20 +105,37 @@ class Measured(NamedTuple):
     drift: float  # of parameters after a step: the largest difference of an entry
 
 
-def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measured:
+def measure(
+    job: Job,
+    plan: Plan,
+    folder: str,
+    tamper: Tamper | None = None,
+    *,
+    resume: int = 0,
+    save: int = 0,
+) -> Measured:
     """Train ``job.train.steps`` steps on this rank of the process group.
 
     Args:
-        folder: where one process, which is world size 1 and called first, leaves its tensors.
+        folder: where one process, which is world size 1 and called first, leaves its tensors, and
+            where checkpoints lie.
         tamper: called with what was built, and the plan.
+        resume: a step whose checkpoint is loaded before the next one; 0: none.
+        save: a step after which a checkpoint is saved; 0: none.
     """
     if job.compile.enable:
         torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
     rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     built = build(job, plan, rank)
     params = dict(named_parameters(built.parts))
+    # The biases of experts are moved by each step, too.
+    state: dict[str, Tensor] = params | dict(named_buffers(built.parts))
     tensors = _Tensors(Path(folder) / "one.pt")
-    initial = tensors.compare("initial", params.items())
+    checkpoints = Path(folder) / "checkpoints"
+    if resume:
+        load(checkpoint_path(checkpoints, resume), built.parts, built.optimizer)
+        tensors.before = f"params {resume}"
+    initial = tensors.compare(tensors.before, state.items())
     if tamper is not None:
         tamper(built, plan)
     prints = Fingerprints(built.parts, load_family(job.model.kind).blocks)
@@ -123,7 +143,7 @@ def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measure
     stages = built.mesh.group("pp") if plan.pp > 1 else None
 
     steps = []
-    for step in range(1, job.train.steps + 1):
+    for step in range(resume + 1, job.train.steps + 1):
         samples = (step - 1) * job.train.global_batch
         batches = [_with_fewer_targets(batch) for batch in loader.batch(samples)]
         rows = [len(batch.tokens_BT) for batch in batches]
@@ -138,8 +158,13 @@ def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measure
         built.engine.balance.total()
         built.engine.balance.step()
         built.optimizer.zero_grad()
-        updates = tensors.compare_updates(f"params {step}", params)
+        updates = tensors.compare_updates(f"params {step}", state)
         steps.append(Step(loss.item(), norm.item(), forward, gradients, updates))
+        if step == save:
+            with naming("the checkpoint"):
+                saver = Saver(checkpoints, keep=1)
+                saver.save(built.parts, built.optimizer, {"step": step, "samples": 0})
+                saver.wait()
     try:
         eval_loss = built.engine.evaluate(_held_out(job, plan, built.mesh))
     except Exception as error:
@@ -176,7 +201,7 @@ class _Tensors:
                 differences[name] = difference(ours, self.theirs[what][name])
         return differences
 
-    def compare_updates(self, what: str, params: dict[str, nn.Parameter]) -> dict[str, float]:
+    def compare_updates(self, what: str, params: dict[str, Tensor]) -> dict[str, float]:
         """How far each parameter is from one process's, relative to its way in this step.
 
         Afterwards it is one process's.
@@ -230,7 +255,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _copy_shard(param: nn.Parameter, whole: Tensor) -> None:
+def _copy_shard(param: Tensor, whole: Tensor) -> None:
     """Fill this rank's shard of a parameter."""
     local = local_of(param)
     begins = shard_offsets(param)

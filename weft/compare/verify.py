@@ -20,8 +20,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from weft.compare.measure import (
@@ -36,9 +37,10 @@ from weft.compare.measure import (
     ratio,
 )
 from weft.compare.ranks import run_ranks
-from weft.compare.shrink import Case, plan_of_recipe, shrink
+from weft.compare.shrink import Case, plan_of_recipe, resume_layout, shrink
 from weft.files import only_finite
 from weft.job import InvalidJob, Job, Problem, read_job
+from weft.plan.resolve import Plan
 from weft.plan.stages import align
 from weft.train.check import check_names
 
@@ -97,6 +99,7 @@ class Report:
     eval_loss_difference: float
     update_difference: float  # the worst parameter's distance, relative to its way; judged loosely
     parameter_difference: float  # the largest of an entry, absolute; not judged
+    resumed: Report | None = None  # of the layout that resumed from a checkpoint of this one
 
     def to_json(self) -> str:
         """One object; null stands for what is not a number."""
@@ -135,7 +138,9 @@ def verify(
     ranks: int = 8,
     steps: int = 3,
     keep: Collection[str] = (),
+    resume: Sequence[tuple[str, str]] = (),
     tamper: Tamper | None = None,
+    timeout: float = 600,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Train a job's layout and one process, both shrunk, and compare them.
@@ -144,8 +149,11 @@ def verify(
         ranks: at most so many processes.
         steps: optimizer steps.
         keep: keys that are not replaced, among ``compile.enable`` and those of ``precision``.
+        resume: a second layout (`weft.compare.shrink.resume_layout`), which resumes from a
+            checkpoint that the job's layout saves after half of the steps; none: not tried.
         tamper: a test's, to break something: called on every rank of the layout with what
             `weft.train.setup.build` made, and the plan.
+        timeout: seconds for each of the process groups.
         say: told what is going on, in lines.
 
     Raises:
@@ -153,11 +161,29 @@ def verify(
         WeftError: if a rank fails.
     """
     case = shrink(job, plan_of_recipe(job), ranks, steps, keep)
+    later, saved = case, 0
+    if resume:
+        if steps < 2:
+            rule = "leaves no step after the checkpoint of --resume-layout"
+            raise InvalidJob([Problem("--steps", steps, rule, "use 2 or more")])
+        job, plan = resume_layout(case, resume, ranks)
+        later, saved = replace(case, job=job, plan=plan), steps // 2
     say(describe(case))
+
+    def run(job: Job, plan: Plan, **options: Any) -> list[Measured]:
+        train = partial(measure, job, plan, folder, **options)
+        return run_ranks(train, plan.world_size, timeout=timeout)
+
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
-        (one,) = run_ranks(measure, 1, case.one_job, case.one_plan, folder, None)
-        many = run_ranks(measure, case.plan.world_size, case.job, case.plan, folder, tamper)
-    report = compare(case, one, many)
+        (one,) = run(case.one_job, case.one_plan)
+        report = compare(case, one, run(case.job, case.plan, tamper=tamper, save=saved))
+        if resume and report.holds:
+            many = run(later.job, later.plan, resume=saved)
+            resumed = compare(later, one._replace(steps=one.steps[saved:]), many)
+            report = replace(report, resumed=resumed)
+            if not resumed.holds:
+                where = f"resumed from a checkpoint as {layout(later.plan.sizes)}"
+                report = replace(report, holds=False, reason=f"{where}: {resumed.reason}")
     say(table(report))
     return report
 
@@ -180,7 +206,7 @@ def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
         worst = max(gradients, key=lambda name: gradients[name])
         steps.append(
             StepReport(
-                step=i + 1,
+                step=case.job.train.steps - len(one.steps) + i + 1,
                 loss_one=theirs.loss,
                 loss=loss,
                 loss_difference=_relative(loss, theirs.loss),
@@ -233,17 +259,18 @@ def _departures(
     limits: Limits,
 ) -> Iterator[str]:
     """What is wrong, first to last in the order in which it is computed."""
-    for name in one.names:
+    for name in one.initial:
         if _worst(name, [rank.initial for rank in many]) > 0:
-            yield f"before the first step: the initial weights differ, first {name}"
+            yield f"before step {steps[0].step}: the weights differ, first {name}"
     for i, report in enumerate(steps):
+        step = report.step
         if wrong := _departure(i, one, many, report, limits):
-            yield f"step {i + 1}: {wrong}" + (f"; step {i} agrees" if i else "")
-        for name in one.names:
+            yield f"step {step}: {wrong}" + (f"; step {step - 1} agrees" if i else "")
+        for name in one.steps[i].updates:
             update = max(rank.steps[i].updates.get(name, 0.0) for rank in many)
             if update > limits.updates:
                 yield (
-                    f"step {i + 1}: gradients agree; the optimizer's updates depart first in "
+                    f"step {step}: gradients agree; the optimizer's updates depart first in "
                     f"{name} ({update:.1e} of their length)"
                 )
     if eval_difference > limits.tolerance:
@@ -387,10 +414,19 @@ def table(report: Report) -> str:
         f"updates of parameters: off by {report.update_difference:.1e} of their length "
         f"(limit {report.update_tolerance:g}); the largest difference of an entry, not "
         f"judged, is {report.parameter_difference:.1e}",
+        *([resumed_line(report.resumed)] if report.resumed else []),
         "",
         f"{'holds' if report.holds else 'DOES NOT HOLD'}: {report.reason}",
     ]
     return "\n".join(lines)
+
+
+def resumed_line(report: Report) -> str:
+    """Describe how far the layout that resumed is from one process."""
+    return (
+        f"resumed from a checkpoint as {layout(report.here)}: gradients off by "
+        f"{report.reached:.1e}, updates by {report.update_difference:.1e} of their length"
+    )
 
 
 def _shown(value: Any) -> str:
