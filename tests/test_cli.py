@@ -163,7 +163,9 @@ def test_missing_values_beside_other_mistakes(capsys: pytest.CaptureFixture[str]
     [
         ("data.path", "", "must not be empty"),
         ("run.dir", "", "must not be empty"),
-        ("run.dir", "a\0b", "must not contain a NUL"),
+        ("run.dir", "a\0b", "must not contain control characters"),
+        ("run.dir", "a\nb", "must not contain control characters"),
+        ("data.mixture", "a\x1bb=1", "must not contain control characters"),
         ("data.path", "x" * 300, "cannot be read: File name too long"),
         ("run.dir", "/tmp/" + "x" * 300, "cannot be written: File name too long"),
         ("data.path", "~nosuchuser/x", "does not exist"),

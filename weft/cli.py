@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.arguments import parse
+from weft.escaping import escape_controls, escaping_stream, is_one_line, raw_stream
 from weft.job import MISSING, InvalidJob, Job, Problem, WeftError, read_job, recipe_names
 from weft.launch import FAILED, INTERRUPTED, MISTAKE, REQUEUE
 
@@ -32,10 +33,16 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.set_inheritable(1, True)
         sys.stdout = os.fdopen(1, "w")
+    sys.stdout, sys.stderr = escaping_stream(sys.stdout), escaping_stream(sys.stderr)
     try:
         here = os.getcwd()
     except FileNotFoundError:
         print("weft: the folder that this was started in has been removed", file=sys.stderr)
+        return MISTAKE
+    if not is_one_line(here):
+        rule = "has control characters, or bytes that are not UTF-8, in its path"
+        print(f"weft: the working directory {here!a} {rule}", file=sys.stderr)
+        print("  start weft in another directory, or rename this one", file=sys.stderr)
         return MISTAKE
     if here not in sys.path:
         sys.path.append(here)  # where module:attribute of the user's own is looked for
@@ -92,7 +99,8 @@ def launch(options: argparse.Namespace) -> int:
     if options.what in ("status", "logs", "stop"):
         return look_after(options, problems)
     if options.run is not None:
-        remedy = f"did you mean 'weft launch status {options.run}'?"
+        words = shlex.join(["weft", "launch", "status", str(options.run)])
+        remedy = f"did you mean '{words}'?"
         problems.append(Problem("RUN", str(options.run), "is only for status, logs, stop", remedy))
     from weft.launch.submit import cluster, request, submit
     from weft.train.setup import detect_machine
@@ -205,7 +213,8 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
 
     def tell(text: str) -> None:
         if not options.json and sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            line = f"\r\033[K{escape_controls(text)}"
+            print(line, end="", file=raw_stream(sys.stderr), flush=True)
 
     found = search(job, plan, machine, tell=tell)
     tell("")
@@ -421,8 +430,8 @@ def generate(options: argparse.Namespace) -> int:
     chosen = {name: getattr(options, name) for name in names}
     sampling = Sampling(**chosen, stop=tuple(filter(None, options.stop)))
     problems += sampling.problems()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     found = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute", "run.device"]
     allowed += ["data.chat_template"] * options.chat
@@ -568,10 +577,9 @@ def data_inspect(options: argparse.Namespace) -> int:
 
 
 def _prepared(options: argparse.Namespace) -> Text:
-    from rich.console import Console
-
     from weft.data.prepare import prepare_text
     from weft.launch.preparing import cache_folder, showing
+    from weft.observe.terminal import quiet_console
 
     named = options.what in recipe_names() or options.what.endswith(".toml")
     recipe = options.what if named else recipe_names()[0]
@@ -580,7 +588,7 @@ def _prepared(options: argparse.Namespace) -> Text:
     problems = [*options.problems, *problems]
     if problems:
         raise InvalidJob(problems)
-    with showing(Console(stderr=True)) as show:
+    with showing(quiet_console(sys.stderr)) as show:
         return prepare_text(job.data, cache_folder(job.data), show)
 
 

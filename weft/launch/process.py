@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from weft.escaping import escaping_stream
 from weft.files import write_json
 from weft.job import WeftError
 
@@ -41,9 +42,10 @@ def redirect(folder: Path, rank: int) -> TextIO:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    sys.stdout, sys.stderr = escaping_stream(sys.stdout), escaping_stream(sys.stderr)
     now, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
     print(f"--- {now} rank {rank} on {host}, process {os.getpid()}", flush=True)
-    return terminal
+    return escaping_stream(terminal)
 
 
 def write_error(folder: Path, rank: int, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 import weft
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
+from weft.data.loader import samples_of
 from weft.data.packing import packing_line
 from weft.data.prepare import prepare_text
 from weft.data.source import STDLIB
@@ -47,7 +48,7 @@ from weft.plan.resolve import Plan
 from weft.predict.check import Expected, expect, note
 from weft.predict.sections import sections
 from weft.resilience.signals import STOP_SIGNALS, listen
-from weft.train.check import check_text
+from weft.train.check import check_text, epochs_of, repetition_warnings
 from weft.train.folder import owning, unwritable
 from weft.train.loop import train
 from weft.train.position import home_of
@@ -314,17 +315,19 @@ def describe_text(job: Job, plan: Plan, text: Text, console: Console) -> None:
         rule = f"{entries:,} of the model's {plan.model.vocab_size:,} entries"
         line = f"warning: the tokenizer has {rule}: the others are never trained"
         console.print(line, soft_wrap=True)
-    tokens = job.train.steps * plan.tokens_per_step
-    for source in text.sources:
+    samples = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
+    seen = epochs_of(job, text, samples)
+    for source, (name, count, epochs) in zip(text.sources, seen, strict=True):
         manifest = source.store.manifest
-        if text.shares:
-            size = manifest.train.tokens
-            times = f"seen {source.share * tokens / size:.2g} times"
-            line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
-            console.print(line, soft_wrap=True)
+        line = f"{name}: {manifest.train.tokens:,} tokens, {count:,} sequences of "
+        line += f"{job.train.seq_len:,}, seen {epochs:,.1f} times"
+        share = f"  {source.share:6.1%}  " if text.shares else ""
+        console.print(f"{share}{line}", soft_wrap=True)
         if manifest.kind != "text" or job.data.packing == "best_fit":
             line = packing_line(source.store, job.train.seq_len, job.data, job.train.seed)
             console.print(f"{Path(manifest.source).name}: {line}", soft_wrap=True)
+    for warning in repetition_warnings(job, text, samples):
+        console.print(f"warning: {warning}", soft_wrap=True)
 
 
 def scaled(count: int) -> str:

@@ -41,6 +41,7 @@ from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
 from weft.resilience.faults import at as reach
 from weft.resilience.signals import Wishes
+from weft.train.check import repetition_warnings
 from weft.train.folder import write_plan
 from weft.train.position import home_of, resume, rewind
 from weft.train.recorder import Journal, Recorder, TrainingError, due
@@ -162,7 +163,8 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         profile,
     ):
         if rank.rank == 0:
-            write_plan(folder, plan)
+            repeated = repetition_warnings(job, text, samples_in["train"])
+            write_plan(folder, replace(plan, warnings=(*plan.warnings, *repeated)))
         recorder.open_at(at.step)
         resumed = f"goes on from step {at.step}" if at.step else "starts"
         journal.note("start", at.step, f"{resumed} on {plan.world_size} ranks")
