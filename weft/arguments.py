@@ -312,6 +312,18 @@ COMMANDS = {
         "Tell how much there is, how long documents are, and show some.",
         [value("--samples", "documents to show (3)", type=count, default=3), DATA],
     ),
+    "data verify": Command(
+        "Read prepared stores in full and compare them with their manifests.",
+        [
+            value(
+                "stores",
+                "directory of a prepared store, or of a mixture of stores",
+                type=Path,
+                metavar="STORE",
+                nargs="+",
+            )
+        ],
+    ),
     "debug hang": Command(
         "Say which rank stands still where, and who waits for it; ends nobody.",
         [value("run", "folder of the run", type=Path), JSON],
@@ -349,7 +361,7 @@ COMMANDS = {
 }
 # Commands of two words, by the first.
 GROUPS = {
-    "data": "Tokenise data before a run needs them, or look into them.",
+    "data": "Tokenise data before a run needs them, inspect or verify them.",
     "debug": "Find out where a run hangs, or where two runs part.",
 }
 # What follows the arguments in the help of some.
@@ -458,6 +470,19 @@ parallel.tp and parallel.dp_shard; else any.""",
 later checkpoints stay until the run has come past them, but do not count any more""",
     "data prepare": DATA_HELP,
     "data inspect": DATA_HELP,
+    "data verify": """\
+A run checks a store when it opens it for the first time, and again when a file's size or
+modification time has changed.  This command reads every byte again, for damage that changes
+neither, such as that of a failing disk: content hashes, and token ids against the vocabulary.
+'weft data prepare' prints the directory of a store.
+
+  weft data verify /data/store
+  weft data verify ~/.cache/weft/stores/*
+
+A good result is remembered in data.cache (--data.cache DIRECTORY); a bad one makes the next run
+check the store, too.
+
+exit status: 0 every store is what was prepared; 1 one is damaged; 2 a mistake in what was asked""",
     "debug diff": "exit status: 0 they agree within the tolerance; 1 they part; 2 not comparable",
     "doctor": """\
 Devices, drivers, links, adapters, variables, limits, folders: some seconds, and nothing is changed.

@@ -576,6 +576,54 @@ def data_inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def data_verify(options: argparse.Namespace) -> int:
+    """Read prepared stores in full, and print for each whether it is what was prepared."""
+    from rich.console import Console
+
+    from weft.data.cache import open_verified
+    from weft.data.store import STORE_FILE
+    from weft.data.text import MIXTURE_FILE, mixture_stores
+    from weft.launch.preparing import cache_folder, showing
+
+    job, _, problems = read_job(recipe_names()[0], options.overrides)
+    problems = [*options.problems, *problems]
+    rule, remedy = "has no effect on a check of stores", "leave it out; data.cache may be given"
+    others = {name: value for name, value in options.overrides if name != "data.cache"}
+    for problem in problems:
+        others.pop(problem.key, None)
+    problems += [Problem(name, value, rule, remedy) for name, value in others.items()]
+    stores: list[Path] = []
+    for path in options.stores:
+        try:
+            stores += mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
+        except InvalidJob as error:
+            problems += error.problems
+    rule, remedy = f"is not a prepared store: it has no {STORE_FILE}", "weft data prepare makes one"
+    problems += [
+        Problem("STORE", str(path), rule, remedy)
+        for path in stores
+        if not (path / STORE_FILE).is_file()
+    ]
+    if problems:
+        raise InvalidJob(problems)
+    damaged = 0
+    with showing(Console(stderr=True)) as show:
+        for path in stores:
+            try:
+                store = open_verified(path, cache_folder(job.data), show, anew=True)
+            except InvalidJob as error:
+                damaged += 1
+                print("\n".join(str(problem) for problem in error.problems), flush=True)
+                continue
+            files = [file for split in store.splits for file in split.files]
+            size = sum(file.size_bytes for file in files)
+            what = f"{len(files):,} files, {size:,} bytes, as they were prepared"
+            print(f"{path}: {what}", flush=True)
+    if damaged:
+        print(f"weft: {damaged} of {len(stores)} stores are damaged", file=sys.stderr)
+    return FAILED if damaged else 0
+
+
 def _prepared(options: argparse.Namespace) -> Text:
     from weft.data.prepare import prepare_text
     from weft.launch.preparing import cache_folder, showing
@@ -649,7 +697,8 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     run.__name__.replace("_", " ").strip(): run
     for run in (
         *(train, launch, plan, verify, compare, report, generate, evaluate, rollback, export),
-        *(import_, data_prepare, data_inspect, debug_hang, debug_diff, doctor, schema),
+        *(import_, data_prepare, data_inspect, data_verify, debug_hang, debug_diff),
+        *(doctor, schema),
     )
 }
 

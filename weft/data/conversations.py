@@ -143,7 +143,7 @@ def _look(path: str) -> Found:
 def _store(section: DataSection, writer: Writer, cache: Path, report: Report) -> Store:
     path = section.path
     if is_store(path):
-        store = open_given(section, writer.hash)
+        store = open_given(section, writer.hash, cache, report)
         if (section.format == "preferences") != (store.manifest.kind == "preferences"):
             rule = f"is a store of {store.manifest.kind}, not of {section.format}"
             raise InvalidJob([Problem("data.path", path, rule, "use another data.format")])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.data.cache import (
+    PREPARES,
     Progress,
     Report,
     cache_problems,
@@ -71,7 +72,7 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
     for part, reading in zip(parts, readings, strict=True):
         with noting(problems, mixture=True):
             stores.append(
-                open_given(part, given.hash)
+                open_given(part, given.hash, cache, report)
                 if reading is None
                 else _prepare(part, reading, given, cache, SHARD_BYTES, report)
             )
@@ -105,7 +106,7 @@ def prepare(
     report = progress or (lambda _: None)
     found, given = _find(section)
     if found is None:
-        return open_given(section, given and given.hash)
+        return open_given(section, given and given.hash, cache, report)
     reading = _read(section, found, cache, shard_bytes, report)
     return _prepare(section, reading, given, cache, shard_bytes, report)
 
@@ -207,7 +208,7 @@ def _shared_tokenizer(
         settings = [section.vocab_size, TRAINING_BYTES, section.holdout, section.invalid_utf8]
         key = hash_json([settings, [reading.content for reading in texts]])
         file = cache / "tokenizers" / key / TOKENIZER_FILE
-        with cache_problems(cache), locked(file.parent, report):
+        with cache_problems(cache), locked(file.parent, report, PREPARES):
             _train(file, texts, section.vocab_size, report)
     return _Given(file, load_tokenizer(file)[1])
 
