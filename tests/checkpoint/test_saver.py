@@ -58,7 +58,7 @@ def write_late(folder: str, background: bool) -> tuple[dict[str, torch.Tensor], 
         this_rank().rank,
         Path(folder),
     )
-    saver.save(parts, optimizer, {"step": 1})
+    saver.save(parts, optimizer, {"step": 1, "samples": 8})
     for _, param in named_parameters(parts):
         param.grad = torch.ones_like(param.data)
     optimizer.step()
@@ -95,7 +95,7 @@ def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
             param.grad = torch.full_like(param.data, 1e-3 * step)
         optimizer.step()
         states.append(everything(parts, optimizer))
-        saver.save(parts, optimizer, {"step": step})
+        saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
     saver.close()
     return states
 
@@ -120,7 +120,7 @@ def test_replicas_share_the_writing(tmp_path: Path) -> None:
 
 def save_replicas(folder: str) -> None:
     parts, optimizer = stepped(1e-3, ("parallel.dp_replicate", "2"))
-    save(Path(folder), parts, optimizer, {"step": 1}, 1)
+    save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, 1)
 
 
 # --------------------------------------------------------------------------- failures
@@ -248,7 +248,7 @@ def take_and_save(folder: str, step: int, first: int, last: int) -> int:
     saver.take(step)
     parts, optimizer = stepped(1e-3 * saver.epoch)
     for step in range(first, last + 1):
-        saver.save(parts, optimizer, {"step": step})
+        saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
         saver.wait()
     return saver.epoch
 
@@ -276,11 +276,11 @@ def be_superseded(folder: str) -> str:
     parts, optimizer = stepped(1e-3)
     saver = Saver(home, 9, background=True)
     saver.take(0)
-    saver.save(parts, optimizer, {"step": 1})
+    saver.save(parts, optimizer, {"step": 1, "samples": 8})
     saver.wait()
     take(home, 1)  # another incarnation, while this one was asleep ...
     (home / ".tmp-step-00000002-theirs").mkdir(exist_ok=True)  # ... which is saving, too
-    saver.save(parts, optimizer, {"step": 2})
+    saver.save(parts, optimizer, {"step": 2, "samples": 16})
     with pytest.raises(Superseded) as caught:
         saver.wait()
     with pytest.raises(Superseded):

@@ -782,7 +782,9 @@ def made_run(
         (name, shape, iter([change(name, part) for part in [torch.randn(shape)]]))
         for name, shape in shapes(LLAMA, config).items()
     )
-    write_model(folder / "checkpoints/step-00000001", parts, {"step": 1}, lambda done: None)
+    write_model(
+        folder / "checkpoints/step-00000001", parts, {"step": 1, "samples": 8}, lambda done: None
+    )
     job = replace(small_job(), model=config.model_dump(), run={"dir": str(folder)})
     (folder / "job.toml").write_text(to_toml(job, "demo", job))
     shutil.copy(store / "tokenizer.json", folder)

@@ -35,6 +35,7 @@ from weft.checkpoint.manifest import (
     FORMAT,
     NAME,
     CheckpointError,
+    DamagedCheckpoint,
     Superseded,
     cause,
     checkpoint_path,
@@ -47,6 +48,7 @@ from weft.checkpoint.manifest import (
     leases,
     manifest_text,
     own_rank,
+    read_manifest,
     take,
 )
 from weft.checkpoint.shards import Json, Staged, table_of_contents, write_shards
@@ -357,6 +359,37 @@ def _delete_old(folder: Path, keep: int, base: str | None = None) -> None:
             hidden = old.rename(old.with_name(f".tmp-{old.name}-deleted"))
         at("checkpoint.deleting")
         remove(hidden)
+
+
+def quarantined(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder`` that were renamed because they are damaged."""
+    if not folder.is_dir():
+        return []
+    if is_remote(folder):
+        steps = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+        found = [path for step in steps for path in step.glob("manifest.damaged-*.json")]
+    else:
+        found = list(folder.glob("damaged-step-*"))
+    return sorted(found, key=str)
+
+
+def give_up(folder: Path, step: int) -> None:
+    """Rename what is damaged in ``folder`` after ``step``, so that it no longer counts as work.
+
+    Only a person decides that: see `weft.launch.start.rollback`.
+    """
+    for path in quarantined(folder):
+        if is_remote(path):
+            put_new(path.with_name(path.name.replace("damaged", "abandoned", 1)), path.read_bytes())
+            path.unlink()
+        else:
+            path.rename(path.with_name(path.name.replace("damaged", "abandoned", 1)))
+    for path in committed(folder):
+        try:
+            read_manifest(path)
+        except DamagedCheckpoint:
+            if checkpoint_step(path) > step:
+                set_aside(path, "abandoned")
 
 
 def set_aside(path: Path, why: str) -> None:

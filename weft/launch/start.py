@@ -19,7 +19,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 import weft
-from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
+from weft.checkpoint.manifest import (
+    CheckpointError,
+    checkpoint_step,
+    checkpoints,
+    read_manifest,
+    take,
+)
+from weft.checkpoint.store import give_up
 from weft.data.loader import samples_of
 from weft.data.packing import packing_line
 from weft.data.prepare import prepare_text
@@ -97,7 +104,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         open_run(folder, job, base, recipe, text, expected)
         home = home_of(job.checkpoint.dir, folder)
         done = checkpoints(home)[-1:]
-        step = checkpoint_step(done[0]) if done else 0
+        step = last_intact_step(done)
         if step < job.train.steps:
             if done:
                 console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
@@ -160,6 +167,7 @@ def rollback(folder: Path, step: int) -> str:
         if step not in [0, *there]:
             rule = "no checkpoint of that step counts"
             raise InvalidJob([Problem("step", step, rule, f"use one of {[0, *there]}")])
+        give_up(home, step)
         take(home, step)
     return f"{how_to_go_on(checkpoints(home))}; no longer: {[s for s in there if s > step]}"
 
@@ -388,6 +396,14 @@ def show_end(folder: Path, recipe: str, job: Job, text: Text, console: Console) 
 def last_step(folder: Path) -> int:
     """Of the last record; 0 if there is none."""
     return next((r["step"] for r in reversed(read_records(folder / "metrics.jsonl"))), 0)
+
+
+def last_intact_step(newest: list[Path]) -> int:
+    """Return the step of the newest checkpoint, 0 if there is none or its manifest is damaged."""
+    try:
+        return int(read_manifest(newest[0])["step"]) if newest else 0
+    except CheckpointError:
+        return 0  # the ranks say so when they load it
 
 
 def show_restart(failure: Failure, home: Path, folder: Path) -> None:
