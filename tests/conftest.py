@@ -12,6 +12,8 @@ import pytest
 from weft.data.prepare import prepare
 from weft.job import DataSection
 
+pytest_plugins = ["tests.tiers"]
+
 
 def make_text(folder: Path) -> Path:
     """Some hundred kilobytes of Python source in 30 files."""
