@@ -369,7 +369,7 @@ def test_train_tells_stages_and_warnings() -> None:
     from weft.observe.terminal import quiet_console
     from weft.plan.report import plan_recipe
 
-    overrides = [("parallel.tp", "8"), ("parallel.pp", "2"), ("run.workers", "16")]
+    overrides = [("parallel.tp", "8"), ("parallel.pp", "2")]
     overrides += [("model.num_kv_heads", "8"), ("model.num_heads", "8")]
     overrides += [("model.tied_embeddings", "false")]
     plan = plan_recipe("demo", overrides, [], "4x4xCPU", Machine)[1]

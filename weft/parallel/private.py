@@ -65,6 +65,13 @@ def on_compiling(start: Callable[[], None], end: Callable[[bool], None]) -> None
     )
 
 
+def num_captured_graphs() -> int:
+    """Return how many graphs torch.compile has captured in this process; 0 if it never ran."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def recompile_reasons() -> list[str]:
     """A list that gets, from now on, why each function is compiled again, in a line."""
     found: list[str] = []

@@ -10,6 +10,7 @@ than training reads.  What is refused elsewhere (`weft.plan.layout`, `weft.plan.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -312,5 +313,6 @@ def shown(value: Any) -> str:
 
 
 def _allows(asked: int | str, nodes: int) -> bool:
-    least, _, most = str(asked).partition(":")
-    return asked == "auto" or int(least) <= nodes <= int(most or least)
+    """Return True if ``run.nodes`` has ``nodes`` in its range, or is no range at all."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", str(asked))
+    return found is None or int(found[1]) <= nodes <= int(found[2] or found[1])

@@ -29,13 +29,14 @@ from weft.data.loader import Ahead, Batch, Loader, samples_of
 from weft.data.store import SplitName
 from weft.data.text import Text
 from weft.job import Job
+from weft.models import load_family
 from weft.observe.backward import naming_backward
 from weft.observe.memory import OutOfMemory, is_out_of_memory, out_of_memory
 from weft.observe.profile import Profile
 from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
-from weft.parallel.compile import graph_break, tell_compiling
+from weft.parallel.compile import NOTHING_COMPILED, graph_break, tell_compiling
 from weft.plan.resolve import Plan
 from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
@@ -73,8 +74,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     say = journal.say
 
     # ---- what is trained, and from where on
-    if job.compile.enable:
-        tell_compiling(say)
+    graphs = tell_compiling(say) if job.compile.enable else None
     with naming("building the model", partial(out_of_memory, job, plan, rank.device, {})):
         built = build(job, plan, rank)
     parts, mesh, engine, optimizer, decay = built
@@ -111,6 +111,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     watch = Watch(job.resilience, at.watch, statistics.where)
     stages = mesh.group("pp") if plan.pp > 1 else None
     check, first = job.resilience.replica_check, at.step
+    blocks = [block for part in parts for block in load_family(job.model.kind).blocks(part)]
 
     def compute(step: int, batches: list[Batch]) -> Trial:
         """Loss and gradients of a step, and what all ranks have to know of them."""
@@ -217,6 +218,10 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 statistics.parameters(step)
                 at = replace(at, step=step, samples=samples, watch=watch.state())
                 recorder.clock.count_step()
+                if graphs is not None:
+                    if blocks and not graphs():
+                        say(f"warning: {NOTHING_COMPILED}")
+                    graphs = None
                 if step % GARBAGE_STEPS == 0:
                     gc.collect(1)
 
