@@ -332,7 +332,9 @@ class OptimSection(Section):
 
     kind: Name = key("adamw", "optimizer: adamw, muon, or module:function of your own")
     states: Literal["float32", "bfloat16", "8bit"] = key(
-        "float32", "adamw: what its moments are kept in; 8bit needs weft[torchao]"
+        "float32",
+        "adamw: what its moments are kept in; 8bit: those of the blocks' matrices, all others stay "
+        "float32",
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "muon: decay of the momentum")
     lr: Annotated[float, Field(gt=0)] = key(3e-4, "peak learning rate")

@@ -23,7 +23,7 @@ from weft.plan.effects import Setting, effect_warnings, schedule_warnings
 from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
 from weft.plan.layout import DEGREE_KEYS, Degrees, check_layout, find_degrees, fixed
 from weft.plan.lora import check_lora, check_stages, trained
-from weft.plan.memory import state_bytes_per_param
+from weft.plan.memory import check_moments, state_bytes_per_param
 from weft.plan.pipeline import PipelinePlan, num_microbatches, remat_warnings, resolve_pipeline
 from weft.plan.placement import AXES, PLACEMENTS, groups, placement_warnings, ranks_per_node
 from weft.plan.rules import (
@@ -227,6 +227,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     emulated = float8 != "none" and not has_float8(float8, machine.capability)
     problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += check_lora(job, model, family, degrees)
+    problems += check_moments(job, model, family, degrees)
     problems += check_sections(job, family, degrees)
     way, found = _find_way(job, model, family, degrees, lora.params, compute_bytes)
     problems += found
