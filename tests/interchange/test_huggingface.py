@@ -151,10 +151,11 @@ def test_transformers_loads_it_and_computes_the_same(
 
     prompt = "def parse(text):\n    return  [Ünï, 'x'] # don't\n"
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    assert theirs(prompt)["input_ids"] == ids
+    start = theirs.bos_token_id  # which every document had before it in training
+    assert theirs(prompt)["input_ids"] == tokenizer.encode(prompt).ids == [start, *ids]
     assert theirs.decode(ids) == prompt
 
-    tokens = torch.tensor([[theirs.bos_token_id, *ids]])[:, :33]
+    tokens = torch.tensor([[start, *ids]])[:, :33]
     inputs, labels = tokens[:, :-1], tokens[:, 1:].flatten()
     logits, expected = model(inputs), twin(inputs).logits
     assert expected.std() > 0.3  # far from nothing
@@ -174,7 +175,7 @@ def test_transformers_loads_it_and_computes_the_same(
     sampling = Sampling(max_tokens=20, temperature=0)
     rows = rows_of(["def "], speech, sampling)
     said = "".join(piece for _, piece in generate(asked, speech, rows, sampling))
-    begun = torch.tensor([[theirs.bos_token_id, *theirs("def ")["input_ids"]]])
+    begun = torch.tensor([theirs("def ")["input_ids"]])
     written = twin.generate(
         begun, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(begun)
     )

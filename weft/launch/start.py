@@ -27,6 +27,7 @@ from weft.checkpoint.manifest import (
     take,
 )
 from weft.checkpoint.store import give_up
+from weft.data.document_tokens import IMPORTED, RECORD, record_of
 from weft.data.loader import samples_of
 from weft.data.packing import packing_line
 from weft.data.prepare import prepare_text
@@ -266,6 +267,9 @@ def open_run(
             replace_text(path, to_toml(job, recipe, base))
         tokenizer = (text.path / "tokenizer.json").read_text("utf-8")
         replace_text(folder / "tokenizer.json", tokenizer)
+        of_text = any(source.store.manifest.kind == "text" for source in text.sources)
+        starts = of_text and not (folder / IMPORTED).is_dir()  # else its own tokenizer decides
+        replace_text(folder / RECORD, record_of(text.separator, starts))
         for source in text.sources:
             for name in (TEMPLATE_FILE, TOKENS_FILE):
                 if (file := source.store.path / name).is_file():
