@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -67,7 +67,7 @@ class WatchState(_Schema):
     """State of the anomaly detector: see `weft.resilience.anomaly`."""
 
     loss: Values = []
-    gradient_norm: Values = Field([], alias="gradient norm")
+    gradient_norm: Values = Field(default=[], validation_alias="gradient norm")
     in_a_row: Count = 0
 
 
@@ -239,10 +239,62 @@ def _take(folder: Path, step: int) -> int:
     while True:
         epoch = 1 + max((epoch for epoch, _ in leases(folder)), default=0)
         try:
-            put_new(folder / f"lease-{epoch:06}.json", content)
+            put_new(lease_path(folder, epoch), content)
         except FileExistsError:
             continue  # somebody else was quicker: the later one has the run
         return epoch
+
+
+def read_leases(folder: Path) -> dict[str, bytes]:
+    """Return the content of every lease in ``folder``, by file name."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return {
+        name: read_regular(folder / name, LEASE_BYTES) for name in names if _LEASE.fullmatch(name)
+    }
+
+
+def hold_lease(folder: Path, epoch: int, known: Mapping[str, bytes]) -> str:
+    """Check that the run is still this process's, and put its lease back if it was deleted.
+
+    Without the lease nobody would notice when a second process takes the run.
+
+    Args:
+        epoch: of this process; 0: it has taken nothing, and nothing is checked.
+        known: `read_leases` when it took the run.
+
+    Returns:
+        A warning if the lease was gone; else nothing.
+
+    Raises:
+        Superseded: if another process has taken the run, also where the leases were deleted.
+    """
+    if epoch == 0:
+        return ""
+    for later, content in sorted(read_leases(folder).items(), reverse=True):
+        if known.get(later) != content:
+            text = content.decode(errors="replace")
+            raise Superseded(f"another process has taken over the run: {later}: {text}")
+    if lease_path(folder, epoch).is_file():
+        return ""
+    there = folder.is_dir()
+    if not is_remote(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, content in sorted(known.items()):
+        try:
+            put_new(folder / name, content)
+        except FileExistsError:
+            if read_regular(folder / name, LEASE_BYTES) != content:
+                raise Superseded(f"another process has taken over the run: {name}") from None
+    what = "the run's lease in it was" if there else "it was"
+    return (
+        f"{folder}: {what} deleted while the run was training; it is made again with the lease, "
+        "but checkpoints that were deleted are lost"
+    )
+
+
+def lease_path(folder: Path, epoch: int) -> Path:
+    """Return where the lease of an epoch lies."""
+    return folder / f"lease-{epoch:06}.json"
 
 
 def read_manifest(path: Path) -> Json:
