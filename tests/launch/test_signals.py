@@ -111,7 +111,7 @@ def test_a_second_signal_kills(
     process = start_and_wait([*arguments, *SLOW, "--train.steps", "100000"], tmp_path, 3)
     os.kill(workers(process)[1], signal.SIGSTOP)
     process.send_signal(number)
-    time.sleep(1)
+    time.sleep(1.5)
     assert process.poll() is None
     process.send_signal(number)
     assert process.wait(timeout=20) == 130

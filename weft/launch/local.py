@@ -39,7 +39,7 @@ from weft.train.where import is_loopback
 
 # A signal so soon after the first is the same one: a terminal sends it to a whole process group,
 # and a wrapper (docker, uv run) passes its own on as well.
-SAME_SECONDS = 0.5
+SAME_SECONDS = 1.0
 STOPPING = (
     "\nCtrl-C: the ranks finish the step and save. Again: they end at once, and the steps since "
     "the last checkpoint are lost."
@@ -237,12 +237,14 @@ def passing_on_signals(
     """
     came: list[int] = []
     first = 0.0  # when the first came
-    over = threading.Event()
+    asked, over = threading.Event(), threading.Event()
 
-    def stop_ranks(number: int) -> None:
-        if number == signal.SIGINT:
-            say(STOPPING)
-        pass_on(signal.SIGTERM, over)
+    def stop_ranks() -> None:
+        asked.wait()
+        if not over.is_set():
+            if came[0] == signal.SIGINT:
+                say(STOPPING)
+            pass_on(signal.SIGTERM, over)
 
     def handle(number: int, frame: object) -> None:
         nonlocal first
@@ -250,11 +252,11 @@ def passing_on_signals(
             if time.monotonic() < first + SAME_SECONDS:
                 return
             raise SignalException("a second signal", signal.SIGKILL)
+        first = time.monotonic()  # before the next line: another signal may come between them
         came.append(number)
-        first = time.monotonic()
         if waiting():
             raise Stopped("stopped")
-        threading.Thread(target=stop_ranks, args=(number,), daemon=True).start()
+        asked.set()
 
     def expire() -> None:
         if not came:
@@ -265,10 +267,12 @@ def passing_on_signals(
     timer.daemon = True
     if limit:
         timer.start()
+    threading.Thread(target=stop_ranks, daemon=True).start()
     try:
         yield came
     finally:
         over.set()
+        asked.set()  # ends the thread
         timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
