@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch.distributed as dist
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weft.checkpoint.shards import Contents, Json, check_files, parse_contents
 from weft.checkpoint.storage import Damaged, is_remote, put_new, read_regular
@@ -90,13 +90,6 @@ class ManifestHeader(_Schema):
     files: list[Any]
     tensors: dict[str, Any]
 
-    @model_validator(mode="after")
-    def _samples_follow_steps(self) -> ManifestHeader:
-        # Each step consumes a sequence or more, however the batch has changed.
-        if self.samples < self.step or (self.step == 0 and self.samples > 0):
-            raise ValueError(f"step {self.step} cannot have consumed {self.samples} samples")
-        return self
-
 
 class LeaseContent(_Schema):
     """A lease: the step that its owner went on from, and whether anything was saved by then."""
@@ -114,7 +107,7 @@ def checked(schema: type[_Schema], values: object) -> None:
         for each in error.errors(include_url=False):
             field = ".".join(map(str, each["loc"]))
             value = f"{field} = {each['input']!r:.60}: " if field else ""
-            found.append(value + each["msg"].removeprefix("Value error, "))
+            found.append(value + each["msg"])
         more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError("; ".join(found[:3]) + more) from error
 
@@ -341,6 +334,10 @@ def parse_manifest(text: bytes) -> Json:
     if type(found) is int and 0 < found != FORMAT:
         raise CheckpointError(f"is of format {found}, not {FORMAT}")
     checked(ManifestHeader, manifest)
+    step, samples = manifest["step"], manifest["samples"]
+    # Each step consumes a sequence or more, however the batch has changed.
+    if samples < step or (step == 0 and samples > 0):
+        raise ValueError(f"samples = {samples}: step {step} cannot have consumed so many or few")
     return manifest
 
 
