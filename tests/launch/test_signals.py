@@ -83,7 +83,7 @@ def test_ctrl_c_from_a_terminal_saves_and_says_how_to_resume(
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved) >= 5
     assert "Traceback" not in said
     assert "Ctrl-C: the ranks finish the step and save" in said
-    assert f"stopped and saved; the same command goes on from run/checkpoints/{saved.name}" in said
+    assert f"stopped and saved; the same command goes on from {saved}" in said
     assert "\n  weft train demo --model.num_layers 2" in said
 
 
