@@ -172,7 +172,7 @@ HEADER = [
     ("step", 2**70, "less than"),
     ("step", 1, "the directory is named step-00000002"),
     ("samples", -2400, "greater than or equal to 0"),
-    ("samples", 1, "step 2 cannot have consumed 1 samples"),
+    ("samples", 1, "step 2 cannot have consumed so many or few"),
     ("samples", "16", "valid integer"),
     ("samples", 2**70, "less than"),
     ("epoch", -1, "greater than or equal to 0"),

@@ -134,10 +134,19 @@ def undisturbed(arguments: list[str], folder: Path, store: Path) -> Path:
     return straight
 
 
-def start_and_wait(command: list[str], folder: Path, step: int) -> subprocess.Popen[str]:
+def start_and_wait(
+    command: list[str], folder: Path, step: int, start_new_session: bool = False
+) -> subprocess.Popen[str]:
     """Start a run in ``folder`` and return once it has recorded ``step``."""
     log = (folder / "log").open("w")
-    process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=log,
+        stderr=log,
+        text=True,
+        start_new_session=start_new_session,
+    )
     wait_for(folder / "run", step)
     return process
 

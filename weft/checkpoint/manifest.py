@@ -14,13 +14,13 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch.distributed as dist
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weft.checkpoint.shards import Contents, Json, check_files, parse_contents
 from weft.checkpoint.storage import Damaged, is_remote, put_new, read_regular
@@ -67,7 +67,7 @@ class WatchState(_Schema):
     """State of the anomaly detector: see `weft.resilience.anomaly`."""
 
     loss: Values = []
-    gradient_norm: Values = Field([], alias="gradient norm")
+    gradient_norm: Values = Field(default=[], validation_alias="gradient norm")
     in_a_row: Count = 0
 
 
@@ -90,13 +90,6 @@ class ManifestHeader(_Schema):
     files: list[Any]
     tensors: dict[str, Any]
 
-    @model_validator(mode="after")
-    def _samples_follow_steps(self) -> ManifestHeader:
-        # Each step consumes a sequence or more, however the batch has changed.
-        if self.samples < self.step or (self.step == 0 and self.samples > 0):
-            raise ValueError(f"step {self.step} cannot have consumed {self.samples} samples")
-        return self
-
 
 class LeaseContent(_Schema):
     """A lease: the step that its owner went on from, and whether anything was saved by then."""
@@ -114,7 +107,7 @@ def checked(schema: type[_Schema], values: object) -> None:
         for each in error.errors(include_url=False):
             field = ".".join(map(str, each["loc"]))
             value = f"{field} = {each['input']!r:.60}: " if field else ""
-            found.append(value + each["msg"].removeprefix("Value error, "))
+            found.append(value + each["msg"])
         more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError("; ".join(found[:3]) + more) from error
 
@@ -239,10 +232,62 @@ def _take(folder: Path, step: int) -> int:
     while True:
         epoch = 1 + max((epoch for epoch, _ in leases(folder)), default=0)
         try:
-            put_new(folder / f"lease-{epoch:06}.json", content)
+            put_new(lease_path(folder, epoch), content)
         except FileExistsError:
             continue  # somebody else was quicker: the later one has the run
         return epoch
+
+
+def read_leases(folder: Path) -> dict[str, bytes]:
+    """Return the content of every lease in ``folder``, by file name."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return {
+        name: read_regular(folder / name, LEASE_BYTES) for name in names if _LEASE.fullmatch(name)
+    }
+
+
+def hold_lease(folder: Path, epoch: int, known: Mapping[str, bytes]) -> str:
+    """Check that the run is still this process's, and put its lease back if it was deleted.
+
+    Without the lease nobody would notice when a second process takes the run.
+
+    Args:
+        epoch: of this process; 0: it has taken nothing, and nothing is checked.
+        known: `read_leases` when it took the run.
+
+    Returns:
+        A warning if the lease was gone; else nothing.
+
+    Raises:
+        Superseded: if another process has taken the run, also where the leases were deleted.
+    """
+    if epoch == 0:
+        return ""
+    for later, content in sorted(read_leases(folder).items(), reverse=True):
+        if known.get(later) != content:
+            text = content.decode(errors="replace")
+            raise Superseded(f"another process has taken over the run: {later}: {text}")
+    if lease_path(folder, epoch).is_file():
+        return ""
+    there = folder.is_dir()
+    if not is_remote(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, content in sorted(known.items()):
+        try:
+            put_new(folder / name, content)
+        except FileExistsError:
+            if read_regular(folder / name, LEASE_BYTES) != content:
+                raise Superseded(f"another process has taken over the run: {name}") from None
+    what = "the run's lease in it was" if there else "it was"
+    return (
+        f"{folder}: {what} deleted while the run was training; it is made again with the lease, "
+        "but checkpoints that were deleted are lost"
+    )
+
+
+def lease_path(folder: Path, epoch: int) -> Path:
+    """Return where the lease of an epoch lies."""
+    return folder / f"lease-{epoch:06}.json"
 
 
 def read_manifest(path: Path) -> Json:
@@ -289,6 +334,10 @@ def parse_manifest(text: bytes) -> Json:
     if type(found) is int and 0 < found != FORMAT:
         raise CheckpointError(f"is of format {found}, not {FORMAT}")
     checked(ManifestHeader, manifest)
+    step, samples = manifest["step"], manifest["samples"]
+    # Each step consumes a sequence or more, however the batch has changed.
+    if samples < step or (step == 0 and samples > 0):
+        raise ValueError(f"samples = {samples}: step {step} cannot have consumed so many or few")
     return manifest
 
 

@@ -79,7 +79,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     """
     folder = Path(plan.run_dir)
     for number in STOP_SIGNALS:  # until there are ranks that can save
-        signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
+        signal.signal(number, stop_now)
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
@@ -115,10 +115,12 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
                 return SICK
             except Stopped as reason:
                 console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
+                console.print(resume_command(), soft_wrap=True, markup=False, highlight=False)
                 return REQUEUE
             except KeyboardInterrupt:
                 note_event(folder, "stop", last_step(folder), "interrupted")
                 print(f"\ninterrupted; {how_to_go_on(checkpoints(home))}", file=sys.stderr)
+                print(resume_command(), file=sys.stderr)
                 return INTERRUPTED
             finally:
                 console.show_cursor(True)  # a killed progress line leaves it hidden
@@ -129,6 +131,19 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
         show_end(folder, recipe, job, text, console)
     return 0
+
+
+def stop_now(number: int, frame: object) -> NoReturn:
+    """Handle a stop signal while there are no ranks that could save: end with status 75."""
+    # Not print: the signal may have come in the middle of one.
+    os.write(2, b"\nstopped; no step was under way, the same command starts again\n")
+    sys.exit(REQUEUE)
+
+
+def resume_command() -> str:
+    """Return the command that is running, as it is typed, indented."""
+    words = shlex.join(["weft", *sys.argv[1:]])
+    return f"  {words}" if words.isprintable() else "  weft train ..."
 
 
 @contextmanager

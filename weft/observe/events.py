@@ -19,6 +19,7 @@ Kind = Literal[
     "restart",
     "hang",
     "failure",
+    "warning",
     "stop",
     "end",
 ]
