@@ -30,6 +30,7 @@ from weft.data.store import SplitName
 from weft.data.text import Text
 from weft.job import Job
 from weft.observe.backward import naming_backward
+from weft.observe.log import tolerate
 from weft.observe.memory import OutOfMemory, is_out_of_memory, out_of_memory
 from weft.observe.profile import Profile
 from weft.observe.spans import Spans, span, spans_path
@@ -162,7 +163,8 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         profile,
     ):
         if rank.rank == 0:
-            write_plan(folder, plan)
+            with tolerate(folder / "plan.json", say):
+                write_plan(folder, plan)
         recorder.open_at(at.step)
         resumed = f"goes on from step {at.step}" if at.step else "starts"
         journal.note("start", at.step, f"{resumed} on {plan.world_size} ranks")
