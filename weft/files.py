@@ -103,6 +103,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what damaged content makes code inside raise into an error that names the file.
+
+    Raises:
+        WeftError: the content of ``path`` is not what weft wrote.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WeftError(f"{path}: cannot be read: {describe_cause(error)}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise WeftError(f"{path}: is damaged: {describe_cause(error)}") from error
+    except (ArithmeticError, RecursionError) as error:
+        raise WeftError(f"{path}: is damaged: {describe_cause(error)}") from error
+
+
 def open_regular(path: Path) -> IO[bytes]:
     """Open a regular file for reading; a pipe or device could block for ever or never end.
 

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.manifest import checkpoints
-from weft.job import InvalidJob, Job, Problem
+from weft.files import read_json, reading
+from weft.job import InvalidJob, Job, Problem, WeftError
 from weft.launch.process import log_path, read_reports
 from weft.launch.start import how_to_go_on
 from weft.launch.watchdog import (
@@ -41,7 +42,7 @@ from weft.launch.watchdog import (
     write_evidence,
 )
 from weft.observe.history import job_of
-from weft.observe.jsonl import read_tail
+from weft.observe.jsonl import is_number, read_tail
 from weft.parallel.private_watch import collectives_in
 from weft.resilience.heartbeat import Contact, process_began, ranks_text
 from weft.train.position import home_of
@@ -141,9 +142,11 @@ def _evidence(folder: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A file of ours; None if it is gone or no such thing."""
-    with suppress(OSError, ValueError):
-        value = json.loads(path.read_text("utf-8"))
-        if isinstance(value, dict) and "ranks" in value:
+    with suppress(WeftError), reading(path):
+        value = read_json(path)
+        for one in value["ranks"]:  # each as it is read later
+            _seen(one) if isinstance(one, dict) else Contact(*one)
+        if is_number(value["time"]) and isinstance(value["host"], str):
             return value
     return None
 

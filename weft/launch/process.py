@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from weft.files import describe_cause, write_json
+from weft.files import describe_cause, read_json, write_json
 from weft.job import WeftError
 
 
@@ -126,10 +126,16 @@ def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
     """
     found = []
     for path in (folder / "logs").glob("rank-*.error.json"):
-        with suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text("utf-8")))
-    later = [report for report in found if report["time"] >= since]
+        with suppress(WeftError):  # it is damaged, or being written
+            found.append(read_json(path))
+    later = [report for report in found if _is_report(report) and report["time"] >= since]
     return sorted(later, key=lambda report: float(report["time"]))
+
+
+def _is_report(report: dict[str, Any]) -> bool:
+    types = {"rank": int, "time": float, "foreseen": bool, "transient": bool}
+    types |= dict.fromkeys(("kind", "message", "traceback", "where"), str)
+    return all(type(report.get(name)) is kind for name, kind in types.items())
 
 
 def tell_torchrun(path: str | None, why: str, traceback: str) -> None:

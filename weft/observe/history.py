@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from weft.files import describe_cause, open_regular, read_json, read_text
 from weft.job import InvalidJob, Job, Problem, WeftError, read_job
 from weft.observe.events import read_events
-from weft.observe.jsonl import MAX_STEP, parse_records, read_lines
+from weft.observe.jsonl import MAX_NUMBER, MAX_STEP, parse_records, read_lines
 from weft.observe.ledger import KINDS, goodput
 
 Floats = NDArray[np.float64]
 
 T = TypeVar("T")
 
-MAX_NUMBER = 1e100  # in a record; a greater one is damage, and sums of it would overflow
 WARMING = 2  # records of a start that are not the steady state
 # A run that says nothing for this and ten records' time is not running.
 SILENCE_SECONDS = 60.0
@@ -58,11 +57,16 @@ def job_of(folder: Path, key: str = "run") -> Job:
     """The job of the run in ``folder``, as it was written there.
 
     Raises:
-        InvalidJob: if it is not the folder of a run.
+        InvalidJob: if it is not the folder of a run, or job.toml is damaged.
     """
     if not (folder / "job.toml").is_file():
         raise InvalidJob([no_run(folder, key)])
-    return read_job(str(folder / "job.toml"))[0]
+    job, _, problems = read_job(str(folder / "job.toml"))
+    if problems:
+        path = str(folder / "job.toml")
+        rule, remedy = f"is damaged ({problems[0]})", "mend the file, or name another run"
+        raise InvalidJob([Problem(key, path, rule, remedy)])
+    return job
 
 
 class History:

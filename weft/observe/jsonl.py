@@ -17,13 +17,14 @@ from typing import IO, Any, NamedTuple
 
 from pydantic_core import from_json
 
-from weft.files import append_bytes, open_regular
+from weft.files import append_bytes, open_regular, reading
 from weft.observe.log import MAX_WAITING_BYTES, LogBuffer
 
 MAX_LINE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 16  # read at a time from the end
 PIECE_BYTES = 1 << 22  # read at a time from the beginning
 MAX_STEP = 2**53
+MAX_NUMBER = 1e100  # a greater one is damage, and sums of it would overflow
 
 Record = dict[str, Any]
 
@@ -128,14 +129,17 @@ def read_records(path: Path) -> list[Record]:
     """Return the records in a file; none if there is no file.  Damaged lines are left out.
 
     Raises:
-        OSError: if the file cannot be read.
+        WeftError: if the file cannot be read.
     """
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return []
-    with file:
+    with reading(path), open_regular(path) as file:
         return [record for lines, _, _ in read_lines(file) for record in parse_records(lines)]
+
+
+def is_number(value: object) -> bool:
+    """Return True for a number as JSON has it; NaN and infinity are none."""
+    return type(value) in (int, float) and -MAX_NUMBER < value < MAX_NUMBER  # type: ignore[operator]
 
 
 def read_values(path: Path) -> tuple[list[Any], int]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.job import steps_of
-from weft.observe.jsonl import JsonlFile, read_records
+from weft.observe.jsonl import JsonlFile, is_number, read_records
 from weft.parallel.dtensor import local_of
 
 # In the order in which a step comes by.
@@ -291,5 +291,14 @@ def _share(row: Mapping[str, Any]) -> str:
 
 
 def read_statistics(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run's statistics.jsonl; none if it has none."""
-    return read_records(run / "statistics.jsonl")
+    """Return the rows of a run's statistics.jsonl; none if it has none, without damaged ones."""
+    return [row for row in read_records(run / "statistics.jsonl") if _is_row(row)]
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    numbers = ("order", "count", "mean", "rms", "most", "nonfinite")
+    return (
+        row.get("kind") in KINDS
+        and isinstance(row.get("name"), str)
+        and all(is_number(row.get(name)) for name in numbers)
+    )
