@@ -243,3 +243,21 @@ def _train_without(overrides: Overrides, store: str, trouble: str) -> str:
 
     faults.listeners.append(strike)
     return _train(overrides, store)
+
+
+def test_a_resume_over_damaged_records_keeps_them_and_says_so(
+    store_path: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    job = [*RUN, ("run.dir", str(folder)), ("observe.sinks", ""), ("observe.report", "false")]
+    run_ranks(_train, 1, job, str(store_path))
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    damage = [b"[" * 100_000 + b"\n", lines[6][:50] + b"\n"]
+    path.write_bytes(b"".join([lines[0][:40] + b"\n", *lines[1:6], *damage, *lines[6:]]))
+    (out,) = run_ranks(_train, 1, job, str(store_path))
+    assert out.count(f"{path}: 2 damaged lines were moved to metrics.damaged.jsonl") == 1
+    assert (folder / "metrics.damaged.jsonl").read_bytes() == b"".join(damage)
+    assert [record["step"] for record in read_records(path)] == [2, 3, 4, 5, 6, 7, 8]
+    assert path.read_bytes().startswith(lines[0][:40] + b"\n" + lines[1])

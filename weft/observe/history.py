@@ -176,7 +176,8 @@ class History:
 
     def marks(self) -> list[Mark]:
         """What happened, in its order in time."""
-        events, self.damaged_events = self._read("events.jsonl", read_events) or ([], 0)
+        found = self._read("events.jsonl", lambda path: read_events(path.parent))
+        events, self.damaged_events = found or ([], 0)
         marks = [Mark(e["step"], float(e["time"]), e["kind"], e["text"]) for e in events]
         return sorted(marks, key=lambda mark: mark.time)
 

@@ -116,7 +116,7 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
         raise InvalidJob(problems)
     environment, planned = (read_json(folder / f"{n}.json") for n in ("environment", "plan"))
     with reading(folder / "plan.json"):
-        device = {"cpu": "cpu", "cuda": "cuda"}[planned["device"]]
+        device: Literal["cpu", "cuda"] = "cuda" if planned["device"] == "cuda" else "cpu"
         here, world = planned["local_world_size"], planned["world_size"]
         if not all(type(size) is int and 0 < size < 1 << 20 for size in (here, world)):
             raise ValueError("local_world_size and world_size must be whole numbers")
