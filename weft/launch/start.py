@@ -347,10 +347,12 @@ def show_end(folder: Path, recipe: str, job: Job, plan: Plan, text: Text, consol
     of_tokens = job.train.objective == "next_token"
     unit = "in nats per token" if of_tokens else f"of {job.train.objective}"
     lines = [
-        f"\ntrained {run.last('step') or 0:.0f} steps, {run.last('tokens') or 0:,.0f} tokens, in "
+        f"\ntrained {job.train.steps} steps, {run.last('tokens') or 0:,.0f} tokens, in "
         f"{duration(float(np.ptp(run.column('time'))))}; losses {unit}:",
         f"  train    {newest.mean():.3f}   mean of the last {len(newest)} records",
     ]
+    if (step := run.last("step") or 0) < job.train.steps:
+        lines.insert(1, f"metrics.jsonl ends at step {step:.0f}, and so do these numbers:")
     if (held_out := run.last("eval_loss")) is not None:
         lines.append(f"  held out {held_out:.3f}   on text that it was not trained on")
     if of_tokens:
