@@ -117,7 +117,8 @@ def check(case: Case, sound: Path, to: Path, capsys: pytest.CaptureFixture[str])
     if os.path.lexists(folder / "job.toml") or os.path.lexists(folder / "metrics.jsonl"):
         page = show(folder)
     path = folder / case.file
-    if not path.is_file() and os.path.lexists(path) and case.file.count("/") == 0:
+    is_other = os.path.lexists(path) and not path.is_file() and "dangling" not in case.name
+    if is_other and case.file.count("/") == 0:
         shown = ("job.toml", "plan.json", "environment.json", "metrics.jsonl", "events.jsonl")
         assert (f"{case.file} cannot be read: ".encode() in page) == (case.file in shown)
     for command in commands(folder, sound):
@@ -129,7 +130,7 @@ def check(case: Case, sound: Path, to: Path, capsys: pytest.CaptureFixture[str])
     read_all(folder, sound)
 
 
-SAMPLE = 40
+SAMPLE = 12
 
 
 @pytest.mark.parametrize("case", CASES[:SAMPLE], ids=lambda case: case.name)
