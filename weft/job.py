@@ -652,6 +652,7 @@ def keys() -> Iterator[str]:
 # --------------------------------------------------------------------------- reading
 
 Tree = dict[str, dict[str, Any]]
+MAX_RECIPE_BYTES = 16 << 20
 
 
 def recipe_names() -> list[str]:
@@ -694,6 +695,8 @@ def _load_recipe(recipe: str, problems: list[Problem], seen: tuple[str, ...] = (
         problems.append(Problem("extends", recipe, f"recipes extend each other: {chain}"))
         return {}
     try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise ValueError(f"it is larger than {MAX_RECIPE_BYTES >> 20} MiB")
         tree = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         problems.append(Problem("recipe", str(path), f"cannot be read as TOML: {error}"))

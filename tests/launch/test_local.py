@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import signal
@@ -238,8 +239,8 @@ def cause_of(folder: Path, *arguments: Any, **more: Any) -> Failure:
 def test_the_first_cause_is_told(tmp_path: Path) -> None:
     """Whatever order the ranks end in, and whichever of them the agent noticed."""
     (tmp_path / "logs").mkdir()
-    write_error(tmp_path, 1, ZeroDivisionError("planted"))
-    write_error(tmp_path, 0, RuntimeError("connection reset by peer"))
+    write_error(tmp_path, 1, ZeroDivisionError("planted"), io.StringIO())
+    write_error(tmp_path, 0, RuntimeError("connection reset by peer"), io.StringIO())
     for seen in ({0: 1}, {1: 1}, {0: 1, 1: 1}):
         cause = cause_of(tmp_path, range(2), failed(seen))
         assert (cause.rank, cause.kind, cause.message) == (1, "ZeroDivisionError", "planted")

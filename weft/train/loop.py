@@ -31,6 +31,7 @@ from weft.data.text import Text
 from weft.job import Job, WeftError
 from weft.models import load_family
 from weft.observe.backward import naming_backward
+from weft.observe.log import tolerate
 from weft.observe.memory import OutOfMemory, is_out_of_memory, out_of_memory
 from weft.observe.profile import Profile
 from weft.observe.spans import Spans, span, spans_path
@@ -173,7 +174,8 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     ):
         if rank.rank == 0:
             repeated = repetition_warnings(job, text, samples_in["train"])
-            write_plan(folder, replace(plan, warnings=(*plan.warnings, *repeated)))
+            with tolerate(folder / "plan.json", say):
+                write_plan(folder, replace(plan, warnings=(*plan.warnings, *repeated)))
         recorder.open_at(at.step)
         resumed = f"goes on from step {at.step}" if at.step else "starts"
         journal.note("start", at.step, f"{resumed} on {plan.world_size} ranks")
