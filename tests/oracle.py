@@ -887,6 +887,7 @@ class _Comparison:
             here = {name: whole(p.grad).clone() for name, p in self.params.items()}
             known = None if references is None else _known(references, rows)
             yield from self._gradients(step, rows, known, loss.item(), here)
+            yield from self._metrics(step, rows, known)
             norm, _ = grad_norm(params)
             clip(params, norm, self.job.optim.max_grad_norm)
             lr = learning_rate(step, self.job.train.steps, self.job.optim, self.built.decay)
@@ -1009,6 +1010,21 @@ class _Comparison:
         worst = ", ".join(f"{n} by {off:.1e}" for n, off in list(wrong.items())[:3])
         text = f"step {step}: loss {loss:.7f}, not {value:.7f}; gradients: {worst or 'agree'}"
         yield Departure(what, text, module)
+
+    def _metrics(self, step: int, rows: Rows, references: Tensor | None) -> Iterator[Departure]:
+        """Of preferences: margin, accuracy and both rewards, on the mean of the pairs."""
+        sums = self.built.engine.metrics
+        if sums is None or references is None or self.low:
+            return
+        with torch.no_grad():
+            answers = answers_of(losses_of(self.theirs, rows), rows)
+        rewards = self.job.train.dpo_beta * (answers - references)
+        margin = rewards[:, 0] - rewards[:, 1]
+        columns = (margin, (margin > 0).float(), rewards[:, 0], rewards[:, 1])
+        expected = torch.stack(columns).mean(1)
+        off = float((sums[:, 0] / sums[:, 1] - expected).abs().max())
+        if off > 1e-4:
+            yield Departure("metrics", f"step {step}: off by {off:.1e}", "train/objective.py")
 
     def _theirs(
         self, model: nn.Module, rows: Rows, references: Tensor | None
