@@ -62,10 +62,8 @@ def derive_tier(functions: Iterable[Callable[..., Any]]) -> str:
             continue
         seen.add(function)
         for name, value in _reached(function):
-            if (
-                name in STARTERS
-                or isinstance(value, types.ModuleType)
-                and (value.__name__ in STARTERS)
+            if name in STARTERS or (
+                isinstance(value, types.ModuleType) and (value.__name__ in STARTERS)
             ):
                 return "system"
             if value is harness.run_ranks:
