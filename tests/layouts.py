@@ -115,6 +115,7 @@ PIPELINES = [
     "pp2 train.microbatch=auto",
     "pp2 pipeline.layers=[1,3]",
     "pp2 dp_replicate2 placement=replica-outer",
+    "pp2 schedule=ZBVZeroBubble reshard_after_forward=always",
 ]
 TENSOR = [  # two key/value heads: two ranks share one
     "tp4 model.tied_embeddings=true",
@@ -142,6 +143,7 @@ DATA = [
     "dp_shard2 dp_replicate2 gradient_sync=microbatch",
 ]
 MORE_DATA = [
+    "dp_shard2 pp2 schedule=InterleavedZeroBubble reshard_after_forward=always",
     "dp_shard2 dp_replicate2 pp2 gradient_sync=microbatch",
     "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
 ]

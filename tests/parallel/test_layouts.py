@@ -31,6 +31,7 @@ from tests.layouts import (
     parse,
 )
 from tests.small import Overrides, gradients, merged
+from weft.compare.verify import read_recipe, verify
 from weft.plan.timetable import SCHEDULES
 
 # Float32 sums in another order: what is reached is 3e-7 to 2e-6.
@@ -104,6 +105,44 @@ def test_every_four_axes(layout: str, store_path: Path) -> None:
 @pytest.mark.parametrize("other", ["tp2", "dp_shard2", "cp2", "dp_shard2 tp2"])
 def test_each_schedule_with_other_axes(schedule: str, other: str, store_path: Path) -> None:
     check(f"pp2 {other} schedule={schedule}", store_path)
+
+
+SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
+# Every stage has a block, which is resharded between the two halves of a backward pass.
+RESHARDED: Overrides = [
+    ("model.tied_embeddings", "false"),
+    ("model.num_layers", "4"),
+    ("pipeline.layers", "[1,1,1,1]"),
+    ("train.microbatch", "1"),
+    ("parallel.pp", "2"),
+    ("parallel.reshard_after_forward", "always"),
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard2 schedule=InterleavedZeroBubble",
+        "schedule=ZBVZeroBubble lora.rank=4 gradient_sync=microbatch",
+        "schedule=DualPipeV",
+    ],
+)
+def test_split_backward_resharded_weights_updates_equal_one_process(layout: str) -> None:
+    overrides = [*RESHARDED, ("parallel.dp_shard", "1"), *parse(layout)[1]]
+    report = verify(read_recipe("demo", list(dict(overrides).items())), steps=3)
+    assert report.holds, report.reason
+    assert report.reached < TOLERANCE
+    assert len(report.steps) == 3
+    assert report.update_difference < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("other", ["dp_shard4 reshard_after_forward=2", "cp2", "dp_replicate2"])
+def test_split_backward_resharded_weights_other_axes_hold(
+    schedule: str, other: str, store_path: Path
+) -> None:
+    check(f"pp2 schedule={schedule} reshard_after_forward=always {other}", store_path)
 
 
 def test_a_schedule_from_a_file(store_path: Path, tmp_path: Path) -> None:

@@ -397,6 +397,28 @@ def receive_for_backward(stage: Any) -> None:
     stage._prepare_forward_infra = prepare_for_backward
 
 
+def gather_for_split_backward(stage: Any) -> None:
+    """Gather a pipeline stage's parameters before each half of a split backward pass.
+
+    Both halves (input gradients, then weight gradients) find the leaves of the autograd graph
+    through the stage's parameters.  Of a unit that FSDP has resharded, since its own forward pass
+    or by that of another microbatch, those are the shards, which are no part of the graph: torch
+    drops the weight gradients without an error.
+    """
+    if not isinstance(stage.submod, FSDPModule):
+        return
+    backward = stage.backward_maybe_with_nosync
+    units: list[Any] = [unit for unit in stage.submod.modules() if isinstance(unit, FSDPModule)]
+
+    def gather_and_run_backward(kind: str, arguments: Any, last_backward: bool = False) -> Any:
+        if kind != "full":
+            for handle in [unit.unshard(async_op=True) for unit in units]:
+                handle.wait()
+        return backward(kind, arguments, last_backward)
+
+    stage.backward_maybe_with_nosync = gather_and_run_backward
+
+
 def reduce_each_microbatch(stage: Any) -> None:
     """Let a pipeline stage reduce-scatter its gradients after every microbatch but the last.
 
