@@ -7,8 +7,9 @@ A test belongs to the first of these tiers that fits what it starts:
     system  any other process: weft's own command, torchrun, Slurm, a server, a browser
 
 The tier is derived from the code that a test and its fixtures reach in ``tests/``.  What a test
-starts through weft cannot be seen there, so such a test is marked, ``@pytest.mark.system``.
-A test that starts more than its tier allows fails, at the line that starts it.
+starts deep inside weft cannot be seen there, so such a test is marked, ``@pytest.mark.system``.
+A test that is marked so, and each that ``-m unit`` selects, fails at the line that starts more
+than its tier allows; in other runs such a test counts as what it is.
 
 Processor time is that of the test's process, of the processes that it has waited for, and of
 its worlds.  Unlike wall time it hardly depends on what else the machine does.
@@ -44,7 +45,15 @@ EVENTS = {
 }
 # Names that start a process where a test's code uses them.
 STARTERS = {"Popen", "fork", "posix_spawn", "subprocess"}
+WEFT_STARTERS = {
+    ("weft.compare.experiment", "compare"),
+    ("weft.compare.verify", "verify"),
+    ("weft.predict.search", "search"),
+}
 SHOWN = 15  # slowest tests in the summary
+
+
+DERIVED = pytest.StashKey[bool]()
 
 
 # --------------------------------------------------------------------------- which tier
@@ -62,15 +71,16 @@ def derive_tier(functions: Iterable[Callable[..., Any]]) -> str:
             continue
         seen.add(function)
         for name, value in _reached(function):
-            if (
-                name in STARTERS
-                or isinstance(value, types.ModuleType)
-                and (value.__name__ in STARTERS)
+            if name in STARTERS or (
+                isinstance(value, types.ModuleType) and (value.__name__ in STARTERS)
             ):
+                return "system"
+            module = str(getattr(value, "__module__", ""))
+            if (module, name) in WEFT_STARTERS:
                 return "system"
             if value is harness.run_ranks:
                 found = "ranks"
-            elif str(getattr(value, "__module__", "")).startswith("tests."):
+            elif module.startswith("tests."):
                 members = vars(value).values() if isinstance(value, type) else [value]
                 stack += (getattr(each, "__func__", each) for each in members)
     return found
@@ -116,6 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if functions not in derived:
             derived[functions] = derive_tier(functions)
         item.add_marker(derived[functions])
+        item.stash[DERIVED] = True
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -126,6 +137,7 @@ def tier_of(item: pytest.Item) -> str:
 # --------------------------------------------------------------------------- what it starts
 
 _allowed = "system"  # while no test runs
+_started = "unit"  # by the test that runs, so far
 _process = os.getpid()
 
 
@@ -135,6 +147,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     if event == "subprocess.Popen" and "tests.harness" in arguments[1]:
         needed = "ranks"  # the server of worlds
+    global _started
+    _started = max(_started, needed, key=TIERS.index)
     if TIERS.index(needed) > TIERS.index(_allowed):
         raise RuntimeError(
             f"a test of the tier {_allowed} starts a process ({event} {arguments[:2]}): "
@@ -161,8 +175,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    global _allowed
-    _allowed = tier_of(item)
+    global _allowed, _started
+    _started = "unit"
+    derived = item.stash.get(DERIVED, False)
+    if not derived or "unit" in item.config.getoption("markexpr"):
+        _allowed = tier_of(item)
     try:
         return (yield)
     finally:
@@ -186,7 +203,8 @@ def pytest_runtest_logstart() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     if call.when == "teardown":  # the last report carries it to the process that prints
-        item.user_properties.append(("tier", tier_of(item)))
+        tier = max(tier_of(item), _started, key=TIERS.index)
+        item.user_properties.append(("tier", tier))
         item.user_properties.append(("seconds", round(_seconds() - _start, 3)))
 
 
