@@ -15,7 +15,7 @@ from tests.asked import random_run
 from weft.data.cache import Progress
 from weft.data.document_tokens import RECORD, find_document_tokens, record_of, tokens_beside
 from weft.data.prepare import prepare
-from weft.data.tokenizer import load_tokenizer, train_tokenizer
+from weft.data.tokenizer import load_tokenizer, train_tokenizer, vocab_entries
 from weft.inference.generate import Sampling, generate, rows_of, speech_of
 from weft.inference.model import find_checkpoint, restore_alone
 from weft.inference.tasks import encoded
@@ -54,7 +54,7 @@ def template(tokenizer: Tokenizer, single: str) -> Tokenizer:
 
 
 def write_folder(folder: Path, weights: Path, tokenizer: Tokenizer, **files: Any) -> Path:
-    """A model's directory; ``files``: its JSON files, by name without ending; None: no such file."""
+    """A model's directory; ``files``: its JSON files, by name without ending."""
     folder.mkdir()
     shutil.copy(weights / "model.safetensors", folder)
     tree = json.loads((weights / "config.json").read_text())
@@ -78,7 +78,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        vocab_size=300,
+        vocab_size=vocab_entries(make_tokenizer("<|stop|>", "<s>")),
         max_position_embeddings=64,
         tie_word_embeddings=False,
     )

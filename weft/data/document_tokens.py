@@ -135,7 +135,7 @@ def add_start(tokenizer: Tokenizer, token: int) -> None:
 
 def with_start(data: bytes, tokenizer: Tokenizer, token: int) -> bytes:
     """Return the bytes of a ``tokenizer.json`` whose tokenizer puts a token before every text."""
-    if tokenizer.encode("a").ids[:1] == [token]:
+    if tokenizer.encode("a").ids == [token, *tokenizer.encode("a", add_special_tokens=False).ids]:
         return data
     add_start(tokenizer, token)
     tree = json.loads(data)
