@@ -165,7 +165,7 @@ def test_a_garbled_directory_is_planned_again_and_asked(
     with in_time(2 * SECONDS):
         assert main(["report", str(folder)]) == 0
         assert (folder / FILE).exists()
-        words: list[Any] = [["generate", str(folder), "--prompt", "a", "--max_tokens", "1"]]
+        words: list[Any] = [["generate", str(folder), "--prompt", "a", "--max-tokens", "1"]]
         for command in words:
             capsys.readouterr()
             status = main(command)
