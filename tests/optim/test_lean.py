@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -316,11 +318,12 @@ def test_compiled_it_does_the_same(states: str) -> None:
     from weft.optim import lean
 
     plain, of_plain = trained(states, 3)
-    update, lean._update = lean._update, lean._compiled()
-    try:
+    names = ("_update", "_update_packed")
+    with ExitStack() as stack:
+        for name in names:
+            update = lean._compiled(getattr(lean, name))
+            stack.enter_context(patch.object(lean, name, update))
         compiled, of_compiled = trained(states, 3)
-    finally:
-        lean._update = update
     torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
     for key in ("exp_avg", "exp_avg_sq"):
         one, other = of_plain.state[plain][key], of_compiled.state[compiled][key]
