@@ -223,7 +223,14 @@ class Packed(Tensor):
     def __new__(cls, codes: Tensor, ranges: Tensor, ratio: Ratio | None = None) -> Packed:
         """Make a tensor without memory of its own beside those."""
         make: Any = Tensor._make_wrapper_subclass
-        packed: Packed = make(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        packed: Packed = make(
+            cls,
+            codes.shape,
+            strides=codes.stride(),
+            dtype=torch.float32,
+            device=codes.device,
+            storage_size=0,  # or it would count as memory of that size
+        )
         packed.codes, packed.ranges, packed.ratio = codes, ranges, ratio
         return packed
 
@@ -353,6 +360,7 @@ def _update(
 ) -> None:
     """AdamW in float32, in place; with ``bad`` everything keeps its bits."""
     skip = bad > 0
+    grad = grad.float().masked_fill(skip, 0.0)
     first, second = exp_avg.float(), exp_avg_sq.float()
     new_first, new_second = _adamw(
         param, grad, first, second, step, skip, lr, beta1, beta2, eps, weight_decay
@@ -384,6 +392,7 @@ def _update_packed(
 ) -> None:
     """`_update` of moments in 8 bits."""
     skip, limit = bad > 0, _limit(beta1, beta2)
+    grad = grad.float().masked_fill(skip, 0.0)
     second = unpack_second(second_codes, ranges)
     first = unpack_first(first_codes, second.sqrt(), limit)
     new_first, new_second = _adamw(
@@ -413,7 +422,6 @@ def _adamw(
 ) -> tuple[Tensor, Tensor]:
     """Move a parameter and count the step, in place; return the new moments in float32."""
     step += ~skip
-    grad = grad.float().masked_fill(skip, 0.0)
     old = param.float()
     new_first = torch.where(skip, first, first.lerp(grad, 1 - beta1))
     new_second = torch.where(skip, second, second.lerp(grad.square(), 1 - beta2))
