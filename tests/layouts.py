@@ -161,6 +161,7 @@ TRACED = [
     "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=4 model.num_layers=8",
     "dp_shard2 pp2 schedule=ZBVZeroBubble",
     "dp_shard4 optim.states=bfloat16",
+    "dp_shard2 tp2 optim.states=8bit model.dim=128 model.ffn_dim=128",
     "dp_shard2 tp2 optim.kind=muon",
     "dp_shard4 train.microbatch=2 train.global_batch=20",
     "dp_shard4 lora.rank=4",

@@ -163,7 +163,9 @@ def test_missing_values_beside_other_mistakes(capsys: pytest.CaptureFixture[str]
     [
         ("data.path", "", "must not be empty"),
         ("run.dir", "", "must not be empty"),
-        ("run.dir", "a\0b", "must not contain a NUL"),
+        ("run.dir", "a\0b", "must not contain control characters"),
+        ("run.dir", "a\nb", "must not contain control characters"),
+        ("data.mixture", "a\x1bb=1", "must not contain control characters"),
         ("data.path", "x" * 300, "cannot be read: File name too long"),
         ("run.dir", "/tmp/" + "x" * 300, "cannot be written: File name too long"),
         ("data.path", "~nosuchuser/x", "does not exist"),
@@ -367,7 +369,7 @@ def test_train_tells_stages_and_warnings() -> None:
     from weft.observe.terminal import quiet_console
     from weft.plan.report import plan_recipe
 
-    overrides = [("parallel.tp", "8"), ("parallel.pp", "2"), ("run.workers", "16")]
+    overrides = [("parallel.tp", "8"), ("parallel.pp", "2")]
     overrides += [("model.num_kv_heads", "8"), ("model.num_heads", "8")]
     overrides += [("model.tied_embeddings", "false")]
     plan = plan_recipe("demo", overrides, [], "4x4xCPU", Machine)[1]

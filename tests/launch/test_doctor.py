@@ -26,7 +26,7 @@ from weft.launch import MISTAKE, SICK
 from weft.launch.checks import CHECKS
 from weft.launch.doctor import SICK_NODES, folders, gather, visible_gpus
 from weft.launch.facts import Facts, Measured
-from weft.launch.measure import measure
+from weft.launch.measure import best_burst, measure
 from weft.launch.probes import locks, try_endpoint, try_folder
 from weft.launch.probes import run as run_tool
 
@@ -117,6 +117,32 @@ def test_one_process_alone() -> None:
     assert isinstance(found, Measured)
     assert (found.error, found.busbw, found.same) == ("", 0.0, (True,))
     assert found.flops[0] > 1e8
+    assert 0 < found.cpu_share[0] <= 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="binds processes to a core")
+def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> None:
+    """Real competitors, on the one core that all are bound to; and it sees the fastest call."""
+    usual = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usual)})
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    took = []
+
+    def spin() -> None:
+        began, until = time.perf_counter(), time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        took.append(time.perf_counter() - began)
+
+    try:
+        seconds, share = best_burst(spin, 1, 0.5)
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()
+        os.sched_setaffinity(0, usual)
+    assert share < 0.5
+    assert seconds == pytest.approx(min(took[2:]), rel=0.1)
 
 
 # --------------------------------------------------------------------------- storage

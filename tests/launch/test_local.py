@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import signal
@@ -135,10 +136,19 @@ def undisturbed(arguments: list[str], folder: Path, store: Path) -> Path:
     return straight
 
 
-def start_and_wait(command: list[str], folder: Path, step: int) -> subprocess.Popen[str]:
+def start_and_wait(
+    command: list[str], folder: Path, step: int, start_new_session: bool = False
+) -> subprocess.Popen[str]:
     """Start a run in ``folder`` and return once it has recorded ``step``."""
     log = (folder / "log").open("w")
-    process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=log,
+        stderr=log,
+        text=True,
+        start_new_session=start_new_session,
+    )
     wait_for(folder / "run", step)
     return process
 
@@ -218,8 +228,8 @@ def cause_of(folder: Path, *arguments: Any, **more: Any) -> Failure:
 def test_the_first_cause_is_told(tmp_path: Path) -> None:
     """Whatever order the ranks end in, and whichever of them the agent noticed."""
     (tmp_path / "logs").mkdir()
-    write_error(tmp_path, 1, ZeroDivisionError("planted"))
-    write_error(tmp_path, 0, RuntimeError("connection reset by peer"))
+    write_error(tmp_path, 1, ZeroDivisionError("planted"), io.StringIO())
+    write_error(tmp_path, 0, RuntimeError("connection reset by peer"), io.StringIO())
     for seen in ({0: 1}, {1: 1}, {0: 1, 1: 1}):
         cause = cause_of(tmp_path, range(2), failed(seen))
         assert (cause.rank, cause.kind, cause.message) == (1, "ZeroDivisionError", "planted")

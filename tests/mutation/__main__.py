@@ -1,0 +1,104 @@
+"""``python -m tests.mutation``: plant every fault of the catalogue, and tell which checks find it.
+
+    --only TEXT        faults whose kind, name or file has it
+    --precision bf16   or float8: numeric faults, by the checks that have a precision
+    --json FILE        a line for each fault; those that are in it already are not planted again
+    --seconds N        stop after so long; the same command goes on
+    --baseline         only run the battery without a fault
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from tests.mutation.catalogue import FAULTS
+from tests.mutation.runner import (
+    Outcome,
+    baseline,
+    forked,
+    import_heavy,
+    run_fault,
+    tree_hash,
+)
+from tests.mutation.score import report
+
+NUMERIC = ("models/", "parallel/", "optim/", "train/loss", "train/step", "train/objective")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--precision", default="", choices=("", "bf16", "float8"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--checks", default="")
+    parser.add_argument("--baseline", action="store_true")
+    options = parser.parse_args()
+    began = time.monotonic()
+    import_heavy()
+    work = Path(tempfile.gettempdir()) / "weft-mutation"
+    work.mkdir(exist_ok=True)
+    os.environ["WEFT_MUTATION_FIXTURES"] = str(work)
+
+    state, result = forked(_prepare, options.precision, timeout=300)
+    assert state == "done", result
+    checks = {name: source for name, source in result.items() if options.checks in name}
+    base = baseline(options.precision, checks, work, print_now)
+    if options.baseline:
+        print_now(f"{len(checks)} checks find nothing; {sum(base.seconds.values()):.0f} s")
+        return 0
+    done: dict[str, Outcome] = {}
+    if options.json and options.json.exists():
+        lines = [json.loads(line) for line in options.json.read_text().splitlines()]
+        done = {line["name"]: Outcome(**line) for line in lines}
+    chosen = [
+        fault
+        for fault in FAULTS
+        if options.only in f"{fault.kind} {fault.name} {fault.file}"
+        and (not options.precision or fault.file.startswith(NUMERIC))
+    ]
+    for fault in chosen:
+        if fault.name in done:
+            continue
+        if time.monotonic() - began > options.seconds:
+            print_now(f"{len([f for f in chosen if f.name not in done])} are left")
+            break
+        outcome = run_fault(fault, options.precision, base)
+        done[fault.name] = outcome
+        print_now(
+            f"{'found ' if outcome.check else 'MISSED'} {fault.name} ({fault.file}): "
+            f"{outcome.check}: {outcome.text[:160]!r} -> {outcome.module}"
+            f"{'' if outcome.named else ' (another)'} {outcome.seconds:.0f} s"
+        )
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps(outcome._asdict()) + "\n")
+    print_now(report([done[f.name] for f in chosen if f.name in done]))
+    print_now(f"tree {tree_hash()}")
+    return 0
+
+
+def _prepare(precision: str) -> dict[str, str]:
+    from tests.mutation import formulas
+    from tests.mutation.battery import battery
+
+    formulas.fixtures(Path(os.environ["WEFT_MUTATION_FIXTURES"]))
+    return {check.name: check.source for check in battery() if check.low or not precision}
+
+
+def print_now(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,504 @@
+"""The checks that a planted fault has to get past, cheapest first; the same ones for every fault.
+
+    a  one process against the oracle, and formulas (`tests.mutation.formulas`)
+    b  what `weft verify` compares, over layouts that try every technique beside others
+    c  checkpoints saved in one layout and continued in another; damage
+
+A check is run in forked ranks of a process that has imported weft with the fault in it.  What it
+finds is a `Finding`, which names the module of weft where it takes the fault to be:
+
+* by the place of the departure: what is told of data, forward pass, loss, gradients, norm, update,
+  evaluation or checkpoint; of an exception the innermost frame of weft's;
+* of a layout, by ablation: techniques are taken away one at a time, and the one without which the
+  departure is gone names its module (`TECHNIQUES`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests import oracle as oracle_module
+from tests.oracle import Case, departures, make_case
+from weft.compare import measure as measuring
+from weft.compare.ranks import RanksFailed, run_ranks
+from weft.compare.shrink import Case as Layout
+from weft.compare.shrink import plan_of_recipe, shrink
+from weft.compare.verify import compare, read_recipe
+from weft.job import InvalidJob, WeftError
+
+Overrides = list[tuple[str, str]]
+
+
+class Finding(NamedTuple):
+    """What a check found wrong."""
+
+    text: str
+    module: str  # of weft, the one that is at fault as far as the check can tell
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        find: called in the process that forks ranks; what is wrong, None if nothing.
+        source: to know by whether it is still the same check.
+        low: whether it is worth running in bfloat16 and float8.
+    """
+
+    name: str
+    find: Callable[[str, float], Finding | None]
+    source: str  # all that it is made of but weft
+    low: bool = False
+
+
+# --------------------------------------------------------------------------- the oracle
+
+PATCHES: dict[str, dict[str, Any]] = {
+    # What is small here would be computed at once, or stay where it is.
+    "chunks": {"weft.train.loss.CHUNK_BYTES": 4 * 288 * 8},
+    "offload": {"weft.parallel.offload.SMALLEST": 1},
+}
+
+DENSE = {"model__tied_embeddings": False, "data__packing": "documents"}
+MOE = {
+    "model__kind": "moe",
+    "model__preset": "toy-moe",
+    "model__num_experts": 5,
+    "model__active_experts": 2,
+    "model__expert_dim": 20,
+    "model__head_dim": 8,
+}
+LORA = {"lora__rank": 3, "lora__alpha": 8.0, "model__dim": 64, "model__ffn_dim": 64}
+LOW = {
+    "": {},
+    "bf16": {"precision.compute": "bfloat16"},
+    "float8": {"precision.float8": "tensorwise", "precision.float8_small": "true"},
+}
+# name -> (keys, text)
+ORACLE: dict[str, tuple[dict[str, object], str]] = {
+    "llama, windows, accumulation": (
+        {
+            "train__global_batch": 5,
+            "model__tied_embeddings": True,
+            "optim__max_grad_norm": 0.05,
+            "optim__weight_decay": 1.0,
+            "optim__schedule": "wsd",
+            "optim__decay_fraction": 0.5,
+            "optim__min_lr_ratio": 0.1,
+            "optim__warmup_steps": 2,
+            "optim__beta2": 0.9,
+            "train__steps": 4,
+        },
+        "text",
+    ),
+    "llama3, documents, cosine": (
+        {
+            **DENSE,
+            "model__rope_scaling": True,
+            "model__rope_original_context": 16,
+            "model__rope_theta": 500.0,
+            "model__rope_factor": 4.0,
+            "optim__schedule": "cosine",
+            "optim__eps": 1e-3,
+            "optim__beta1": 0.8,
+            "optim__min_lr_ratio": 0.2,
+        },
+        "text",
+    ),
+    "qwen3, best fit, linear": (
+        {
+            "model__kind": "qwen3",
+            "model__head_dim": 10,
+            "model__norm_eps": 0.01,
+            "data__packing": "best_fit",
+            "optim__schedule": "linear",
+        },
+        "text",
+    ),
+    "mistral, conversations": (
+        {"model__kind": "mistral", "model__head_dim": 6, "model__tied_embeddings": False},
+        "chat",
+    ),
+    "qwen3-moe, preferences": (
+        {
+            **MOE,
+            "model__shared_experts": 0,
+            "model__dense_layers": 0,
+            "model__balance_rate": 0,
+            "train__objective": "dpo",
+            "train__dpo_beta": 0.3,
+            "model__renormalise": False,
+        },
+        "preferences",
+    ),
+    "deepseek-moe, documents": (
+        {
+            **MOE,
+            **DENSE,
+            "model__qk_norm": False,
+            "model__shared_experts": 2,
+            "model__dense_layers": 1,
+            "model__score": "sigmoid",
+            "model__route_scale": 2.5,
+            "model__balance_rate": 0.05,
+        },
+        "text",
+    ),
+    "lora": ({**DENSE, **LORA}, "text"),
+    "qlora nf4, rslora": (
+        {
+            **DENSE,
+            **LORA,
+            "lora__quantize": "nf4",
+            "lora__rank_stabilized": True,
+            "lora__targets": '["q_proj", "down_proj"]',
+        },
+        "text",
+    ),
+    "qlora int8": ({**DENSE, **LORA, "lora__quantize": "int8"}, "text"),
+    "muon": ({**DENSE, "optim__kind": "muon", "optim__weight_decay": 0.5}, "text"),
+    "bfloat16 moments": ({**DENSE, "optim__states": "bfloat16"}, "text"),
+    "chunks of logits": ({**DENSE, "train__seq_len": 32}, "text"),
+    "chunks of logits, tied": ({"train__seq_len": 32, "model__tied_embeddings": True}, "text"),
+    "full remat, offload": ({**DENSE, "remat__kind": "full", "remat__offload": True}, "text"),
+    "offload": ({**DENSE, "remat__offload": True, "model__num_layers": 4}, "text"),
+    "selective remat": ({**DENSE, "remat__kind": "selective", "remat__every": 2}, "text"),
+    "budget remat": ({**DENSE, "remat__kind": "budget", "remat__budget": 0.5}, "text"),
+    "canonical order": ({**DENSE, "train__canonical": True, "train__microbatch": 1}, "text"),
+}
+# Which module a case tries beside the model: what departs in the gradients, with the loss of the
+# oracle, in a case like that is of it.
+BESIDE = {
+    "remat": "parallel/remat.py",
+    "offload": "parallel/offload.py",
+    "chunks": "train/loss.py",
+    "canonical": "train/step.py",
+}
+
+
+def oracle_case(name: str, precision: str) -> Case:
+    """The case of that name in a precision."""
+    keys, text = ORACLE[name]
+    keys = keys | {k.replace(".", "__"): v for k, v in LOW[precision].items()}
+    if precision == "float8":
+        keys |= {"model__dim": 64, "model__ffn_dim": 64, "train__seq_len": 32}
+        if "model__head_dim" in keys:
+            keys |= {"model__head_dim": 16, "model__expert_dim": 32}
+    return make_case(name, 5, text, **keys)
+
+
+def patched(name: str) -> None:
+    """Set the constants that a check of this name wants to be small."""
+    for word, values in PATCHES.items():
+        if word in name:
+            for path, value in values.items():
+                module, _, attribute = path.rpartition(".")
+                setattr(importlib.import_module(module), attribute, value)
+
+
+def _first_departure(name: str, precision: str) -> Any:
+    patched(name)
+    found = next(departures(oracle_case(name, precision)), None)
+    return None if found is None else tuple(found)
+
+
+def find_by_oracle(name: str, precision: str, timeout: float) -> Finding | None:
+    """Run a case of `ORACLE`."""
+    try:
+        [found] = run_ranks(_first_departure, 1, name, precision, timeout=timeout)
+    except WeftError as error:
+        return Finding(f"raised: {_tail(error)}", frame_of(str(error)))
+    if found is None:
+        return None
+    where, text, module = found
+    if where == "gradients":
+        module = next((m for word, m in BESIDE.items() if word in name), module)
+    return Finding(f"{where}: {text}", module)
+
+
+def frame_of(text: str) -> str:
+    """The innermost file of weft's in a traceback; empty if there is none."""
+    files = re.findall(r'File "[^"]*?/weft/([\w/]+\.py)"', text)
+    files = [file for file in files if not file.startswith(("compare/", "job.py"))]
+    return files[-1] if files else ""
+
+
+def _tail(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] + " ... " + lines[-1])[:300] if lines else repr(error)
+
+
+# --------------------------------------------------------------------------- layouts
+
+
+class Technique(NamedTuple):
+    """What a layout does, and the module that does it."""
+
+    keys: dict[str, str]
+    module: str
+    ranks: int = 1
+
+
+def _pp(schedule: str, **more: str) -> Technique:
+    keys = {"parallel.pp": "2", "parallel.schedule": schedule, "model.tied_embeddings": "false"}
+    return Technique(keys | more, "parallel/pipeline.py", 2)
+
+
+def _cp(method: str, balance: bool = True) -> Technique:
+    keys = {"parallel.cp": "2", "parallel.context": method}
+    keys["parallel.context_balance"] = str(balance).lower()
+    return Technique(keys, "parallel/context.py", 2)
+
+
+def _key(module: str, **keys: str) -> Technique:
+    return Technique({k.replace("__", "."): v for k, v in keys.items()}, module)
+
+
+TECHNIQUES: dict[str, Technique] = {
+    "dp_shard": Technique({"parallel.dp_shard": "2"}, "parallel/shard.py", 2),
+    "dp_shard4": Technique({"parallel.dp_shard": "4"}, "parallel/shard.py", 4),
+    "dp_replicate": Technique({"parallel.dp_replicate": "2"}, "parallel/shard.py", 2),
+    "tp": Technique({"parallel.tp": "2"}, "parallel/tensor.py", 2),
+    "tp4": Technique({"parallel.tp": "4", "model.num_heads": "8"}, "parallel/tensor.py", 4),
+    "whole rows": _key("parallel/tensor.py", parallel__sequence_parallel="false"),
+    "gpipe": _pp("GPipe"),
+    "1f1b": _pp("1F1B"),
+    "interleaved": _pp("Interleaved1F1B"),
+    "looped": _pp("LoopedBFS"),
+    "zero bubble": _pp("InterleavedZeroBubble"),
+    "zbv": _pp("ZBVZeroBubble"),
+    "dualpipe": _pp("DualPipeV"),
+    "short": _key("train/step.py", train__microbatch="3", train__global_batch="8"),
+    "ring": _cp("ring"),
+    "ring in order": _cp("ring", False),
+    "allgather": _cp("allgather"),
+    "allgather in order": _cp("allgather", False),
+    "ulysses": _cp("ulysses"),
+    "documents": _key("parallel/context_blocks.py", data__packing="documents"),
+    "never": _key("parallel/shard.py", parallel__reshard_after_forward="never"),
+    "always": _key("parallel/shard.py", parallel__reshard_after_forward="always"),
+    "over two": _key("parallel/shard.py", parallel__reshard_after_forward="2"),
+    "each microbatch": _key("parallel/shard.py", parallel__gradient_sync="microbatch"),
+    "at the step's end": _key("parallel/shard.py", parallel__gradient_sync="step"),
+    "persist": _key("parallel/shard.py", parallel__persist_below="300"),
+    "prefetch": _key("parallel/shard.py", parallel__prefetch="2"),
+    "two stages": _key("parallel/gather.py", parallel__hierarchical_gather="true"),
+    "replica outer": _key("plan/placement.py", parallel__placement="replica-outer"),
+    "cpu offload": _key("parallel/shard.py", parallel__cpu_offload="true"),
+    "full": _key("parallel/remat.py", remat__kind="full"),
+    "selective": _key("parallel/remat.py", remat__kind="selective"),
+    "budget": _key("parallel/remat.py", remat__kind="budget", remat__budget="0.5"),
+    "offload": _key("parallel/offload.py", remat__offload="true"),
+    "chunks": _key("train/loss.py"),
+    "lora": _key("parallel/lora.py", lora__rank="4"),
+    "nf4": _key("parallel/quantize.py", lora__rank="4", lora__quantize="nf4", model__dim="256",
+                model__num_heads="4", model__num_kv_heads="2", model__ffn_dim="256"),
+    "dpo": _key("train/objective.py", data__format="preferences", data__tokenizer="none",
+                train__objective="dpo"),
+    "canonical": _key("train/step.py", train__canonical="true", train__microbatch="1"),
+    "muon": _key("optim/muon.py", optim__kind="muon"),
+    "bfloat16 states": _key("optim/lean.py", optim__states="bfloat16"),
+    "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),
+    "qwen3": _key("models/qwen3.py", model__kind="qwen3", model__preset="toy"),
+    "ep": _key("parallel/expert.py", parallel__ep="2"),
+    "float8": _key("parallel/float8.py", precision__float8="tensorwise",
+                   precision__float8_small="true"),
+    "bfloat16": _key("parallel/shard.py", precision__compute="bfloat16"),
+}
+
+LAYOUTS: list[str] = [
+    "dp_shard, documents",
+    "tp, dp_shard",
+    "dp_replicate, each microbatch, dp_shard",
+    "1f1b, dp_shard",
+    "ring, documents, tp",
+    "allgather, documents, dp_replicate",
+    "ulysses, documents, gpipe",
+    "ring in order, interleaved",
+    "allgather in order, dp_shard, never",
+    "tp4, whole rows",
+    "tp4, documents",
+    "qwen3, tp, whole rows",
+    "lora, tp, whole rows",
+    "moe, tp, whole rows",
+    "zero bubble, tp, short",
+    "zbv, dp_shard, at the step's end",
+    "dualpipe, ring",
+    "looped, dp_replicate, replica outer",
+    "1f1b, short, dp_replicate, each microbatch",
+    "moe, dp_shard, ep, tp",
+    "moe, 1f1b, ep, dp_shard",
+    "lora, tp, dp_shard",
+    "nf4, tp, 1f1b",
+    "dpo, tp, dp_shard",
+    "dpo, 1f1b",
+    "canonical, dp_replicate",
+    "selective, tp, persist, dp_shard",
+    "full, ring, always",
+    "budget, dp_shard, prefetch",
+    "offload, full, dp_shard",
+    "offload, 1f1b",
+    "cpu offload, dp_shard, tp",
+    "muon, dp_shard, tp",
+    "muon, 1f1b",
+    "two stages, dp_shard4",
+    "over two, dp_shard4",
+    "chunks, tp, dp_shard",
+    "chunks, zero bubble",
+    "bfloat16 states, dp_shard",
+    "float8, dp_shard, always",
+    "float8, tp",
+    "bfloat16, dp_shard, tp",
+]
+
+
+def _measure(name: str, *args: Any) -> Any:
+    patched(name)
+    return measuring.measure(*args)
+
+
+def keys_of(techniques: Sequence[str], precision: str) -> Overrides | None:
+    """The overrides of a layout; None where there is none with these alone."""
+    keys: dict[str, str] = {"train.global_batch": "8", "train.microbatch": "2"}
+    world = 1
+    for name in techniques:
+        technique = TECHNIQUES[name]
+        keys |= technique.keys
+        world *= technique.ranks
+    keys = keys | LOW[precision] | {"run.workers": str(world)}
+    if keys.get("data.tokenizer") == "none":  # no text is read
+        keys["data.tokenizer"] = "train"
+    return list(keys.items())
+
+
+def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str:
+    """What is wrong with a layout, or with the program; empty if nothing.
+
+    Raises:
+        InvalidJob: there is no such layout.
+    """
+    name = ", ".join(techniques)
+    overrides = keys_of(techniques, precision)
+    assert overrides is not None
+    job = read_recipe("demo", overrides)
+    keep = [key for key, _ in overrides if key.startswith("precision.")]
+    case: Layout = shrink(job, plan_of_recipe(job), ranks=4, steps=2, keep=keep)
+    with tempfile.TemporaryDirectory(prefix="weft-mutation-") as folder:
+        try:
+            (one,) = run_ranks(
+                _measure, 1, name, case.one_job, case.one_plan, folder, None, timeout=timeout
+            )
+            many = run_ranks(
+                _measure, case.plan.world_size, name, case.job, case.plan, folder, None,
+                timeout=timeout,
+            )
+        except RanksFailed as error:
+            return f"raised: {error}"
+    report = compare(case, one, many)
+    return "" if report.holds else report.reason
+
+
+# What a report says, and the module that it blames.
+BLAMED = (
+    (r"the gradient norm departs", "optim/optimizer.py"),
+    (r"updates depart", "optim/optimizer.py"),
+    (r"initial weights differ", "parallel/init.py"),
+    (r"the loss's normalisation", "train/step.py"),
+    (r"and no gradient: only what is told", "train/step.py"),
+    (r"evaluation loss departs", "train/step.py"),
+)
+
+
+def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) -> Finding | None:
+    """Run a layout, and if it is wrong find the technique that is to blame."""
+    try:
+        text = run_layout(techniques, precision, timeout)
+    except InvalidJob as error:
+        return Finding(f"refused: {_tail(error)}", "plan/resolve.py")
+    if not text:
+        return None
+    return Finding(text[:400], blame(techniques, text, precision, timeout))
+
+
+def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) -> str:
+    """The module at fault: by what departs, or by taking techniques away."""
+    if text.startswith("raised") and (frame := frame_of(text)):
+        return frame
+    for pattern, module in BLAMED:
+        if re.search(pattern, text):
+            if "updates depart" in text:
+                special = [t for t in techniques if TECHNIQUES[t].module.startswith("optim/")]
+                return TECHNIQUES[special[0]].module if special else module
+            return module
+    vanishes = [t for t in techniques if not _still_wrong(t, techniques, precision, timeout)]
+    if not vanishes:
+        vanishes = list(techniques)
+    # Of several the one that is most particular: what only changes how another one works.
+    vanishes.sort(key=lambda t: TECHNIQUES[t].ranks)
+    return TECHNIQUES[vanishes[0]].module
+
+
+def _still_wrong(
+    without: str, techniques: Sequence[str], precision: str, timeout: float
+) -> bool:
+    rest = [name for name in techniques if name != without]
+    if without in ("tp4", "dp_shard4") and len(techniques) < 3:
+        return False
+    if all(TECHNIQUES[name].ranks == 1 for name in rest):
+        return False  # nothing is left to compare one process with
+    try:
+        return bool(run_layout(rest, precision, timeout))
+    except InvalidJob:
+        return False  # it is not possible without
+
+
+# --------------------------------------------------------------------------- all of them
+
+
+def battery() -> list[Check]:
+    """Every check, in the order in which they are tried."""
+    from tests.mutation import formulas
+
+    oracle = Path(oracle_module.__file__ or "").read_text("utf-8")
+    checks = [
+        Check(
+            f"oracle: {name}",
+            _bound(find_by_oracle, name),
+            f"{oracle}{ORACLE[name]}",
+            low=not _rounds(name),
+        )
+        for name in ORACLE
+    ]
+    checks += [
+        Check(f"formula: {name}", run, formulas.SOURCES[name])
+        for name, run in formulas.CHECKS.items()
+    ]
+    for layout in LAYOUTS:
+        techniques = tuple(layout.split(", "))
+        low = not {"canonical", "float8", "bfloat16", "bfloat16 states"}.intersection(techniques)
+        source = str([TECHNIQUES[name] for name in techniques])
+        checks.append(Check(f"layout: {layout}", _bound(find_by_layout, techniques), source, low))
+    return checks
+
+
+def _rounds(name: str) -> bool:
+    return "canonical" in name or "moments" in name or "qlora" in name
+
+
+def _bound(find: Callable[..., Finding | None], first: Any) -> Callable[..., Finding | None]:
+    def run(precision: str, timeout: float) -> Finding | None:
+        return find(first, precision, timeout)
+
+    return run
+
+
+def names() -> Iterator[str]:
+    """Of all checks."""
+    return (check.name for check in battery())

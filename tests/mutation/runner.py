@@ -1,0 +1,336 @@
+"""Plants one fault after the other, each in a forked process, and runs the battery on it.
+
+    this process (torch and transformers, not weft) --fork--> one fault: weft is imported with the
+    source of one module changed --fork--> the ranks of a check
+
+So a fault costs neither a copy of the tree nor an import of torch.  Without a fault the battery is
+run once, to see that it finds nothing, what each check takes, and which functions of weft each
+check executes: a fault in a function that no check executes is missed, and the others are tried by
+the checks that execute it, cheapest first.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.mutation.catalogue import Fault
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WEFT = ROOT / "weft"
+# Imported once, and not by each fault.
+HEAVY = (
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torchao.float8",
+    "torchao.optim.subclass_8bit",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "peft",
+    "pydantic",
+    "rich.console",
+    "tokenizers",
+    "jinja2",
+    "pytest",
+)
+CHECK_SECONDS = 150.0  # the longest that a check may take on a busy machine
+
+
+class Outcome(NamedTuple):
+    """Of one fault."""
+
+    name: str
+    kind: str
+    file: str
+    precision: str
+    check: str  # that found it; empty: none did
+    text: str
+    module: str  # that the check named
+    named: bool  # whether it is the right one, or a neighbor of it
+    seconds: float
+
+
+class Baseline(NamedTuple):
+    """Of the battery without a fault, by check."""
+
+    seconds: dict[str, float]
+    functions: dict[str, list[str]]  # as "file:first line of the function"
+
+
+# --------------------------------------------------------------------------- planting
+
+
+class _Planted(importlib.abc.MetaPathFinder):
+    """Finds one module of weft with another source."""
+
+    def __init__(self, fault: Fault) -> None:
+        path = WEFT / fault.file
+        name = "weft." + fault.file.removesuffix(".py").replace("/", ".")
+        self.name, self.path = name.removesuffix(".__init__"), path
+        source = path.read_text("utf-8")
+        assert source.count(fault.right) == 1, f"{fault.name}: the code is another"
+        self.code = compile(source.replace(fault.right, fault.wrong), str(path), "exec")
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        loader = _Loader(name, str(self.path))
+        loader.code = self.code
+        return importlib.util.spec_from_file_location(name, self.path, loader=loader)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    code: Any
+
+    def get_code(self, fullname: str) -> Any:
+        return self.code
+
+
+def import_heavy() -> None:
+    """Import what all faults need, but for weft."""
+    import logging
+
+    logging.disable(logging.WARNING)
+    for name in HEAVY:
+        importlib.import_module(name)
+    logging.disable(logging.NOTSET)
+    import torch
+
+    torch.set_num_threads(1)
+    assert "weft" not in sys.modules
+
+
+def forked(function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+    """What a function returns in a forked process; an exception it raised, as text.
+
+    Raises:
+        TimeoutError: it takes too long; all that it started is ended.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            for stream in (1, 2):
+                os.dup2(sys.stdout.fileno(), stream)
+            try:
+                theirs.send(("done", function(*args)))
+            except BaseException as error:
+                import traceback
+
+                theirs.send(("raised", "".join(traceback.format_exception(error))[-4000:]))
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise TimeoutError
+        return ours.recv()
+    except EOFError:
+        return "raised", "it died"
+    finally:
+        for group in (os.killpg, os.kill):
+            try:
+                group(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        os.waitpid(pid, 0)
+        ours.close()
+
+
+# --------------------------------------------------------------------------- baseline
+
+
+def tree_hash() -> str:
+    """Of all sources of weft."""
+    digest = hashlib.sha256()
+    for path in sorted(WEFT.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _run_one(name: str, precision: str, functions: bool, timeout: float) -> Any:
+    """A check by name, with what it executes."""
+    from tests.mutation.battery import battery
+
+    check = next(check for check in battery() if check.name == name)
+    if functions:
+        with tempfile.TemporaryDirectory(prefix="weft-coverage-") as folder:
+            _trace_into(folder)
+            began = _processor_seconds()
+            found = check.find(precision, timeout)
+            _dump(folder)
+            executed: set[str] = set()
+            for file in Path(folder).glob("*.json"):
+                executed |= set(json.loads(file.read_text()))
+            return found, sorted(executed), _processor_seconds() - began
+    return check.find(precision, timeout), [], 0.0
+
+
+def _processor_seconds() -> float:
+    import resource
+
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+_SEEN: set[str] = set()
+_CODES: set[Any] = set()
+
+
+def _trace_into(folder: str) -> None:
+    """From now on note which functions of weft are called, in this process and its ranks."""
+    root = f"{WEFT}{os.sep}"
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code not in _CODES:
+            _CODES.add(code)
+            if code.co_filename.startswith(root):
+                file = code.co_filename.removeprefix(root)
+                _SEEN.add(f"{file}:{code.co_firstlineno}")
+
+    sys.setprofile(note)
+    threading.setprofile(note)
+    # A rank ends by os._exit, after its result has been sent: what it has seen goes first.
+    from weft.compare import ranks
+
+    pickle: Any = ranks.pickle
+
+    class Dumps:
+        loads = staticmethod(pickle.loads)
+
+        @staticmethod
+        def dumps(value: Any) -> bytes:
+            _dump(folder)
+            found: bytes = pickle.dumps(value)
+            return found
+
+    ranks.pickle = Dumps  # type: ignore[attr-defined]
+
+
+def _dump(folder: str) -> None:
+    (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(sorted(_SEEN)))
+
+
+def baseline(
+    precision: str, checks: dict[str, str], folder: Path, say: Callable[[str], None]
+) -> Baseline:
+    """Run each check without a fault; what is known of this tree is taken from ``folder``.
+
+    Args:
+        checks: by name what they are made of.
+
+    Raises:
+        AssertionError: a check finds something.
+    """
+    file = folder / f"baseline-{precision or 'float32'}-{tree_hash()}.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    for name, source in checks.items():
+        key = hashlib.sha256(source.encode()).hexdigest()[:16]
+        if known.get(name, [""])[0] == key:
+            continue
+        state, result = forked(_run_one, name, precision, True, 600.0, timeout=700)
+        assert state == "done", f"{name}: {result}"
+        found, functions, seconds = result
+        say(f"baseline {name}: {seconds:.1f} s, {len(functions)} functions, {found or 'sound'}")
+        assert found is None, f"without a fault, {name} finds: {found}"
+        known[name] = [key, seconds, functions]
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(known))
+    return Baseline(
+        {name: known[name][1] for name in checks}, {name: known[name][2] for name in checks}
+    )
+
+
+def function_of(fault: Fault) -> str | None:
+    """The innermost function that a fault lies in, as `Baseline` has it; None: in none."""
+    path = WEFT / fault.file
+    source = path.read_text("utf-8")
+    at = source.index(fault.right)
+    # Where the texts begin to differ: the same beginning may only say which place is meant.
+    same = len(os.path.commonprefix([fault.right, fault.wrong]))
+    line = source[: at + min(same, len(fault.right) - 1)].count("\n") + 1
+    best: tuple[int, str] | None = None
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            body = node.body[0].lineno
+            if body <= line <= (node.end_lineno or 0) and (best is None or first > best[0]):
+                best = (first, f"{fault.file}:{first}")
+    return None if best is None else best[1]
+
+
+# --------------------------------------------------------------------------- faults
+
+
+def _try_fault(fault: Fault, checks: Sequence[str], precision: str, timeout: float) -> Any:
+    """The first check that finds a fault: its name, the finding's text and module."""
+    sys.meta_path.insert(0, _Planted(fault))
+    try:
+        from tests.mutation.battery import battery
+    except Exception as error:
+        return "import", repr(error)[:200], fault.file
+    by_name = {check.name: check for check in battery()}
+    for name in checks:
+        found = by_name[name].find(precision, timeout)
+        if found is not None:
+            return name, found.text, found.module
+    return "", "", ""
+
+
+def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
+    """Plant a fault, and try the checks that execute it."""
+    began = time.monotonic()
+    function = function_of(fault)
+    checks = [
+        name
+        for name in base.seconds
+        if function is None or function in base.functions[name]
+    ]
+    # As cheap as they are, but what is one process's first: it names the module best.
+    order = list(base.seconds)
+    group = {name: ("oracle", "formula", "layout", "check").index(name.split(":")[0]) // 2
+             for name in checks}
+    checks.sort(key=lambda name: (group[name], base.seconds[name], order.index(name)))
+    check = text = module = ""
+    if checks:
+        try:
+            state, result = forked(
+                _try_fault, fault, checks, precision, CHECK_SECONDS,
+                timeout=CHECK_SECONDS * (3 + len(checks)),
+            )
+            check, text, module = result if state == "done" else ("crash", result[-300:], "")
+        except TimeoutError:
+            check, text = "time", "it did not end"
+    named = bool(check) and module in (fault.file, *fault.near)
+    seconds = time.monotonic() - began
+    return Outcome(
+        fault.name, fault.kind, fault.file, precision, check, text, module, named, seconds
+    )

@@ -1,0 +1,1260 @@
+"""An oracle for training in one process: transformers' models, torch.optim and a loop by hand.
+
+weft trains some steps of a small job; the oracle computes the same from the documents' tokens with
+another model, another loss, other masks and another optimizer, and every number is compared: data,
+loss, each gradient, the norm, the clipped update of each parameter, the learning rate, the
+evaluation.  Of weft it takes only the initial weights and, of each row, which tokens it holds.
+
+What is compared begins from equal numbers each time: after a step the oracle's weights are set to
+weft's, and its optimizer is given weft's gradients.  So a difference is never the echo of an older
+one, and the first one in the order of computing tells where the fault is (`Departure.module`).
+
+*Limits.*  In float32 1e-5 of the largest entry.  In bfloat16 and float8 what rounding may do is
+measured: the oracle itself is run in that precision, and weft may be as far from the oracle in
+float32 as that, times `SLACK`.
+
+Shapes: B rows of a global batch, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.small import SMALL, Overrides
+from weft.checkpoint.state import named_parameters
+from weft.data.loader import (
+    Batch,
+    Loader,
+    Mixture,
+    Pairs,
+    evaluation_batches,
+    samples_of,
+)
+from weft.data.store import Manifest, Shard, Split, Store
+from weft.data.text import Source, Text
+from weft.job import Job, read_job
+from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
+from weft.optim.schedule import learning_rate
+from weft.plan.resolve import Machine, Plan, resolve
+from weft.train.references import log_probs
+from weft.train.setup import Built, Rank, build
+
+LIMIT = 1e-5  # of float32, relative to the largest entry
+UPDATE_LIMIT = 2e-4  # a weight is rounded to 6e-8 of itself, an update is 1e-3 of a weight
+SLACK = 3.0  # two ways to round may differ so much in what they are off
+SEPARATOR = 0
+NONE = -100  # a target without a loss
+
+
+class Departure(NamedTuple):
+    """A number that is not the oracle's."""
+
+    where: str  # data, initial, forward, loss, gradients, norm, update, ...
+    text: str
+    module: str  # of weft, where the fault most likely is
+
+
+# --------------------------------------------------------------------------- documents
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents, as tokens.
+
+    Attributes:
+        kind: text, chat or preferences (document 2 i is chosen over 2 i + 1).
+        learned: of each document which tokens are targets; None: all are.
+    """
+
+    kind: str
+    documents: list[Any]
+    learned: list[Any] | None = None
+
+    def write(self, folder: Path, vocab_size: int, held_out: int) -> Store:
+        """A store of weft's, of which the last ``held_out`` documents are the validation split."""
+        cut = len(self.documents) - held_out
+        splits = []
+        for name, some in (("train", slice(0, cut)), ("validation", slice(cut, None))):
+            documents = self.documents[some]
+            tokens = np.concatenate(documents).astype(np.uint16)
+            learned = index = None
+            shards = [_column(folder / f"{name}-00000.bin", tokens)]
+            if self.learned is not None:
+                marks = np.concatenate(self.learned[some]).astype(np.uint8)
+                learned = _column(folder / f"{name}-00000.learned", marks)
+                ends = np.cumsum([len(each) for each in documents])
+                rows = np.stack((ends, np.zeros_like(ends), np.arange(len(ends)) + 1), axis=1)
+                index = _column(folder / f"{name}-00000.documents", rows.astype(np.int64))
+            splits.append(Split(len(documents), 0, len(tokens), shards, learned, index))
+        manifest = Manifest(
+            format=1,
+            key="oracle",
+            source="oracle",
+            dtype="uint16",
+            vocab_size=vocab_size,
+            separator=SEPARATOR,
+            tokenizer_hash="",
+            unigram_entropy_nats=0.0,
+            skipped_files=0,
+            replaced_files=0,
+            train=splits[0],
+            validation=splits[1],
+            kind=self.kind,  # type: ignore[arg-type]
+        )
+        return Store(folder, manifest)
+
+    def part(self, held_out: int, validation: bool) -> Corpus:
+        """One split."""
+        cut = len(self.documents) - held_out
+        some = slice(cut, None) if validation else slice(0, cut)
+        return Corpus(self.kind, self.documents[some], self.learned and self.learned[some])
+
+
+def _column(path: Path, values: Any) -> Shard:
+    values.tofile(path)
+    return Shard(path.name, values.size, values.nbytes, "")
+
+
+def draw_corpus(kind: str, documents: int, vocab_size: int, longest: int, seed: int) -> Corpus:
+    """Documents of noise, of very different lengths; of conversations some tokens are learned."""
+    random = np.random.default_rng([seed, 17])
+    found, learned = [], []
+    for _ in range(documents):
+        size = int(random.integers(2, longest + 1))
+        tokens = random.integers(1, vocab_size, size)
+        if kind == "text":
+            tokens[-1] = SEPARATOR
+        marks = random.random(size) < random.random()
+        marks[-1] = True
+        found.append(tokens)
+        learned.append(marks)
+    return Corpus(kind, found, None if kind == "text" else learned)
+
+
+class Row(NamedTuple):
+    """A row as the oracle has it: int64 ``[T]`` each."""
+
+    tokens: Any
+    targets: Any
+    documents: Any
+    positions: Any
+    members: tuple[Any, ...]  # what of the corpus it is, to find what comes twice
+
+
+class Wrong(Exception):
+    """The data is not what the corpus has."""
+
+
+class Reader:
+    """From the tokens of a row of weft's to the row that it has to be."""
+
+    def __init__(self, corpus: Corpus, seq_len: int, packing: str) -> None:
+        self.corpus, self.seq_len = corpus, seq_len
+        self.packed = corpus.kind != "text" or packing == "best_fit"
+        self.apart = packing != "windows"
+        self.stream = np.concatenate(corpus.documents)
+        self.windows: dict[bytes, int] = {}
+        self.pieces: dict[bytes, tuple[int, int]] = {}
+        if not self.packed:
+            for number in range((len(self.stream) - 1) // seq_len):
+                here = self.stream[number * seq_len : (number + 1) * seq_len]
+                self.windows[here.tobytes()] = number
+            return
+        for number, document in enumerate(corpus.documents):
+            for begin in range(0, len(document) - 1, seq_len):
+                end = min(begin + seq_len, len(document) - 1)
+                self.pieces[document[begin:end].tobytes()] = (number, begin)
+
+    @property
+    def members(self) -> set[Any]:
+        """All that an epoch has to have."""
+        return set((self.pieces or self.windows).values())
+
+    def row(self, batch: Batch, index: int) -> Row:
+        """The row that weft's row of that index has to be.
+
+        Raises:
+            Wrong: it is none of the corpus'.
+        """
+        tokens = batch.tokens_BT[index].numpy()
+        if not self.packed:
+            number = self.windows.get(tokens.tobytes())
+            if number is None:
+                raise Wrong(f"row {index} is no window of the stream")
+            return self._window(number)
+        assert batch.documents_BT is not None
+        return self._packed(tokens, batch.documents_BT[index].numpy(), index)
+
+    def _window(self, number: int) -> Row:
+        begin, size = number * self.seq_len, self.seq_len
+        tokens, targets = self.stream[begin : begin + size], self.stream[begin + 1 : begin + size + 1]
+        documents, positions = np.zeros(size, np.int64), np.arange(size)
+        targets = targets.copy()
+        if self.apart:
+            document = place = 0
+            for at in range(size):
+                documents[at], positions[at] = document, place
+                place += 1
+                if tokens[at] == SEPARATOR:
+                    targets[at] = NONE
+                    document, place = document + 1, 0
+        return Row(tokens, targets, documents, positions, (number,))
+
+    def _packed(self, tokens: Any, marked: Any, index: int) -> Row:
+        size = self.seq_len
+        targets = np.full(size, NONE)
+        documents, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        members, at, number = [], 0, 0
+        while at < size:
+            # Only where the next one ends is taken from weft: the corpus must have just that piece.
+            end = at + int((marked[at:] == marked[at]).cumprod().sum())
+            known = self.pieces.get(tokens[at:end].tobytes())
+            if known is None:
+                if (tokens[at:] != SEPARATOR).any():
+                    raise Wrong(f"row {index} has at {at} no document of the corpus")
+                end = size
+            else:
+                document, begin = known
+                whole = self.corpus.documents[document]
+                targets[at:end] = whole[begin + 1 : begin + 1 + end - at]
+                if self.corpus.learned is not None:
+                    marks = self.corpus.learned[document][begin + 1 : begin + 1 + end - at]
+                    targets[at:end][~marks] = NONE
+                members.append(known)
+            documents[at:end], positions[at:end] = number, np.arange(end - at)
+            at, number = end, number + 1
+        return Row(tokens, targets, documents, positions, tuple(members))
+
+
+class Rows(NamedTuple):
+    """Of a global batch, int64 ``[B, T]``."""
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor
+    positions: Tensor
+
+
+def read_rows(reader: Reader, batches: Sequence[Batch]) -> tuple[Rows, list[Any]]:
+    """The oracle's rows for weft's batches; rows without targets only fill a batch.
+
+    Raises:
+        Wrong: one is none of the corpus', or not as it has to be.
+    """
+    rows, members = [], []
+    for batch in batches:
+        for index in range(len(batch.tokens_BT)):
+            found = batch.targets_BT[index].numpy()
+            row = reader.row(batch, index)
+            if (found == NONE).all() and (row.targets != NONE).any():
+                continue
+            for name, theirs in (("targets", row.targets), ("documents", row.documents)):
+                column = getattr(batch, f"{name}_BT")
+                if column is not None and not np.array_equal(column[index].numpy(), theirs):
+                    raise Wrong(f"the {name} of a row are wrong")
+            if batch.documents_BT is None and row.documents.any():
+                raise Wrong("the documents of a row are not told")
+            positions = batch.positions_BT
+            if positions is not None and not np.array_equal(
+                positions[index].numpy(), row.positions
+            ):
+                raise Wrong("the positions of a row are wrong")
+            rows.append(row)
+            members += row.members
+    columns = (
+        torch.from_numpy(np.stack([getattr(row, name) for row in rows]).astype(np.int64))
+        for name in Rows._fields
+    )
+    return Rows(*columns), members
+
+
+# --------------------------------------------------------------------------- the other model
+
+
+def build_theirs(kind: str, config: Any) -> nn.Module:
+    """transformers' model of the same shape, with uncertain weights."""
+    import transformers
+
+    shape: dict[str, Any] = {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attn_implementation": "eager",
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+    if kind == "llama" and config.rope_scaling:
+        shape["rope_parameters"] |= {
+            "rope_type": "llama3",
+            "factor": config.rope_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_context,
+        }
+    if kind == "moe":
+        return _build_moe(config, shape)
+    known = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}[kind]
+    extra = {"sliding_window": None} if kind == "mistral" else {}
+    configured = getattr(transformers, f"{known}Config")(**shape, **extra)
+    model: nn.Module = getattr(transformers, f"{known}ForCausalLM")(configured)
+    return model
+
+
+def _build_moe(config: Any, shape: dict[str, Any]) -> nn.Module:
+    """Attention of Qwen3 or Llama, experts of Qwen3-MoE or DeepSeek-V3."""
+    import transformers
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
+
+    known = "Qwen3" if config.qk_norm else "Llama"
+    configured = getattr(transformers, f"{known}Config")(**shape)
+    model: nn.Module = getattr(transformers, f"{known}ForCausalLM")(configured)
+    experts = {
+        "num_experts_per_tok": config.active_experts,
+        "moe_intermediate_size": config.expert_dim,
+        "norm_topk_prob": config.renormalise,
+        "hidden_size": config.dim,
+    }
+    experts["experts_implementation"] = "eager"
+    layers: Any = model.get_submodule("model.layers")
+    for layer in layers[config.dense_layers :]:
+        if config.score == "softmax":
+            assert not config.shared_experts, "transformers has no such model"
+            layer.mlp = qwen.Qwen3MoeSparseMoeBlock(
+                transformers.Qwen3MoeConfig(num_experts=config.num_experts, **experts)
+            )
+            assert config.route_scale == 1, "transformers has no such model"
+        else:
+            theirs = transformers.DeepseekV3Config(
+                n_routed_experts=config.num_experts,
+                n_shared_experts=max(1, config.shared_experts),
+                n_group=1,
+                topk_group=1,
+                routed_scaling_factor=config.route_scale,
+                **experts,
+            )
+            layer.mlp = deepseek.DeepseekV3MoE(theirs)
+            if not config.shared_experts:
+                layer.mlp.shared_experts = _Zero()
+    return model
+
+
+class _Zero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def theirs_of(model: nn.Module, name: str) -> Tensor:
+    """What of transformers' model (or PEFT's around it) is weft's parameter ``name``.
+
+    A view: what is written into it is the model's.
+    """
+    prefix = "base_model.model." if hasattr(model, "peft_config") else ""
+    full = name if name.startswith("lm_head") else f"model.{name}"
+    full = prefix + full.replace("mlp.router.", "mlp.gate.")
+    full = full.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")
+    if ".experts." in full:
+        stem, _, which = full.removesuffix(".weight").rpartition(".")
+        if which == "down_proj":
+            return model.get_parameter(f"{stem}.down_proj")
+        both = model.get_parameter(f"{stem}.gate_up_proj")
+        return both.chunk(2, dim=1)[which == "up_proj"]
+    if full.endswith("expert_bias"):
+        stem = full.removesuffix("expert_bias")
+        return model.get_buffer(f"{stem}e_score_correction_bias")
+    owner = full.removesuffix(".weight")
+    if prefix and ".lora_" not in full:
+        inner = model.get_submodule(owner)
+        if hasattr(inner, "base_layer"):
+            return model.get_parameter(f"{owner}.base_layer.weight")
+    return model.get_parameter(full)
+
+
+def grad_of(model: nn.Module, name: str) -> Tensor:
+    """The gradient of the same."""
+    found = theirs_of(model, name)
+    if ".experts." in name and "down_proj" not in name:
+        stem = f"model.{name.removesuffix('.weight').rpartition('.')[0]}"
+        both = model.get_parameter(f"{stem}.gate_up_proj").grad
+        assert both is not None
+        return both.chunk(2, dim=1)["up_proj" in name]
+    return torch.zeros_like(found) if found.grad is None else found.grad
+
+
+def logits_of(model: nn.Module, rows: Rows) -> Tensor:
+    """``[B, T, V]``: a token sees what came before it in its document."""
+    size = rows.tokens.shape[1]
+    earlier = torch.ones(size, size, dtype=torch.bool).tril()
+    seen = (rows.documents[:, :, None] == rows.documents[:, None, :]) & earlier
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    out = model(
+        input_ids=rows.tokens,
+        attention_mask=mask[:, None],
+        position_ids=rows.positions,
+        use_cache=False,
+    )
+    found: Tensor = out.logits
+    return found
+
+
+def losses_of(model: nn.Module, rows: Rows) -> Tensor:
+    """Each token's cross-entropy, float32 ``[B, T]``; 0 without a target."""
+    log_p = logits_of(model, rows).float().log_softmax(-1)
+    there = rows.targets != NONE
+    picked = log_p.gather(2, rows.targets.clamp(min=0)[..., None])[..., 0]
+    return torch.where(there, -picked, torch.zeros(()))
+
+
+def answers_of(losses_BT: Tensor, rows: Rows) -> Tensor:
+    """Log-probabilities of the chosen and the rejected answer: ``[B, 2]``."""
+    first, second = ((losses_BT * (rows.documents == n)).sum(1) for n in (0, 1))
+    return -torch.stack((first, second), 1)
+
+
+def loss_of(model: nn.Module, rows: Rows, job: Job, references: Tensor | None) -> Tensor:
+    """The mean loss of a global batch."""
+    losses_BT = losses_of(model, rows)
+    if job.train.objective != "dpo":
+        return losses_BT.sum() / (rows.targets != NONE).sum()
+    assert references is not None
+    gain = answers_of(losses_BT, rows) - references
+    margin = gain[:, 0] - gain[:, 1]
+    return torch.log1p(torch.exp(-job.train.dpo_beta * margin)).mean()
+
+
+# --------------------------------------------------------------------------- rounding
+
+
+# Quantiles of the normal distribution: arXiv:2305.14314, appendix E.
+LEVELS = (
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]
+    + [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0]
+    + [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
+    + [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+)
+
+
+def rounded(matrix: Tensor, kind: str) -> Tensor:
+    """A matrix as QLoRA keeps it: blocks of 64 neighbors, each with its largest magnitude."""
+    blocks = matrix.reshape(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    if kind == "int8":
+        return ((blocks / largest * 127).round() * largest / 127).view_as(matrix)
+    levels = torch.tensor(LEVELS)
+    nearest = (blocks[..., None] / largest[..., None] - levels).abs().argmin(-1)
+    return (levels[nearest] * largest).view_as(matrix)
+
+
+class Float8(nn.Linear):
+    """A linear layer whose factors are rounded to float8, a power of two for each whole tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Float8.apply(x, self.weight)
+        return out
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = 2.0 ** math.floor(math.log2(torch.finfo(dtype).max / max(x.abs().max().item(), 1e-12)))
+    return (x.float() * scale).to(dtype).float() / scale
+
+
+class _Float8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        e4m3 = torch.float8_e4m3fn
+        return F.linear(_cast(x, e4m3), _cast(weight, e4m3)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        e4m3 = torch.float8_e4m3fn
+        low = _cast(grad, torch.float8_e5m2)
+        into = (low.flatten(0, -2).T @ _cast(x, e4m3).flatten(0, -2)).to(weight.dtype)
+        return (low @ _cast(weight, e4m3)).to(x.dtype), into
+
+
+def in_low(model: nn.Module, compute: str, float8: str) -> nn.Module:
+    """The oracle's model in the precision of the job."""
+    low = copy.deepcopy(model)
+    if compute == "bfloat16":
+        low = low.to(torch.bfloat16)
+    if float8 != "none":
+        for module in low.modules():
+            if type(module) is nn.Linear and module is not getattr(low, "lm_head", None):
+                module.__class__ = Float8
+    return low
+
+
+# --------------------------------------------------------------------------- the optimizer
+
+
+def decays(name: str, value: Tensor) -> bool:
+    """Matrices do, but for the embedding; gains do not."""
+    return value.dim() > 1 and name != "embed_tokens.weight"
+
+
+def rate(step: int, job: Job) -> float:
+    """The learning rate of a step, the first is 1, as docs/configuration.md has it."""
+    optim, steps = job.optim, job.train.steps
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    done = (step - optim.warmup_steps) / (steps - optim.warmup_steps)
+    share = {
+        "linear": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "wsd": min(1.0, (1 - done) / optim.decay_fraction) if optim.decay_fraction else 1.0,
+    }[optim.schedule]
+    least = optim.lr * optim.min_lr_ratio
+    return least + (optim.lr - least) * share
+
+
+class Updates:
+    """The oracle's optimizer, on parameters of its own: name -> tensor."""
+
+    def __init__(self, params: dict[str, Tensor], job: Job) -> None:
+        self.job = job
+        self.params = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
+        optim = job.optim
+        self.muon = {
+            name
+            for name, p in self.params.items()
+            if optim.kind == "muon" and p.dim() == 2 and name.startswith("layers.")
+        }
+        self.momentum = {name: torch.zeros_like(self.params[name]) for name in self.muon}
+        groups = [
+            {
+                "params": [
+                    p
+                    for name, p in self.params.items()
+                    if name not in self.muon and decays(name, p) is decay
+                ],
+                "weight_decay": optim.weight_decay * decay,
+            }
+            for decay in (True, False)
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or [torch.zeros(1)],
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            foreach=False,
+        )
+
+    @torch.no_grad()
+    def step(self, number: int, grads: dict[str, Tensor]) -> float:
+        """Clip, and move; the norm before clipping."""
+        total = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+        factor = min(1.0, self.job.optim.max_grad_norm / (total + 1e-6))
+        lr = rate(number, self.job)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        for name, param in self.params.items():
+            param.grad = grads[name] * factor
+        self.adamw.step()
+        for name in self.muon:
+            self._muon(name, lr)
+        return total
+
+    def _muon(self, name: str, lr: float) -> None:
+        """kellerjordan.github.io/posts/muon, with the length of arXiv:2502.16982."""
+        param, grad, beta = self.params[name], self.params[name].grad, self.job.optim.momentum
+        assert grad is not None
+        buffer = self.momentum[name]
+        buffer.mul_(beta).add_(grad, alpha=1 - beta)
+        x = (1 - beta) * grad + beta * buffer
+        tall = x.shape[0] > x.shape[1]
+        x = x.T if tall else x
+        x = x / x.norm()
+        for _ in range(5):
+            square = x @ x.T
+            x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        x = x.T if tall else x
+        param.mul_(1 - lr * self.job.optim.weight_decay)
+        param.sub_(lr * 0.2 * math.sqrt(max(param.shape)) * x)
+
+
+# --------------------------------------------------------------------------- jobs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job and what it trains on."""
+
+    overrides: Overrides
+    corpus: Corpus
+    held_out: int  # documents
+    name: str = field(default="", compare=False)
+
+    @property
+    def job(self) -> Job:
+        job, _, problems = read_job("demo", SMALL + self.overrides)
+        assert not problems, problems
+        return job
+
+
+def make_case(name: str, seed: int, text: str = "text", **keys: object) -> Case:
+    """A case of these keys, ``section__key``; 2 steps of 4 rows unless they say otherwise."""
+    chosen: dict[str, object] = {
+        "model.num_layers": 2,
+        "model.dim": 24,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.ffn_dim": 40,
+        "model.vocab_size": 288,
+        "data.vocab_size": 257,
+        "train.seq_len": 20,
+        "train.global_batch": 4,
+        "train.microbatch": 2,
+        "train.steps": 3,
+        "train.seed": seed,
+        "train.eval_sequences": 5,
+        "optim.lr": 0.01,
+        "optim.warmup_steps": 1,
+        "run.workers": 1,
+    }
+    chosen |= {key.replace("__", "."): value for key, value in keys.items()}
+    if text != "text":
+        chosen["data.format"] = text
+    seq_len, rows = int(str(chosen["train.seq_len"])), int(str(chosen["train.global_batch"]))
+    steps, vocab = int(str(chosen["train.steps"])), int(str(chosen["model.vocab_size"]))
+    longest = {"text": 2 * seq_len, "chat": seq_len + 1, "preferences": seq_len // 2}[text]
+    # Something more than an epoch's rows, so that the last step begins another one.
+    wanted = max(2, (steps * rows) - 1)
+    documents = wanted * 2 if text == "preferences" else wanted * seq_len * 2 // (longest + 2) + 2
+    held_out = 8
+    corpus = draw_corpus(text, documents // 2 * 2 + held_out, vocab, longest, seed)
+    overrides = [(key, _text(value)) for key, value in chosen.items()]
+    return Case(overrides, corpus, held_out, name)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {"model__kind": "llama"},
+    "llama3": {
+        "model__kind": "llama",
+        "model__rope_scaling": True,
+        "model__rope_original_context": 16,
+        "model__rope_theta": 500.0,
+        "model__rope_factor": 4.0,
+    },
+    "qwen3": {"model__kind": "qwen3", "model__head_dim": 10},
+    "mistral": {"model__kind": "mistral", "model__head_dim": 6},
+    "qwen3-moe": {
+        "model__kind": "moe",
+        "model__preset": "toy-moe",
+        "model__head_dim": 8,
+        "model__num_experts": 5,
+        "model__active_experts": 2,
+        "model__expert_dim": 20,
+        "model__shared_experts": 0,
+        "model__dense_layers": 0,
+        "model__balance_rate": 0,
+    },
+    "deepseek-moe": {
+        "model__kind": "moe",
+        "model__preset": "toy-moe",
+        "model__qk_norm": False,
+        "model__head_dim": 8,
+        "model__num_experts": 5,
+        "model__active_experts": 2,
+        "model__expert_dim": 20,
+        "model__shared_experts": 2,
+        "model__dense_layers": 1,
+        "model__score": "sigmoid",
+        "model__route_scale": 2.5,
+        "model__balance_rate": 0.05,
+    },
+}
+
+
+def draw_case(seed: int) -> Case:
+    """A random small job: every choice is drawn from the seed."""
+    random = np.random.default_rng([seed, 3])
+
+    def choose(*values: Any) -> Any:
+        return values[int(random.integers(len(values)))]
+
+    family = list(FAMILIES)[seed % len(FAMILIES)]
+    keys = dict(FAMILIES[family])
+    kv_heads, group = choose(1, 2, 3), choose(1, 2, 3)
+    heads, width = kv_heads * group, 2 * int(random.integers(2, 8))
+    dense = family in ("llama", "llama3")
+    even = family not in ("qwen3", "mistral", "qwen3-moe")  # transformers wants it so
+    keys |= {
+        "model__num_layers": int(random.integers(1, 4)) + ("dense" in family or "deep" in family),
+        "model__num_heads": heads,
+        "model__num_kv_heads": kv_heads,
+        "model__dim": heads * width if even else int(random.integers(11, 50)),
+        "model__ffn_dim": int(random.integers(9, 70)),
+        "model__vocab_size": int(random.integers(258, 400)),
+        "model__tied_embeddings": choose(True, False),
+        "model__norm_eps": choose(1e-6, 1e-5, 1e-2),
+        "train__seq_len": 2 * int(random.integers(5, 20)),
+        "train__global_batch": (rows := int(random.integers(1, 8))),
+        "train__microbatch": int(random.integers(1, 1 + min(rows, 4))),
+        "optim__lr": choose(0.01, 0.003),
+        "optim__beta1": choose(0.9, 0.8, 0.0),
+        "optim__beta2": choose(0.95, 0.99),
+        "optim__weight_decay": choose(0.0, 0.1, 1.0),
+        "optim__max_grad_norm": choose(0.05, 1.0, 100.0),
+        "optim__schedule": choose("wsd", "cosine", "linear"),
+        "optim__warmup_steps": choose(0, 1, 2),
+        "optim__min_lr_ratio": choose(0.0, 0.1),
+    }
+    if not dense:
+        keys["model__head_dim"] = width
+    text = choose("text", "text", "text", "chat", "preferences")
+    if text == "text":
+        keys["data__packing"] = choose("windows", "documents", "best_fit")
+    elif text == "preferences":
+        keys |= {"train__objective": "dpo", "train__dpo_beta": choose(0.1, 0.5)}
+    extra = choose("none", "lora", "qlora", "muon", "none")
+    if extra == "muon" and "moe" not in family:
+        keys["optim__kind"] = "muon"
+    if extra in ("lora", "qlora") and "moe" not in family:
+        keys |= {
+            "lora__rank": int(random.integers(1, 5)),
+            "lora__alpha": choose(2.0, 8.0),
+            "lora__rank_stabilized": choose(True, False),
+            "lora__targets": choose("[]", '["q_proj", "down_proj"]'),
+        }
+        if extra == "qlora":
+            keys |= {"lora__quantize": choose("nf4", "int8"), "model__ffn_dim": 128}
+            keys |= {"model__dim": 64, "model__num_heads": 4, "model__num_kv_heads": 2}
+            keys |= {} if dense else {"model__head_dim": 16}
+    return make_case(f"seed {seed}: {family} {text} {extra}", seed, text, **keys)
+
+
+# --------------------------------------------------------------------------- the comparison
+
+
+class Weft(NamedTuple):
+    """What weft made of a case, ready to train."""
+
+    job: Job
+    plan: Plan
+    built: Built
+    mixtures: dict[str, Mixture]
+    held_out: Corpus
+    corpus: Corpus
+
+
+def build_weft(case: Case, folder: Path, rank: Rank | None = None) -> Weft:
+    """Build a case in this process, which has a process group of one."""
+    job = case.job
+    plan = resolve(job, Machine("cpu", devices=1, world_size=1))
+    store = case.corpus.write(folder, plan.model.vocab_size, case.held_out)
+    text = Text(folder, (Source("oracle", 1.0, store),))
+    built = build(job, plan, rank or Rank(0, 0, 1, torch.device("cpu")))
+    mixtures = {
+        split: samples_of(text, split, job.train.seq_len, job.data, job.train.seed)  # type: ignore[arg-type]
+        for split in ("train", "validation")
+    }
+    parts = [case.corpus.part(case.held_out, held) for held in (False, True)]
+    return Weft(job, plan, built, mixtures, parts[1], parts[0])
+
+
+def oracle_of(weft: Weft) -> nn.Module:
+    """The oracle's model with weft's initial weights, with adapters where weft has some."""
+    job, config = weft.job, weft.plan.model
+    model = build_theirs(job.model.kind, config)
+    ours = {name: p for part in weft.built.parts for name, p in part.named_parameters()}
+    buffers = dict(weft.built.parts[0].named_buffers())
+    if job.lora.rank:
+        from peft import LoraConfig, get_peft_model
+
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        section = job.lora
+        adapters = LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            use_rslora=section.rank_stabilized,
+            target_modules=list(section.targets) or names,
+        )
+        model = get_peft_model(model, adapters)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, param in ours.items():
+            theirs_of(model, name).copy_(whole_of(weft, name, param))
+        for name, buffer in buffers.items():
+            if name.endswith("expert_bias") and job.model.kind == "moe" and config.score != "softmax":
+                theirs_of(model, name).copy_(buffer)
+    return model.float().train()
+
+
+def whole_of(weft: Weft, name: str, param: Tensor) -> Tensor:
+    """The numbers of a parameter of weft's: of one in fewer bits those that the seed gives."""
+    value = param.full_tensor() if hasattr(param, "full_tensor") else param  # type: ignore[operator]
+    if value.dtype != torch.uint8:
+        found: Tensor = value.detach().float()
+        return found
+    from weft.parallel.init import init_params
+
+    shape = (value.shape[0], value.shape[1] * 64)
+    exact = torch.empty(shape)
+    from weft.models import load_family
+
+    family = load_family(weft.job.model.kind)
+    init_params([(name, exact)], weft.job.train.seed, lambda n: family.init_of(n, weft.plan.model))
+    return rounded(exact, weft.job.lora.quantize)
+
+
+def departures(case: Case) -> Iterator[Departure]:
+    """Every number of weft's that is not the oracle's, in the order of computing.
+
+    In a process group of one.
+    """
+    with tempfile.TemporaryDirectory(prefix="weft-oracle-") as folder:
+        weft = build_weft(case, Path(folder))
+        yield from _Comparison(weft).run()
+
+
+def check_case(case: Case) -> None:
+    """Raise AssertionError with the first departure."""
+    found = next(departures(case), None)
+    assert found is None, f"{case.name}: {found}"
+
+
+class _Comparison:
+    def __init__(self, weft: Weft) -> None:
+        self.weft, self.job, self.plan = weft, weft.job, weft.plan
+        self.built = weft.built
+        self.params = dict(named_parameters(weft.built.parts))
+        self.theirs = oracle_of(weft)
+        self._gates = self._watch_gates()
+        job = self.job
+        low = (self.plan.compute_dtype, job.precision.float8) != ("float32", "none")
+        self.low = low
+        self.updates = Updates({name: whole(p) for name, p in self.params.items()}, job)
+        packing = "documents" if job.data.keeps_documents else "windows"
+        packing = job.data.packing if job.data.packing != "windows" else packing
+        self.reader = Reader(weft.corpus, job.train.seq_len, packing)
+        self.held = Reader(weft.held_out, job.train.seq_len, packing)
+        self.packed_module = "data/packing.py" if self.reader.packed else "data/loader.py"
+
+    def run(self) -> Iterator[Departure]:
+        yield from self._initial()
+        mixture = self.weft.mixtures["train"]
+        engine = self.built.engine
+        references: dict[bytes, Tensor] | None = None
+        if self.job.train.objective == "dpo":
+            found = list(self._references(mixture))
+            yield from found[:-1]
+            mixture, references = found[-1]  # type: ignore[assignment]
+        loader = Loader(
+            mixture,
+            seed=self.job.train.seed,
+            global_batch=self.job.train.global_batch,
+            dp_rank=0,
+            dp_size=1,
+            microbatch=self.plan.microbatch,
+        )
+        seen: list[Any] = []
+        params = list(self.params.values())
+        for step in range(1, self.job.train.steps + 1):
+            batches = loader.batch((step - 1) * self.job.train.global_batch)
+            try:
+                rows, members = read_rows(self.reader, batches)
+            except Wrong as error:
+                yield Departure("data", f"step {step}: {error}", self.packed_module)
+                return
+            seen += members
+            yield from self._epochs(seen)
+            for param in params:
+                param.grad = None
+            loss = engine.forward_backward(batches)
+            here = {name: whole(p.grad).clone() for name, p in self.params.items()}
+            known = None if references is None else _known(references, rows)
+            yield from self._gradients(step, rows, known, loss.item(), here)
+            yield from self._metrics(step, rows, known)
+            norm, _ = grad_norm(params)
+            clip(params, norm, self.job.optim.max_grad_norm)
+            lr = learning_rate(step, self.job.train.steps, self.job.optim, self.built.decay)
+            if abs(lr - rate(step, self.job)) > 1e-9 * self.job.optim.lr:
+                yield Departure(
+                    "learning rate", f"step {step}: {lr} is not {rate(step, self.job)}",
+                    "optim/schedule.py",
+                )
+            set_learning_rate(self.built.optimizer, lr)
+            step_unless(self.built.optimizer, torch.tensor(False))
+            engine.balance.total()
+            engine.balance.step(torch.tensor(False))
+            yield from self._update(step, here, norm.item())
+            yield from self._balance(step, rows)
+        yield from self._evaluation()
+
+    # ---- what each compares
+
+    def _initial(self) -> Iterator[Departure]:
+        """docs/models.md: normal with 0.02, cut at three deviations, narrower into the residual."""
+        depth = math.sqrt(2 * self.plan.model.num_layers)
+        for part in self.built.parts:
+            for name, param in part.named_parameters():
+                value = whole(param).detach()
+                if not value.is_floating_point():
+                    continue
+                value = value.float()
+                if value.dim() == 1:
+                    if (value != 1).any():
+                        yield Departure("initial", f"{name} is not 1", "parallel/init.py")
+                    continue
+                if ".lora_B" in name:
+                    if value.any():
+                        yield Departure("initial", f"{name} is not 0", "parallel/lora.py")
+                    continue
+                std, edge = 0.02, 3.0
+                if "o_proj" in name or "down_proj" in name:
+                    std /= depth
+                if ".lora_A" in name:
+                    edge = math.sqrt(3.0)
+                    std = 1 / math.sqrt(value.shape[-1]) / edge
+                # Cut at three deviations, the deviation is 0.9866 of what it was.
+                expected = std * (1.0 if ".lora_A" in name else 0.98658)
+                off = abs(float(value.std()) / expected - 1)
+                if off > 5 / math.sqrt(2 * value.numel()) or value.abs().max() > edge * std * 1.001:
+                    yield Departure(
+                        "initial", f"{name}: std {float(value.std()):.4g}, not {expected:.4g}",
+                        "parallel/init.py",
+                    )
+                if abs(float(value.mean())) > 5 * std / math.sqrt(value.numel()):
+                    yield Departure("initial", f"{name}: its mean is not 0", "parallel/init.py")
+        matrices = [whole(p).flatten()[:8] for p in self.params.values() if p.dim() > 1]
+        pairs = ((a, b) for i, a in enumerate(matrices) for b in matrices[:i])
+        for a, b in pairs:
+            if a.any() and len(a) == len(b) and torch.allclose(a / a[0], b / b[0]):
+                yield Departure("initial", "two matrices are alike", "parallel/init.py")
+
+    def _epochs(self, seen: list[Any]) -> Iterator[Departure]:
+        """Every member once in each epoch, and not in the same order."""
+        members = self.reader.members
+        if len(seen) < 2 or self.reader.packed:
+            if len(set(seen[: len(members)])) < len(seen[: len(members)]):
+                yield Departure("data", "a document comes twice in an epoch", "data/order.py")
+            return
+        epochs = [seen[i : i + len(members)] for i in range(0, len(seen), len(members))]
+        for epoch in epochs:
+            if len(set(epoch)) < len(epoch):
+                yield Departure("data", "a sample comes twice in an epoch", "data/order.py")
+        first = epochs[0]
+        if len(first) > 6 and first == sorted(first):
+            yield Departure("data", "the first epoch is not shuffled", "data/order.py")
+
+    def _references(self, mixture: Mixture) -> Iterator[Any]:
+        """Log-probabilities under the initial model; last the mixture that has them, moved."""
+        [pairs] = mixture.sources
+        assert isinstance(pairs, Pairs)
+        known = log_probs(self.built.engine, pairs, self.plan, self.built.mesh)
+        batch = pairs.rows(np.arange(len(pairs)))
+        rows, _ = read_rows(self.reader, [batch])
+        with torch.no_grad():
+            expected = answers_of(losses_of(self.theirs, rows), rows)
+        if not self.low and (known - expected).abs().max() > 1e-4:
+            text = f"off by {float((known - expected).abs().max()):.2g} nats"
+            yield Departure("references", text, "train/references.py")
+        # As if training had moved away from them.
+        random = torch.Generator().manual_seed(1)
+        moved = expected + torch.randn(known.shape, generator=random)
+        by_tokens = {row.numpy().tobytes(): moved[i] for i, row in enumerate(rows.tokens)}
+        yield Mixture([replace(pairs, references=moved)]), by_tokens
+
+    def _gradients(
+        self,
+        step: int,
+        rows: Rows,
+        references: Tensor | None,
+        loss: float,
+        grads: dict[str, Tensor],
+    ) -> Iterator[Departure]:
+        value, exact = self._theirs(self.theirs, rows, references)
+        low_value, low = value, exact
+        if self.low:
+            model = in_low(self.theirs, self.plan.compute_dtype, self.job.precision.float8)
+            low_value, low = self._theirs(model, rows, references)
+        limit = LIMIT * abs(value) + SLACK * abs(low_value - value) + self.low * 2e-3 * abs(value)
+        loss_off = abs(loss - value) > limit or not math.isfinite(loss)
+        wrong = {}
+        for name, grad in grads.items():
+            off = _distance(grad, exact[name])
+            rounding = SLACK * _distance(low[name], exact[name]) if self.low else 0.0
+            largest = float((grad - exact[name]).abs().max())
+            if self.low:
+                bad = not off <= rounding + 1e-3
+            else:
+                bad = not largest <= LIMIT * max(float(exact[name].abs().max()), 1e-7)
+            if bad:
+                wrong[name] = off
+        if not loss_off and not wrong:
+            return
+        module, what = self._blame(rows, loss, value, loss_off, wrong, grads, exact)
+        worst = ", ".join(f"{n} by {off:.1e}" for n, off in list(wrong.items())[:3])
+        text = f"step {step}: loss {loss:.7f}, not {value:.7f}; gradients: {worst or 'agree'}"
+        yield Departure(what, text, module)
+
+    def _metrics(self, step: int, rows: Rows, references: Tensor | None) -> Iterator[Departure]:
+        """Of preferences: margin, accuracy and both rewards, on the mean of the pairs."""
+        sums = self.built.engine.metrics
+        if sums is None or references is None or self.low:
+            return
+        with torch.no_grad():
+            answers = answers_of(losses_of(self.theirs, rows), rows)
+        rewards = self.job.train.dpo_beta * (answers - references)
+        margin = rewards[:, 0] - rewards[:, 1]
+        columns = (margin, (margin > 0).float(), rewards[:, 0], rewards[:, 1])
+        expected = torch.stack(columns).mean(1)
+        off = float((sums[:, 0] / sums[:, 1] - expected).abs().max())
+        if off > 1e-4:
+            yield Departure("metrics", f"step {step}: off by {off:.1e}", "train/objective.py")
+
+    def _theirs(
+        self, model: nn.Module, rows: Rows, references: Tensor | None
+    ) -> tuple[float, dict[str, Tensor]]:
+        model.zero_grad()
+        loss = loss_of(model, rows, self.job, references)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item(), {name: grad_of(model, name).float().clone() for name in self.params}
+
+    def _blame(
+        self,
+        rows: Rows,
+        loss: float,
+        expected: float,
+        loss_off: bool,
+        wrong: dict[str, float],
+        grads: dict[str, Tensor],
+        exact: dict[str, Tensor],
+    ) -> tuple[str, str]:
+        """The module that departs, and where."""
+        if name := self._forward(rows):
+            return name, "forward"
+        factors = [
+            float((grads[n] * exact[n]).sum() / exact[n].square().sum()) for n in grads
+        ]
+        alike = max(factors) - min(factors) < 1e-3 * abs(max(factors))
+        dpo = self.job.train.objective == "dpo"
+        if loss_off:
+            return ("train/objective.py" if dpo else "train/step.py"), "loss"
+        if len(wrong) == len(grads) and alike:
+            return "train/step.py", "gradients"
+        if len(wrong) == len(grads) or any("lm_head" in name for name in wrong):
+            return "train/loss.py", "gradients"
+        return _module_of(max(wrong, key=lambda n: list(grads).index(n)), self.job), "gradients"
+
+    @torch.no_grad()
+    def _forward(self, rows: Rows) -> str:
+        """The module where the forward pass departs; empty if nowhere."""
+        [model] = self.built.parts
+        outs: dict[str, tuple[str, Tensor]] = {}
+        theirs: dict[str, Tensor] = {}
+        hooks = []
+        prefix = "base_model.model." if hasattr(self.theirs, "peft_config") else ""
+        others = dict(self.theirs.named_modules())
+        for name, module in model.named_modules():
+            full = prefix + (name if name == "lm_head" else f"model.{name}")
+            if not name or full not in others or name.startswith("_"):
+                continue
+
+            def ours_hook(m: Any, args: Any, out: Any, name: str = name) -> None:
+                out = out[0] if isinstance(out, tuple) else out
+                outs[name] = (type(m).__name__, out.detach().float())
+
+            def their_hook(m: Any, args: Any, out: Any, name: str = name) -> None:
+                out = out[0] if isinstance(out, tuple) else out
+                if isinstance(out, Tensor):
+                    theirs[name] = out.detach().float()
+
+            hooks.append(module.register_forward_hook(ours_hook))
+            hooks.append(others[full].register_forward_hook(their_hook))
+        apart = self.job.data.keeps_documents
+        model.eval()
+        was, model.headless = getattr(model, "headless", False), False  # type: ignore[assignment]
+        ours_logits = model(
+            rows.tokens, rows.documents if apart else None, rows.positions if apart else None
+        )
+        model.headless = was  # type: ignore[assignment]
+        model.train()
+        for unit in model.modules():
+            if hasattr(unit, "reshard"):
+                unit.reshard()
+        expected = logits_of(self.theirs, rows)
+        for hook in hooks:
+            hook.remove()
+        limit = 0.1 if self.low else 1e-4
+        for name, (kind, out) in outs.items():
+            other = theirs.get(name)
+            if other is None or other.shape != out.shape:
+                continue
+            if _distance(out, other) > limit:
+                if kind.endswith("Attention") or kind == "Block":
+                    return self._rope(rows)
+                return _module_of(f"{name}.weight", self.job)
+        if _distance(ours_logits.float(), expected) > limit:
+            return "models/llama.py"
+        return ""
+
+    def _rope(self, rows: Rows) -> str:
+        """Whether the rotary tables are at fault, or attention."""
+        [model] = self.built.parts
+        cos, sin = model.rope(rows.tokens.shape[1], rows.positions, torch.float32)
+        inner: Any = self.theirs
+        inner = inner.base_model.model if hasattr(self.theirs, "peft_config") else inner
+        theirs = inner.model.rotary_emb(torch.zeros(1), rows.positions)
+        same = all(
+            torch.allclose(a, b, atol=1e-5) for a, b in zip((cos, sin), theirs, strict=True)
+        )
+        return "models/layers.py" if same else "models/llama.py"
+
+    def _update(self, step: int, grads: dict[str, Tensor], norm: float) -> Iterator[Departure]:
+        before = {name: p.detach().clone() for name, p in self.updates.params.items()}
+        expected = self.updates.step(step, grads)
+        if not abs(norm - expected) <= LIMIT * expected:
+            text = f"step {step}: {norm:.7g}, not {expected:.7g}"
+            yield Departure("norm", text, "optim/optimizer.py")
+        optim = self.job.optim
+        limit = UPDATE_LIMIT if optim.states == "float32" else 0.05
+        for name, param in self.params.items():
+            mine, theirs = whole(param).detach(), self.updates.params[name].detach()
+            way = float((theirs - before[name]).abs().max())
+            size = 1e-6 * float(theirs.abs().max())
+            off = float((mine - theirs).abs().max())
+            if optim.states != "float32":
+                off = float((mine - theirs).norm()) / math.sqrt(mine.numel())
+            if not off <= limit * way + size:
+                text = f"step {step}: {name} is off by {off / max(way, 1e-30):.1e} of its way"
+                module = "optim/optimizer.py"
+                if name in self.updates.muon:
+                    module = "optim/muon.py"
+                elif optim.states != "float32":
+                    module = "optim/lean.py"
+                yield Departure("update", text, module)
+        with torch.no_grad():
+            for name, param in self.params.items():
+                mine = whole(param).detach()
+                self.updates.params[name].copy_(mine)
+                theirs_of(self.theirs, name).copy_(mine)
+
+    def _balance(self, step: int, rows: Rows) -> Iterator[Departure]:
+        """After a step each expert's bias moves against its load over the global batch."""
+        config = self.plan.model
+        if not getattr(config, "balance_rate", 0.0):
+            return
+        buffers = {
+            name: buffer
+            for part in self.built.parts
+            for name, buffer in part.named_buffers()
+            if name.endswith("expert_bias")
+        }
+        moved = self._biases(rows)
+        for name, buffer in buffers.items():
+            off = float((buffer - moved[name]).abs().max())
+            if off > 1e-6 and not self.low:
+                yield Departure("balance", f"step {step}: {name} is off by {off}", "optim/balance.py")
+            theirs_of(self.theirs, name).copy_(buffer)
+
+    def _biases(self, rows: Rows) -> dict[str, Tensor]:
+        """What the biases have to be: loads are those of the pass before the update."""
+        moved = {}
+        for name, chosen in self.chosen.items():
+            bias = theirs_of(self.theirs, name)
+            loads = torch.bincount(chosen.flatten(), minlength=len(bias)).double()
+            moved[name] = bias + self.plan.model.balance_rate * (loads.mean() - loads).sign().float()
+        return moved
+
+    @property
+    def chosen(self) -> dict[str, Tensor]:
+        """What the gates of the oracle chose in its last forward pass."""
+        return {
+            name.removeprefix("model.").replace("mlp.gate", "mlp.router") + ".expert_bias": found
+            for name, found in self._gates.items()
+        }
+
+    def _evaluation(self) -> Iterator[Departure]:
+        if self.job.train.objective == "dpo":
+            return
+        def batches() -> Iterator[Batch]:
+            return evaluation_batches(
+                self.weft.mixtures["validation"], self.job.train.eval_sequences, 0, 1,
+                self.plan.microbatch,
+            )
+
+        try:
+            rows, members = read_rows(self.held, list(batches()))
+        except Wrong as error:
+            yield Departure("evaluation data", str(error), "data/loader.py")
+            return
+        samples = len(self.weft.mixtures["validation"].sources[0])
+        if len(rows.tokens) != min(self.job.train.eval_sequences, samples):
+            yield Departure("evaluation data", f"{len(rows.tokens)} rows", "data/loader.py")
+        if len(set(members)) != len(members):
+            yield Departure("evaluation data", "a row comes twice", "data/loader.py")
+        loss = self.built.engine.evaluate(batches())
+        with torch.no_grad():
+            expected = losses_of(self.theirs, rows).sum() / (rows.targets != NONE).sum()
+        off = abs(loss - expected.item())
+        if not off <= (0.02 if self.low else LIMIT) * abs(expected.item()):
+            yield Departure("evaluation", f"{loss}, not {expected.item()}", "train/step.py")
+
+    def _watch_gates(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, module in self.theirs.named_modules():
+            if name.endswith("mlp.gate"):
+
+                def note(m: Any, args: Any, out: Any, name: str = name) -> None:
+                    if torch.is_grad_enabled():
+                        found[name] = out[2].detach()
+
+                module.register_forward_hook(note)
+        return found
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def _known(references: dict[bytes, Tensor], rows: Rows) -> Tensor:
+    return torch.stack([references[row.numpy().tobytes()] for row in rows.tokens])
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    """Relative to the length of ``theirs``; infinite for what is not finite."""
+    off = float((ours.double() - theirs.double()).norm())
+    size = float(theirs.double().norm())
+    return off / size if size and math.isfinite(off) else (0.0 if off == 0 else math.inf)
+
+
+def _module_of(name: str, job: Job) -> str:
+    """The module of weft that has a parameter."""
+    if "lora_" in name or (job.lora.rank and "proj" in name):
+        quantized = job.lora.quantize != "none" and "lora_" not in name
+        return "parallel/quantize.py" if quantized else "parallel/lora.py"
+    if job.precision.float8 != "none" and "proj" in name:
+        return "parallel/float8.py"
+    if "router" in name or "expert" in name or (job.model.kind == "moe" and ".mlp" in name):
+        return "models/moe.py"
+    if "q_norm" in name or "k_norm" in name:
+        return "models/qwen3.py"
+    if name.startswith(("embed", "lm_head")):
+        return "models/llama.py"
+    return "models/layers.py"

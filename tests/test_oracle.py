@@ -1,0 +1,75 @@
+"""One process of weft computes what transformers, torch.optim and a loop by hand compute.
+
+`tests/oracle.py` says what is compared.  The planted faults of ``tests/mutation`` prove that the
+comparison can fail.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.oracle import check_case, draw_case, make_case
+
+OFTEN = range(20)
+MORE = range(20, 140)
+LOW = [
+    {"precision__compute": "bfloat16"},
+    {"precision__float8": "tensorwise", "precision__float8_small": True},
+]
+
+
+def wrong_cases(seeds: Sequence[int]) -> list[str]:
+    """What departs in the random jobs of these seeds; in a rank."""
+    found = []
+    for seed in seeds:
+        try:
+            check_case(draw_case(seed))
+        except Exception as error:
+            text = f"{error}" if isinstance(error, AssertionError) else traceback.format_exc()
+            found.append(f"seed {seed}: {text}")
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_random_jobs_in_one_process_equal_transformers() -> None:
+    [found] = run_ranks(wrong_cases, 1, OFTEN, timeout=280)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(MORE.start, MORE.stop, 30))
+def test_more_random_jobs_in_one_process_equal_transformers(first: int) -> None:
+    [found] = run_ranks(wrong_cases, 1, range(first, first + 30), timeout=800)
+    assert not found, "\n".join(found)
+
+
+def wrong_in_low_precision() -> list[str]:
+    """What departs in bfloat16 and in float8; in a rank."""
+    found = []
+    for keys in LOW:
+        case = make_case(
+            str(keys),
+            5,
+            model__dim=64,
+            model__ffn_dim=96,
+            train__seq_len=32,
+            data__packing="documents",
+            model__tied_embeddings=False,
+            **keys,
+        )
+        try:
+            check_case(case)
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_low_precision_is_as_near_as_transformers_in_it() -> None:
+    [found] = run_ranks(wrong_in_low_precision, 1, timeout=180)
+    assert not found, "\n".join(found)
