@@ -120,18 +120,19 @@ def wait_for(folder: Path, step: int) -> None:
 
 
 LONG = ["--train.steps", "150", "--checkpoint.interval", "15", "--optim.warmup_steps", "20"]
+ONE_RANK = ["--run.workers", "1"]  # where it matters what the launcher does, not its ranks
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def undisturbed(arguments: list[str], folder: Path, store: Path) -> Path:
-    """A run in two ranks by the keys of a command, without starting the command itself."""
+    """Run what a command would, in as many ranks, without starting the command itself."""
     words = arguments[len(WEFT) + 2 :]
     pairs = {
         key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
     }
     straight = folder / "straight"
     overrides = [*pairs.items(), ("run.dir", str(straight))]
-    run_ranks(train_rank, 2, overrides, str(store), timeout=120)
+    run_ranks(train_rank, int(pairs["run.workers"]), overrides, str(store), timeout=120)
     return straight
 
 
@@ -252,7 +253,7 @@ def test_the_first_cause_is_told(tmp_path: Path) -> None:
 )
 def test_a_reader_that_goes_away(how: str, arguments: list[str], tmp_path: Path) -> None:
     """What happens to the terminal is no reason to lose a run: the files have it all."""
-    run(["bash", "-c", f"{shlex.join(arguments)} {how}"], tmp_path)
+    run(["bash", "-c", f"{shlex.join([*arguments, *ONE_RANK])} {how}"], tmp_path)
     assert len(losses(tmp_path / "run")) == 20
     assert checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000020"
 
@@ -260,7 +261,7 @@ def test_a_reader_that_goes_away(how: str, arguments: list[str], tmp_path: Path)
 def test_a_second_training_is_refused_and_the_first_interrupted(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    command = [*arguments, "--train.steps", "100000"]
+    command = [*arguments, *ONE_RANK, "--train.steps", "100000"]
     process = start_and_wait(command, tmp_path, 12)
     second = run(command, tmp_path)
     assert second.returncode == 2

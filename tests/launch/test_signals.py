@@ -13,7 +13,7 @@ import pytest
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
 
 from tests.launch.conftest import WEFT
-from tests.launch.test_local import TORCHRUN, run, start_and_wait, undisturbed
+from tests.launch.test_local import ONE_RANK, TORCHRUN, run, start_and_wait, undisturbed
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.launch import FAILED, REQUEUE
@@ -89,7 +89,7 @@ def test_ctrl_c_from_a_terminal_saves_and_says_how_to_resume(
 
 def test_the_time_limit(arguments: list[str], store_path: Path, tmp_path: Path) -> None:
     """Stopped and gone on with, it ends with the bits of a run that was not."""
-    limited = [*arguments, *SLOW, "--train.steps", "2", "--optim.schedule", "linear"]
+    limited = [*arguments, *ONE_RANK, *SLOW, "--train.steps", "2", "--optim.schedule", "linear"]
     for turn in range(20):
         done = run([*limited, "--resilience.time_limit", "0.001"], tmp_path)
         if turn and done.returncode == 0:
@@ -145,7 +145,8 @@ def test_before_the_first_step(
     tmp_path: Path,
 ) -> None:
     """While Python starts, text is prepared, torch is imported, ranks meet."""
-    command = [*arguments, *SLOW, "--train.steps", "100000"]
+    arguments = [*arguments, *ONE_RANK, *SLOW]
+    command = [*arguments, "--train.steps", "100000"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=tmp_path, stdout=log, stderr=log, text=True, start_new_session=True
@@ -160,7 +161,7 @@ def test_before_the_first_step(
         os.killpg(process.pid, number)
         assert process.wait(timeout=90) == REQUEUE, (tmp_path / "log").read_text()
     assert "Traceback" not in (tmp_path / "log").read_text()
-    done = run([*arguments, *SLOW, "--train.steps", "6"], tmp_path)
+    done = run([*arguments, "--train.steps", "6"], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
