@@ -103,6 +103,7 @@ def test_nodes_compare_clocks_and_versions(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- measuring
 
 
+@pytest.mark.system
 def test_processes_that_fail_or_hang_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure("cuda", 2, 1, False, 60)  # there is none here
     assert found.device == "cuda"
@@ -112,6 +113,7 @@ def test_processes_that_fail_or_hang_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.system
 def test_one_process_alone() -> None:
     found = measure("cpu", 1, 1, False, 120)
     assert isinstance(found, Measured)
@@ -185,6 +187,7 @@ def test_the_meeting_place() -> None:
     assert "invalid literal" in try_endpoint("localhost:port")
 
 
+@pytest.mark.system
 def test_something_else_at_the_meeting_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which accepts whoever comes, and says nothing that a launcher would."""
     with socket.create_server(("127.0.0.1", 0)) as there:
@@ -218,6 +221,7 @@ def test_only_visible_gpus_are_measured(
     assert visible_gpus(Facts()) == 0
 
 
+@pytest.mark.system
 def test_a_tool_may_print_anything() -> None:
     assert run_tool("printf", r"\377 NVRM: Xid") == "\ufffd NVRM: Xid"
     assert run_tool("no-such-tool") == run_tool("false") == ""

@@ -180,6 +180,7 @@ def test_a_name_that_begins_with_a_digit() -> None:
     assert "begins with a letter" in said(kubernetes.problems(asked))
 
 
+@pytest.mark.system
 def test_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pods = {
         "items": [
@@ -220,6 +221,7 @@ esac"""
         assert f"--namespace=train delete {what} --wait=false --ignore-not-found" in made
 
 
+@pytest.mark.system
 def test_what_is_there_already_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +231,7 @@ def test_what_is_there_already_is_left_alone(
     assert calls.read_text().count("\n") == 1
 
 
+@pytest.mark.system
 def test_nothing_half_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = 'case "$*" in apply*) echo admission denied it >&2; exit 1;; esac'
     calls = fake_tool(tmp_path, monkeypatch, "kubectl", body)

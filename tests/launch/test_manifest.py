@@ -83,6 +83,7 @@ def test_yaml_is_readable_and_the_same() -> None:
     assert list(yaml.safe_load_all(text)) == documents
 
 
+@pytest.mark.system
 def test_tools_that_are_missing_or_fail() -> None:
     with pytest.raises(WeftError, match=r"no-such-tool is not installed.*: get it"):
         tool("no-such-tool", "get", remedy="get it")

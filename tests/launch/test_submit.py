@@ -107,6 +107,7 @@ def test_a_damaged_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         assert "launch.json is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_slurms_commands_are_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A script can be had anywhere, and nothing is left of one that cannot be handed in."""
     words = ["demo", "--on", "slurm", "--run.device", "cpu"]
@@ -307,6 +308,7 @@ def test_script_of_a_recipe_with_another_cluster_names_the_effective_one(tmp_pat
     assert job.run.cluster == "4x2xH200"
 
 
+@pytest.mark.system
 def test_the_script_of_the_documentation(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -316,6 +318,7 @@ def test_the_script_of_the_documentation(
     assert capsys.readouterr().out.strip() == text.strip().replace("/home/me/work", str(tmp_path))
 
 
+@pytest.mark.system
 def test_a_script_that_bash_does_not_read() -> None:
     assert slurm.check("echo hello\n") == []
     (told,) = slurm.check("if true; then\n")[:1]
@@ -357,6 +360,7 @@ def test_without_a_preflight_no_node_is_left_out() -> None:
     assert "sick" not in script("--run.device", "cpu")
 
 
+@pytest.mark.system
 def test_a_short_word_for_the_preflight(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--on", "slurm", "--preflight", "--run.device", "cpu", "--dry-run"]
     assert launch(*words) == 0
