@@ -1514,6 +1514,14 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "checkpoint",
+        "a checkpoint is written in its place",
+        "checkpoint/store.py",
+        'temporary = final.with_name(f".tmp-{final.name}-{unique}")',
+        "temporary = final",
+        SAVED,
+    ),
+    Fault(
+        "checkpoint",
         "the newest is deleted",
         "checkpoint/store.py",
         "kept = checkpoints(folder)[-keep:]",
