@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& { echo $$p; break; }; done)
 
-.PHONY: install demo test test-all check format schema docs wheels clean
+.PHONY: install demo test test-all test-unit test-ranks test-system check format schema docs wheels clean
 
 install: $(VENV)/installed
 
@@ -25,14 +25,19 @@ demo: install
 	$(VENV)/bin/weft train demo --run.dir $(RUN)
 	$(VENV)/bin/weft generate $(RUN) --prompt 'def __init__(self, '
 
-# Two files of tests at a time: each waits for processes that it has started.
-PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
+# Two tests at a time; a worker that has done its half takes tests from the other's.
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal \
+	--record-durations build/test-durations.json
 
 test: install
 	$(PYTEST) -m 'not slow'
 
 test-all: install
 	$(PYTEST)
+
+# One tier of the default suite (tests/tiers.py): no process, forked ranks, other processes.
+test-unit test-ranks test-system: test-%: install
+	$(PYTEST) -m '$* and not slow'
 
 check: install
 	$(VENV)/bin/ruff format --check .

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from weft.data.prepare import prepare
 from weft.job import DataSection
+
+pytest_plugins = ["tests.tiers"]
 
 
 def make_text(folder: Path) -> Path:
@@ -37,10 +41,32 @@ def no_clusters_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("text"))
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory for all workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """Make a directory by ``make``, unless another worker has done it; wait while one does."""
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            part = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            make(part)
+            part.rename(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def store_path(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(text_folder, tmp_path_factory.mktemp("cache"))
+def text_folder(shared_folder: Path) -> Path:
+    return make_once(shared_folder / "text", lambda folder: make_text(folder))
+
+
+@pytest.fixture(scope="session")
+def store_path(text_folder: Path, shared_folder: Path) -> Path:
+    cache = make_once(shared_folder / "cache", lambda folder: make_store(text_folder, folder))
+    (store,) = (cache / "stores").iterdir()
+    return store

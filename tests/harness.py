@@ -9,15 +9,15 @@
         assert run_ranks(total, 2, 10) == [21, 21]
 
 Starting interpreters that import torch costs seconds a test.  So one *server*, a fresh
-interpreter, imports torch once per session and forks the ranks of every world, which takes
-some hundredths of a second.  Forking is sound only while the server has a single thread: it
+interpreter, imports torch and weft once per session and forks the ranks of every world, which
+takes some hundredths of a second.  Forking is sound only while the server has a single thread: it
 runs no tensor operation, makes no process group, and refuses to fork if a thread appears.
 
     test process --(socket: request, reply)--> server --(fork; a pipe each)--> rank 0, 1, ...
 
 What a rank's function returns comes back pickled; so do the arguments get there.  The
-server never unpickles either, because that would import test modules, and whatever they
-import, into it.
+server never unpickles either, because that would import test modules, and what they import,
+into it.
 
 Failures.  A rank that raises reports its traceback and then stands still, with its
 connections open, until the server kills the whole world: its peers see no reset connection,
@@ -107,6 +107,7 @@ def run_ranks(
             rank's stack after the timeout.
         ValueError: if ``function`` cannot be found by name in a rank.
     """
+    sys.audit("tests.world", function)
     module, name = function.__module__, function.__qualname__
     if "<" in name or module == "__main__":
         raise ValueError(f"{module}.{name}: a rank's function must be at a module's top level")
@@ -164,6 +165,8 @@ class _Server:
             self.close()  # also on Ctrl-C: closing is what makes it kill the world
             raise
         self.started = True
+        global world_seconds
+        world_seconds += reply["seconds"]
         return reply
 
     def close(self) -> int:
@@ -181,6 +184,7 @@ class _Server:
 
 
 _current: _Server | None = None
+world_seconds = 0.0  # processor time of every world so far, and of the server
 
 
 def _server() -> _Server:
@@ -245,7 +249,8 @@ class _Rank:
 
 def _serve(client: Connection, folder: Path) -> None:
     """Answer requests until the test process closes its end."""
-    _import_torch()
+    _import_modules()
+    spent = 0.0
     while True:
         try:
             request = pickle.loads(client.recv_bytes())
@@ -253,11 +258,18 @@ def _serve(client: Connection, folder: Path) -> None:
             return
         with tempfile.TemporaryDirectory(dir=folder) as world:
             reply = _run_world(client, Path(world), request)
-        client.send_bytes(pickle.dumps(reply))
+        before, spent = spent, processor_seconds()
+        client.send_bytes(pickle.dumps(reply | {"seconds": spent - before}))
 
 
-def _import_torch() -> None:
-    """What the ranks will need, so that it is imported once."""
+def processor_seconds() -> float:
+    """Return the processor time of this process and of its ended descendants."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _import_modules() -> None:
+    """Import once what the ranks need: torch, and the parts of weft that train."""
     logging.disable(logging.WARNING)  # torchao's, of kernels for other hardware
     for name in (
         "numpy",
@@ -274,6 +286,8 @@ def _import_torch() -> None:
         "torch.distributed.tensor",
         "torch.distributed.tensor.parallel",
         "torchao.float8",
+        "tests.fake",
+        "tests.small",
     ):
         importlib.import_module(name)
     logging.disable(logging.NOTSET)

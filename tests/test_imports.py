@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "weft"
 # Packages on one level do not import each other.
 ORDER = [
     {"job"},
-    {"files"},
+    {"escaping", "files"},
     {"models"},
     {"plan"},
     {"parallel"},

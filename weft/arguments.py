@@ -159,9 +159,23 @@ COMMANDS = {
     "verify": Command(
         "Prove that a recipe's layout trains what one process would.",
         [
-            RECIPE,
+            value("recipe", f"{SHIPPED}; none with --fuzz", metavar="RECIPE", nargs="?"),
             value("--ranks", "at most so many processes, from 2 (8)", default="8"),
-            value("--steps", "optimizer steps (3)", default="3"),
+            value("--steps", "optimizer steps (3; 2 with --fuzz)"),
+            value(
+                "--resume-layout",
+                "save a checkpoint half-way, and resume from it in this layout, too",
+                metavar="KEY=VALUE,...",
+            ),
+            value("--fuzz", "verify N random jobs instead of a recipe", metavar="N"),
+            value("--seed", "of --fuzz: which jobs (0)", default="0"),
+            value("--minutes", "of --fuzz: after which no job is started", metavar="M"),
+            value(
+                "--log",
+                "of --fuzz: file of results, one line each (runs/verify-fuzz-SEED.jsonl)",
+                type=Path,
+                metavar="FILE",
+            ),
             JSON,
         ],
     ),
@@ -298,6 +312,18 @@ COMMANDS = {
         "Tell how much there is, how long documents are, and show some.",
         [value("--samples", "documents to show (3)", type=count, default=3), DATA],
     ),
+    "data verify": Command(
+        "Read prepared stores in full and compare them with their manifests.",
+        [
+            value(
+                "stores",
+                "directory of a prepared store, or of a mixture of stores",
+                type=Path,
+                metavar="STORE",
+                nargs="+",
+            )
+        ],
+    ),
     "debug hang": Command(
         "Say which rank stands still where, and who waits for it; ends nobody.",
         [value("run", "folder of the run", type=Path), JSON],
@@ -335,7 +361,7 @@ COMMANDS = {
 }
 # Commands of two words, by the first.
 GROUPS = {
-    "data": "Tokenise data before a run needs them, or look into them.",
+    "data": "Tokenise data before a run needs them, inspect or verify them.",
     "debug": "Find out where a run hangs, or where two runs part.",
 }
 # What follows the arguments in the help of some.
@@ -377,18 +403,33 @@ The recipe is shrunk to test size: few narrow layers, short rows, a small vocabu
 --ranks processes on this machine's CPU.  What makes its layout is kept: every axis of more than one
 rank where there are ranks enough, schedule and stages, microbatches, context method, resharding,
 tied embeddings, grouped heads.  No text and no GPU is needed.  Both train on the same noise from
-the same weights, by the code that trains, in float32; losses, gradient norms and every gradient
-must agree within 1e-4.  If something does not, the answer tells where it departs first.
+the same weights, by the code that trains, in float32.  Losses, gradient norms, every gradient and
+every update must agree to rounding; how much that is, is measured (docs/verify.md).  If something
+does not agree, the report names where it departs first.
 
   weft verify llama3-405b
   weft verify mine.toml --parallel.tp 2 --parallel.schedule ZBVZeroBubble --ranks 4
 
 Any key is overridden as --section.key value; 'weft train --help' lists them.  These are honoured
-if given so, and replaced otherwise: --compile.enable true, --precision.compute bfloat16 (within
-5e-2 then), --precision.float8 tensorwise (within 1e-1: where a number falls on the edge between two
-of float8, the smallest difference is a large one).
+if given so, and replaced otherwise: --compile.enable true, --precision.compute bfloat16,
+--precision.float8 tensorwise and the other keys of precision.
 
-exit status: 0 the layout holds; 1 it does not, or a rank failed; 2 a mistake in the recipe""",
+--resume-layout saves a checkpoint after half of the steps, loads it into another layout, and
+compares the rest of the steps with one process, too: weights, optimizer states and updates.  Its
+keys are those of parallel, pipeline and remat, and train.microbatch; others are one process's.
+
+  weft verify demo --parallel.tp 2 --resume-layout parallel.dp_shard=2,remat.kind=full
+
+--fuzz verifies N random jobs of all keys that change what is computed, on up to --ranks processes.
+A third of them resume in another layout.  A job that fails is shrunk to the fewest keys, and
+printed as the command that reproduces it.  Keys on the command line are those of every job.
+Results are appended to --log; the same command skips what is in it, and so resumes.
+
+  weft verify --fuzz 200 --seed 7 --minutes 30
+  weft verify --fuzz 100 --parallel.schedule ZBVZeroBubble
+
+exit status: 0 the layout holds, or every job does; 1 it does not, or a rank failed; 2 a mistake in
+the recipe or the options; 130 interrupted, the same --fuzz resumes""",
     "compare": """\
 Each variant is trained --repeat times, as runs of their own below --out; their order is reversed
 from repeat to repeat, and each repeat has another seed, the same for all variants.  The first
@@ -429,6 +470,19 @@ parallel.tp and parallel.dp_shard; else any.""",
 later checkpoints stay until the run has come past them, but do not count any more""",
     "data prepare": DATA_HELP,
     "data inspect": DATA_HELP,
+    "data verify": """\
+A run checks a store when it opens it for the first time, and again when a file's size or
+modification time has changed.  This command reads every byte again, for damage that changes
+neither, such as that of a failing disk: content hashes, and token ids against the vocabulary.
+'weft data prepare' prints the directory of a store.
+
+  weft data verify /data/store
+  weft data verify ~/.cache/weft/stores/*
+
+A good result is remembered in data.cache (--data.cache DIRECTORY); a bad one makes the next run
+check the store, too.
+
+exit status: 0 every store is what was prepared; 1 one is damaged; 2 a mistake in what was asked""",
     "debug diff": "exit status: 0 they agree within the tolerance; 1 they part; 2 not comparable",
     "doctor": """\
 Devices, drivers, links, adapters, variables, limits, folders: some seconds, and nothing is changed.

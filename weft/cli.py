@@ -9,6 +9,7 @@ import argparse
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.arguments import parse
+from weft.escaping import escape_controls, escaping_stream, is_one_line, raw_stream
 from weft.job import MISSING, InvalidJob, Job, Problem, WeftError, read_job, recipe_names
 from weft.launch import FAILED, INTERRUPTED, MISTAKE, REQUEUE
 
@@ -31,10 +33,16 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.set_inheritable(1, True)
         sys.stdout = os.fdopen(1, "w")
+    sys.stdout, sys.stderr = escaping_stream(sys.stdout), escaping_stream(sys.stderr)
     try:
         here = os.getcwd()
     except FileNotFoundError:
         print("weft: the folder that this was started in has been removed", file=sys.stderr)
+        return MISTAKE
+    if not is_one_line(here):
+        rule = "has control characters, or bytes that are not UTF-8, in its path"
+        print(f"weft: the working directory {here!a} {rule}", file=sys.stderr)
+        print("  start weft in another directory, or rename this one", file=sys.stderr)
         return MISTAKE
     if here not in sys.path:
         sys.path.append(here)  # where module:attribute of the user's own is looked for
@@ -91,7 +99,8 @@ def launch(options: argparse.Namespace) -> int:
     if options.what in ("status", "logs", "stop"):
         return look_after(options, problems)
     if options.run is not None:
-        remedy = f"did you mean 'weft launch status {options.run}'?"
+        words = shlex.join(["weft", "launch", "status", str(options.run)])
+        remedy = f"did you mean '{words}'?"
         problems.append(Problem("RUN", str(options.run), "is only for status, logs, stop", remedy))
     from weft.launch.submit import cluster, request, submit
     from weft.train.setup import detect_machine
@@ -204,7 +213,8 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
 
     def tell(text: str) -> None:
         if not options.json and sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            line = f"\r\033[K{escape_controls(text)}"
+            print(line, end="", file=raw_stream(sys.stderr), flush=True)
 
     found = search(job, plan, machine, tell=tell)
     tell("")
@@ -228,19 +238,76 @@ def verify(options: argparse.Namespace) -> int:
 
     problems = list(options.problems)
     ranks = between("--ranks", options.ranks, 2, MAX_CPU_WORKERS, problems)
-    steps = between("--steps", options.steps, 1, 1000, problems)
-    job = read_recipe(options.recipe, options.overrides, problems)
+    usual = "3" if options.fuzz is None else "2"
+    steps = between("--steps", options.steps or usual, 1, 1000, problems)
     console = quiet_console(sys.stdout, quiet=options.json)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    if options.fuzz is not None:
+        return fuzz(options, ranks, steps, problems, say)
+    for name in ("minutes", "log"):
+        if (given := getattr(options, name)) is not None:
+            problems.append(Problem(f"--{name}", str(given), "is for --fuzz"))
+    if options.recipe is None:
+        remedy = f"use {recipe_names()[0]}, or --fuzz 100"
+        raise InvalidJob([*problems, Problem("RECIPE", MISSING, "is missing", remedy)])
+    resume = parse_layout(options.resume_layout or "", problems)
     report = verify(
-        job,
+        read_recipe(options.recipe, options.overrides, problems),
         ranks=ranks,
         steps=steps,
         keep=[name for name, _ in options.overrides],
-        say=lambda text: console.print(text, soft_wrap=True),
+        resume=resume,
+        say=say,
     )
     if options.json:
         print(report.to_json())
     return 0 if report.holds else FAILED
+
+
+def fuzz(
+    options: argparse.Namespace,
+    ranks: int,
+    steps: int,
+    problems: list[Problem],
+    say: Callable[[str], None],
+) -> int:
+    """Verify random jobs."""
+    count = between("--fuzz", options.fuzz, 1, 10**6, problems)
+    seed = between("--seed", options.seed, 0, 10**9 - 1, problems)
+    minutes = between("--minutes", options.minutes or "1", 1, 10**5, problems)
+    if options.recipe not in (None, "demo"):
+        rule, remedy = "is not for --fuzz, whose jobs are drawn", "leave it out"
+        problems.append(Problem("RECIPE", options.recipe, rule, remedy))
+    if options.resume_layout:
+        rule, remedy = "is not for --fuzz, which draws its own", "leave it out"
+        problems.append(Problem("--resume-layout", options.resume_layout, rule, remedy))
+    if problems:
+        raise InvalidJob(problems)
+    from weft.compare.fuzz import BAD, Settings, fuzz
+
+    settings = Settings(seed, ranks, steps, dict(options.overrides))
+    log = options.log or Path("runs") / f"verify-fuzz-{seed}.jsonl"
+    result = fuzz(count, settings, log, minutes if options.minutes else 0, say)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    if result["interrupted"]:
+        return INTERRUPTED
+    return FAILED if any(result[status.replace(" ", "_")] for status in BAD) else 0
+
+
+def parse_layout(text: str, problems: list[Problem]) -> list[tuple[str, str]]:
+    """Read ``key=value,...``; a value in brackets may have commas."""
+    found = []
+    for part in re.split(r",(?=[a-z]+\.[a-z_]+=)", text) if text else []:
+        name, equals, value = part.partition("=")
+        if not equals:
+            rule, remedy = "is not KEY=VALUE,...", "use such as parallel.tp=2,remat.kind=full"
+            problems.append(Problem("--resume-layout", text, rule, remedy))
+        found.append((name, value))
+    return found
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -363,8 +430,8 @@ def generate(options: argparse.Namespace) -> int:
     chosen = {name: getattr(options, name) for name in names}
     sampling = Sampling(**chosen, stop=tuple(filter(None, options.stop)))
     problems += sampling.problems()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     found = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute", "run.device"]
     allowed += ["data.chat_template"] * options.chat
@@ -509,11 +576,58 @@ def data_inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prepared(options: argparse.Namespace) -> Text:
+def data_verify(options: argparse.Namespace) -> int:
+    """Read prepared stores in full, and print for each whether it is what was prepared."""
     from rich.console import Console
 
+    from weft.data.cache import open_verified
+    from weft.data.store import STORE_FILE
+    from weft.data.text import MIXTURE_FILE, mixture_stores
+    from weft.launch.preparing import cache_folder, showing
+
+    job, _, problems = read_job(recipe_names()[0], options.overrides)
+    problems = [*options.problems, *problems]
+    rule, remedy = "has no effect on a check of stores", "leave it out; data.cache may be given"
+    others = {name: value for name, value in options.overrides if name != "data.cache"}
+    for problem in problems:
+        others.pop(problem.key, None)
+    problems += [Problem(name, value, rule, remedy) for name, value in others.items()]
+    stores: list[Path] = []
+    for path in options.stores:
+        try:
+            stores += mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
+        except InvalidJob as error:
+            problems += error.problems
+    rule, remedy = f"is not a prepared store: it has no {STORE_FILE}", "weft data prepare makes one"
+    problems += [
+        Problem("STORE", str(path), rule, remedy)
+        for path in stores
+        if not (path / STORE_FILE).is_file()
+    ]
+    if problems:
+        raise InvalidJob(problems)
+    damaged = 0
+    with showing(Console(stderr=True)) as show:
+        for path in stores:
+            try:
+                store = open_verified(path, cache_folder(job.data), show, anew=True)
+            except InvalidJob as error:
+                damaged += 1
+                print("\n".join(str(problem) for problem in error.problems), flush=True)
+                continue
+            files = [file for split in store.splits for file in split.files]
+            size = sum(file.size_bytes for file in files)
+            what = f"{len(files):,} files, {size:,} bytes, as they were prepared"
+            print(f"{path}: {what}", flush=True)
+    if damaged:
+        print(f"weft: {damaged} of {len(stores)} stores are damaged", file=sys.stderr)
+    return FAILED if damaged else 0
+
+
+def _prepared(options: argparse.Namespace) -> Text:
     from weft.data.prepare import prepare_text
     from weft.launch.preparing import cache_folder, showing
+    from weft.observe.terminal import quiet_console
 
     named = options.what in recipe_names() or options.what.endswith(".toml")
     recipe = options.what if named else recipe_names()[0]
@@ -522,7 +636,7 @@ def _prepared(options: argparse.Namespace) -> Text:
     problems = [*options.problems, *problems]
     if problems:
         raise InvalidJob(problems)
-    with showing(Console(stderr=True)) as show:
+    with showing(quiet_console(sys.stderr)) as show:
         return prepare_text(job.data, cache_folder(job.data), show)
 
 
@@ -583,7 +697,8 @@ RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     run.__name__.replace("_", " ").strip(): run
     for run in (
         *(train, launch, plan, verify, compare, report, generate, evaluate, rollback, export),
-        *(import_, data_prepare, data_inspect, debug_hang, debug_diff, doctor, schema),
+        *(import_, data_prepare, data_inspect, data_verify, debug_hang, debug_diff),
+        *(doctor, schema),
     )
 }
 

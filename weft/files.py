@@ -13,12 +13,15 @@ import math
 import os
 import re
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from weft.job import Problem, WeftError
+
+MAX_BYTES = 64 << 20  # of a file that is read back as a whole
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -80,16 +83,99 @@ def write_json(path: Path, value: object, indent: int | None = None) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file.
+    """Return the object in a JSON file; empty if there is no file.
 
     Raises:
-        WeftError: if it cannot be read.
+        WeftError: if the file cannot be read, or is not a JSON object.
     """
     try:
-        found = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
+        found = json.loads(read_text(path))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise WeftError(f"{path}: cannot be read: {describe_cause(error)}") from error
+    except RecursionError as error:
+        raise WeftError(f"{path}: cannot be read: its values are nested too deep") from error
+    except ValueError as error:
         raise WeftError(f"{path}: cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise WeftError(f"{path}: cannot be read: it is not a JSON object")
+    return found
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what damaged content makes code inside raise into an error that names the file.
+
+    Raises:
+        WeftError: the content of ``path`` is not what weft wrote.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WeftError(f"{path}: cannot be read: {describe_cause(error)}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise WeftError(f"{path}: is damaged: {describe_cause(error)}") from error
+    except (ArithmeticError, RecursionError) as error:
+        raise WeftError(f"{path}: is damaged: {describe_cause(error)}") from error
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; a pipe or device could block for ever or never end.
+
+    Raises:
+        OSError: if there is none, or it is something else.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(handle, "rb")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file of at most `MAX_BYTES`.
+
+    Raises:
+        OSError: if it cannot be read, or is longer.
+        ValueError: if it is not UTF-8.
+    """
+    with open_regular(path) as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB", str(path))
+    return data.decode("utf-8")
+
+
+def append_bytes(path: Path, data: bytes, lines: bool = True) -> None:
+    """Append to a file, all or nothing; another process may append to it, too.
+
+    Args:
+        lines: of text; a last one that a crash cut short is ended first, so that it damages no
+            other.
+
+    Raises:
+        OSError: nothing of ``data`` is left in the file.
+    """
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if lines and end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            data = b"\n" + data
+        done = 0
+        try:
+            while done < len(data):
+                done += file.write(data[done:]) or 0
+        except OSError:
+            if done and os.fstat(file.fileno()).st_size == end + done:
+                file.truncate(end)
+            raise
+
+
+def describe_cause(error: BaseException) -> str:
+    """Return the reason of an error for people: 'no space left on device'."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror[0].lower() + error.strerror[1:]
+    return f"{type(error).__name__}: {error}"
 
 
 def only_finite(value: Any, instead: Callable[[float], object] = lambda number: None) -> Any:

@@ -148,8 +148,13 @@ MOST = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+# Paths, names and options enter scripts, manifests and messages, where a newline would begin
+# another command.  Lines of shell are the user's own script, and may have several.
+ONE_LINE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
 NO_NUL = r"^[^\x00]*$"
-Text = Annotated[str, Field(min_length=1, pattern=NO_NUL)]
+Text = Annotated[str, Field(min_length=1, pattern=ONE_LINE)]
+Name = Annotated[str, Field(pattern=ONE_LINE)]
+ShellLines = Annotated[str, Field(min_length=1, pattern=NO_NUL)]
 
 
 def steps_of(text: str) -> list[range]:
@@ -216,7 +221,7 @@ class ModelSection(Section):
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     kind: Text = key("llama", "model family: a name of weft's, or module:attribute of your own")
-    preset: str = key("toy", "named size of the family")
+    preset: Name = key("toy", "named size of the family")
 
     def overrides(self) -> dict[str, Any]:
         """The keys that are fields of the family's configuration."""
@@ -325,9 +330,11 @@ class LoraSection(Section):
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    kind: str = key("adamw", "optimizer: adamw, muon, or module:function of your own")
+    kind: Name = key("adamw", "optimizer: adamw, muon, or module:function of your own")
     states: Literal["float32", "bfloat16", "8bit"] = key(
-        "float32", "adamw: what its moments are kept in; 8bit needs weft[torchao]"
+        "float32",
+        "adamw: what its moments are kept in; 8bit: those of the blocks' matrices, all others stay "
+        "float32",
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "muon: decay of the momentum")
     lr: Annotated[float, Field(gt=0)] = key(3e-4, "peak learning rate")
@@ -340,7 +347,7 @@ class OptimSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = key(
         1.0, "global gradient norm above which gradients are scaled down"
     )
-    schedule: str = key(
+    schedule: Name = key(
         "wsd", "learning rate after warm-up: wsd, cosine, linear, or module:function of your own"
     )
     warmup_steps: NonNegative = key(100, "steps of linear warm-up")
@@ -600,7 +607,7 @@ class LaunchSection(Section):
 
     time: Text = key("1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS")
     image: Text = key("auto", "container image that has weft in it; auto: the cluster's default")
-    setup: tuple[Text, ...] = key(
+    setup: tuple[ShellLines, ...] = key(
         (), "shell lines that every node runs first, such as 'source ~/venv/bin/activate'"
     )
     options: dict[Text, Text] = key(
@@ -645,6 +652,7 @@ def keys() -> Iterator[str]:
 # --------------------------------------------------------------------------- reading
 
 Tree = dict[str, dict[str, Any]]
+MAX_RECIPE_BYTES = 16 << 20
 
 
 def recipe_names() -> list[str]:
@@ -687,6 +695,8 @@ def _load_recipe(recipe: str, problems: list[Problem], seen: tuple[str, ...] = (
         problems.append(Problem("extends", recipe, f"recipes extend each other: {chain}"))
         return {}
     try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise ValueError(f"it is larger than {MAX_RECIPE_BYTES >> 20} MiB")
         tree = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         problems.append(Problem("recipe", str(path), f"cannot be read as TOML: {error}"))
@@ -849,8 +859,12 @@ _RULES = {
 
 
 def _rule(kind: str, entry: Mapping[str, Any]) -> str:
-    if entry.get("ctx", {}).get("pattern") == NO_NUL:
-        return "must not contain a NUL character"
+    broken = {
+        NO_NUL: "must not contain a NUL character",
+        ONE_LINE: "must not contain control characters, such as a newline",
+    }.get(entry.get("ctx", {}).get("pattern", ""))
+    if broken:
+        return broken
     template = _RULES.get(kind)
     if template is None:
         return str(entry["msg"][0].lower() + entry["msg"][1:])

@@ -73,7 +73,7 @@ def make_bucket(bucket: str) -> None:
 
 def save_once(home: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
     parts, optimizer = stepped(value)
-    save(open_folder(home), parts, optimizer, {"step": step}, keep)
+    save(open_folder(home), parts, optimizer, {"step": step, "samples": 8 * step}, keep)
     return everything(parts, optimizer)
 
 
@@ -185,7 +185,7 @@ def fall_back(home: str) -> tuple[int, list[str], list[str]]:
     file.write_bytes(file.read_bytes()[::-1])
     at = resume(folder, "off", parts, optimizer, said.append)
     # It is out of the way, not lost, and the step can be saved again.
-    save(folder, parts, optimizer, {"step": 2}, 2)
+    save(folder, parts, optimizer, {"step": 2, "samples": 16}, 2)
     return at.step, said, listed(home)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from tests.small import (
     train_rank,
 )
 from weft.checkpoint import manifest
+from weft.checkpoint import store as store_module
 from weft.checkpoint.interval import Saves, young_interval
 from weft.checkpoint.manifest import (
     CheckpointError,
@@ -43,7 +45,7 @@ from weft.checkpoint.storage import put_new
 from weft.checkpoint.store import Saver, _delete_old
 from weft.data.text import open_text
 from weft.job import CheckpointSection
-from weft.resilience.faults import arm
+from weft.resilience.faults import arm, listeners
 from weft.train.loop import train
 
 
@@ -58,7 +60,7 @@ def write_late(folder: str, background: bool) -> tuple[dict[str, torch.Tensor], 
         this_rank().rank,
         Path(folder),
     )
-    saver.save(parts, optimizer, {"step": 1})
+    saver.save(parts, optimizer, {"step": 1, "samples": 8})
     for _, param in named_parameters(parts):
         param.grad = torch.ones_like(param.data)
     optimizer.step()
@@ -95,7 +97,7 @@ def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
             param.grad = torch.full_like(param.data, 1e-3 * step)
         optimizer.step()
         states.append(everything(parts, optimizer))
-        saver.save(parts, optimizer, {"step": step})
+        saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
     saver.close()
     return states
 
@@ -120,7 +122,7 @@ def test_replicas_share_the_writing(tmp_path: Path) -> None:
 
 def save_replicas(folder: str) -> None:
     parts, optimizer = stepped(1e-3, ("parallel.dp_replicate", "2"))
-    save(Path(folder), parts, optimizer, {"step": 1}, 1)
+    save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, 1)
 
 
 # --------------------------------------------------------------------------- failures
@@ -248,7 +250,7 @@ def take_and_save(folder: str, step: int, first: int, last: int) -> int:
     saver.take(step)
     parts, optimizer = stepped(1e-3 * saver.epoch)
     for step in range(first, last + 1):
-        saver.save(parts, optimizer, {"step": step})
+        saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
         saver.wait()
     return saver.epoch
 
@@ -276,11 +278,11 @@ def be_superseded(folder: str) -> str:
     parts, optimizer = stepped(1e-3)
     saver = Saver(home, 9, background=True)
     saver.take(0)
-    saver.save(parts, optimizer, {"step": 1})
+    saver.save(parts, optimizer, {"step": 1, "samples": 8})
     saver.wait()
     take(home, 1)  # another incarnation, while this one was asleep ...
     (home / ".tmp-step-00000002-theirs").mkdir(exist_ok=True)  # ... which is saving, too
-    saver.save(parts, optimizer, {"step": 2})
+    saver.save(parts, optimizer, {"step": 2, "samples": 16})
     with pytest.raises(Superseded) as caught:
         saver.wait()
     with pytest.raises(Superseded):
@@ -367,6 +369,150 @@ def test_a_file_that_is_cleared_away_in_the_making_is_made_again(
     put_new(path, b"ours")
     assert path.read_bytes() == b"ours"
     assert os.listdir(tmp_path) == ["lease"]
+
+
+def lose_the_folder(folder: str) -> tuple[list[str], int]:
+    """Save, lose the folder, save twice: what was said. Then somebody else takes the run."""
+    home, said = Path(folder) / "checkpoints", []
+    parts, optimizer = stepped(1e-3)
+    saver = Saver(home, 9, say=said.append)
+    for step in (0, 0):  # of the second epoch
+        saver.take(step)
+    for step in (1, 2, 3):
+        saver.save(parts, optimizer, {"step": step, "samples": 8 * step})
+        saver.wait()
+        if step == 1:
+            shutil.rmtree(home)
+    saver.wants_again()
+    assert leases(home) == [(1, 0), (2, 0)]
+    epoch = take(home, 3)
+    saver.save(parts, optimizer, {"step": 4, "samples": 32})
+    with pytest.raises(Superseded):
+        saver.wait()
+    return said, epoch
+
+
+def test_saver_folder_deleted_restores_lease_and_fencing(tmp_path: Path) -> None:
+    ((said, epoch),) = run_ranks(lose_the_folder, 1, str(tmp_path))
+    assert epoch == 3
+    (warning,) = said
+    assert f"{tmp_path}/checkpoints: it was deleted while the run was training" in warning
+    assert saves_of(tmp_path / "checkpoints") == [(2, 2), (3, 2)]
+
+
+def lose_the_folder_to_another(folder: str) -> str:
+    home = Path(folder) / "checkpoints"
+    parts, optimizer = stepped(1e-3)
+    saver = Saver(home, 9)
+    for step in (0, 0):
+        saver.take(step)
+    shutil.rmtree(home)
+    assert take(home, 0) == 1 < saver.epoch
+    saver.save(parts, optimizer, {"step": 1, "samples": 8})
+    with pytest.raises(Superseded) as caught:
+        saver.wait()
+    return str(caught.value)
+
+
+def test_saver_folder_deleted_and_taken_by_another_is_superseded(tmp_path: Path) -> None:
+    (said,) = run_ranks(lose_the_folder_to_another, 1, str(tmp_path))
+    assert "another process has taken over the run: lease-000001.json" in said
+    assert os.listdir(tmp_path / "checkpoints") == ["lease-000001.json"]
+
+
+def test_train_folder_deleted_notes_it_once(store_path: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.background", "false")]
+    run_ranks(train_and_delete, 2, overrides, str(store_path), str(tmp_path / "said"))
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (warning,) = (event for event in events if event["kind"] == "warning")
+    assert "was deleted while the run was training" in warning["text"]
+    assert (tmp_path / "said-0").read_text().count("was deleted while") == 1
+    assert steps_saved(run) == [6, 8]
+    assert [path.name for path in (run / "checkpoints").glob("lease-*")] == ["lease-000001.json"]
+
+
+def train_and_delete(overrides: Overrides, store: str, said: str) -> None:
+    """Train; the checkpoints' folder is deleted in step 5."""
+    home = Path(dict(overrides)["run.dir"]) / "checkpoints"
+
+    def delete(site: str, step: int | None) -> None:
+        if step == 5 and this_rank().rank == 0:
+            shutil.rmtree(home)
+
+    listeners.append(delete)
+    train_and_listen(overrides, store, said)
+
+
+# --------------------------------------------------------------------------- the last save
+
+
+def last_save_fails(times: int) -> tuple[str, str]:
+    """A fault at the last of the three saves of `STEPS`, and at the attempts after it."""
+    fault = {"site": "checkpoint.written", "rank": 1, "kind": "error", "passing": 3}
+    return "resilience.faults", toml(fault | {"times": times, "error": "ENOSPC"})
+
+
+def train_impatiently(overrides: Overrides, store: str, said: str) -> None:
+    store_module.PAUSES = (0, 0, 0)
+    train_and_listen(overrides, store, said)
+
+
+def test_last_save_transient_error_is_tried_again(store_path: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = [*STEPS, ("run.dir", str(run)), last_save_fails(3)]
+    run_ranks(train_impatiently, 2, overrides, str(store_path), str(tmp_path / "said"))
+    assert steps_saved(run) == [3, 6, 8]
+    said = (tmp_path / "said-0").read_text()
+    assert said.count("it is the last save of the run") == 3
+    assert "No space left on device" in said
+
+
+def test_last_save_impossible_says_what_is_lost(store_path: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = [*STEPS, ("run.dir", str(run)), last_save_fails(99)]
+    with pytest.raises(RankError) as caught:
+        run_ranks(train_impatiently, 2, overrides, str(store_path), str(tmp_path / "said"))
+    said = str(caught.value)
+    assert "step 8, the last of this start, could not be saved in 4 attempts" in said
+    assert "No space left on device" in said
+    assert f"steps 7 to 8 are lost; the last good checkpoint is {run}/checkpoints/step-0" in said
+    assert steps_saved(run) == [3, 6]
+    assert not list((run / "checkpoints").glob(".tmp-*"))
+
+
+# --------------------------------------------------------------------------- a rank without data
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_train_data_unreadable_on_one_rank_saves_then_fails(
+    rank: int, store_path: Path, tmp_path: Path
+) -> None:
+    """The step of the rank that has no data is not applied anywhere: what is saved is exact."""
+    run = tmp_path / "run"
+    bad = {"site": "step", "rank": rank, "kind": "error", "passing": 6, "error": "EIO"}
+    overrides = [*STEPS, ("run.dir", str(run))]
+    faulty = [*overrides, ("resilience.faults", toml(bad))]
+    with pytest.raises(RankError, match=f"rank {rank} of 2 failed") as caught:
+        run_ranks(train_and_listen, 2, faulty, str(store_path), str(tmp_path / "said"))
+    assert "OSError: [Errno 5]" in str(caught.value)
+    assert "step 5 is saved" in str(caught.value)
+    assert steps_saved(run) == [3, 5]
+    assert read_manifest(checkpoints(run / "checkpoints")[-1])["samples"] == 40
+    run_ranks(train_rank, 2, overrides, str(store_path))
+    straight = tmp_path / "straight"
+    run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(straight))], str(store_path))
+    state, expected = newest_state(run), newest_state(straight)
+    assert all(state[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_train_error_in_backward_saves_nothing(store_path: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    bad = {"site": "gradients", "rank": 1, "kind": "error", "passing": 6, "error": "EIO"}
+    overrides = [*STEPS, ("run.dir", str(run)), ("resilience.faults", toml(bad))]
+    with pytest.raises(RankError, match="OSError"):
+        run_ranks(train_rank, 2, overrides, str(store_path))
+    assert steps_saved(run) == [3]
 
 
 @pytest.mark.slow

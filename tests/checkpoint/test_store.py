@@ -17,7 +17,13 @@ from torch import nn
 from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint.load import load
-from weft.checkpoint.manifest import CheckpointError, DamagedCheckpoint, checkpoints, read_manifest
+from weft.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpoint,
+    checkpoints,
+    manifest_text,
+    read_manifest,
+)
 from weft.checkpoint.state import model_state, named_parameters, optimizer_state
 from weft.checkpoint.store import Saver
 from weft.train.setup import build
@@ -50,7 +56,7 @@ def save(folder: Path, parts: Any, optimizer: Any, manifest: dict[str, Any], kee
 
 def save_once(folder: str, step: int, value: float, keep: int = 2) -> dict[str, torch.Tensor]:
     parts, optimizer = stepped(value)
-    save(Path(folder), parts, optimizer, {"step": step}, keep)
+    save(Path(folder), parts, optimizer, {"step": step, "samples": 8 * step}, keep)
     return everything(parts, optimizer)
 
 
@@ -71,7 +77,7 @@ def with_buffers(value: float) -> nn.Module:
 
 def test_buffers_of_any_module(tmp_path: Path) -> None:
     saved, loaded = with_buffers(1.0), with_buffers(2.0)
-    save(tmp_path, [saved], torch.optim.AdamW(saved.parameters()), {"step": 1}, 1)
+    save(tmp_path, [saved], torch.optim.AdamW(saved.parameters()), {"step": 1, "samples": 8}, 1)
     load(checkpoints(tmp_path)[0], [loaded], None)
     for name, tensor in saved.state_dict().items():
         assert loaded.state_dict()[name].equal(tensor), name
@@ -80,7 +86,7 @@ def test_buffers_of_any_module(tmp_path: Path) -> None:
 def save_many(folder: str) -> None:
     parts, optimizer = stepped(1e-3)
     for step in (5, 10, 15, 100_000_000):
-        save(Path(folder), parts, optimizer, {"step": step}, keep=2)
+        save(Path(folder), parts, optimizer, {"step": step, "samples": 8 * step}, keep=2)
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -109,12 +115,12 @@ def test_one_that_lost_its_manifest_is_saved_again(tmp_path: Path) -> None:
 
 def save_with_little_room(folder: str, limit: int) -> str:
     parts, optimizer = stepped(1e-3)
-    save(Path(folder), parts, optimizer, {"step": 1}, keep=2)
+    save(Path(folder), parts, optimizer, {"step": 1, "samples": 8}, keep=2)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if dist.get_rank() == dist.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError) as caught:
-        save(Path(folder), parts, optimizer, {"step": 2}, keep=2)
+        save(Path(folder), parts, optimizer, {"step": 2, "samples": 16}, keep=2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return str(caught.value)
 
@@ -156,7 +162,7 @@ def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
 def save_several(folder: str) -> None:
     parts, optimizer = stepped(1e-3)
     for step in range(2, 9):
-        save(Path(folder), parts, optimizer, {"step": step}, keep=20)
+        save(Path(folder), parts, optimizer, {"step": step, "samples": 8 * step}, keep=20)
 
 
 def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
@@ -164,13 +170,13 @@ def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
     for name in ("step-5", "step-00000005", ".tmp-step-00000006-ab", "best"):
         (tmp_path / name).mkdir()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000005"]
-    with pytest.raises(DamagedCheckpoint, match="manifest is damaged"):
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is not there"):
         read_manifest(tmp_path / "step-00000005")
     for text in ("{", "[]", '{"format": 3}', "[" * 100_000):
         (tmp_path / "step-00000005/manifest.json").write_text(text)
-        with pytest.raises(DamagedCheckpoint, match="manifest is damaged"):
+        with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
             read_manifest(tmp_path / "step-00000005")
-    (tmp_path / "step-00000005/manifest.json").write_text('{"format": 1}')
+    (tmp_path / "step-00000005/manifest.json").write_text(manifest_text({"format": 1}))
     with pytest.raises(CheckpointError, match="of format 1, not 3"):
         read_manifest(tmp_path / "step-00000005")
 

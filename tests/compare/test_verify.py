@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,7 +117,9 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *arguments, "--ranks=2", "--steps=1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["holds"]
-    assert 0 < report["reached"] < 1e-5 < report["tolerance"]
+    assert 0 < report["reached"] < 1e-5
+    assert 0 < report["share"] < 1
+    assert report["limits"]["gradients"]["norm.weight"] < 1e-5
     assert (report["recipe"]["dp_shard"], report["here"]["dp_shard"]) == (64, 2)
     (step,) = report["steps"]
     assert step["loss_one"] == pytest.approx(5.66, abs=0.05)  # log of 288 entries
@@ -295,12 +298,20 @@ BREAKS: list[tuple[list[str], Tamper, str]] = [
     (
         HSDP,
         break_a_gradient_on_rank_1,
-        f"{AGREES}gradients depart first in layers.1.mlp.up_proj.weight (1.0e-02, on rank 1 only)",
+        f"{AGREES}gradients depart first in layers.1.mlp.up_proj.weight on rank 1 only (1.0e-02)",
     ),
     (TP2, skip_the_sum_of_a_gain, f"{AGREES}gradients depart first in layers.2.input_layernorm"),
     (DP2, count_tokens_twice, f"{AGREES}the loss departs (5.0e-01), and every gradient is 0.5 ti"),
-    (DP2, take_the_mean_of_means, f"{AGREES}every gradient departs, first norm.weight ("),
-    (TP2, spoil_the_head, f"{AGREES}every gradient departs, first norm.weight ("),
+    (
+        DP2,
+        take_the_mean_of_means,
+        f"{AGREES}the loss departs (4.9e-05), and every gradient departs, first norm.weight (",
+    ),
+    (
+        TP2,
+        spoil_the_head,
+        f"{AGREES}the loss departs (7.7e-05), and every gradient departs, first norm.weight (",
+    ),
     (DP2, average_gradients, f"{AGREES}every gradient is 0.5 times one process's: sums ov"),
     (TP2, tell_the_loss_twice, f"{AGREES}the loss departs (1.0e+00), and no gradient"),
     (
@@ -321,8 +332,37 @@ BREAKS: list[tuple[list[str], Tamper, str]] = [
 def test_breaks(layout: list[str], tamper: Tamper, reason: str) -> None:
     report = verify(read_recipe("demo", overrides(layout)), steps=1, tamper=tamper)
     assert not report.holds
-    assert report.reason.startswith(reason), report.reason
+    assert re.sub(", limit [^)]*", "", report.reason).startswith(reason), report.reason
     json.loads(report.to_json())
+
+
+PRECISIONS = {
+    "bfloat16": ["--precision.compute", "bfloat16"],
+    "bfloat16 sums": ["--precision.reduce", "bfloat16"],
+    "float8": ["--precision.float8", "tensorwise", "--precision.float8_small", "true"],
+}
+COARSE: list[tuple[list[str], Tamper, str]] = [
+    (DP2, count_tokens_twice, "every gradient is 0."),
+    (DP2, take_the_mean_of_means, "norm.weight ("),
+    (DP2, average_gradients, "every gradient is 0."),
+    (TP2, skip_the_sum_of_a_gain, "gradients depart first in layers.2.input_layernorm"),
+    (TP2, take_the_wrong_slice, "step 1: forward departs first in layers.2 ("),
+    (DP2, leave_one_out_of_the_norm, "step 1: forward agrees, block by block, and so do gradients"),
+    (DP2, leave_one_out_of_the_update, "step 1: gradients agree; the optimizer's updates depart f"),
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("layout", "tamper", "reason"), COARSE, ids=[tamper.__name__ for _, tamper, _ in COARSE]
+)
+def test_verify_fault_in_few_bits_is_found(
+    layout: list[str], tamper: Tamper, reason: str, precision: str
+) -> None:
+    changes = overrides([*layout, *PRECISIONS[precision]])
+    keep = [name for name, _ in changes]
+    report = verify(read_recipe("demo", changes), steps=1, keep=keep, tamper=tamper)
+    assert reason in report.reason
 
 
 def test_a_break_gives_status_1(

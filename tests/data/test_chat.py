@@ -28,7 +28,7 @@ from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, p
 from weft.data.conversations import check_chat, prepare_conversations
 from weft.data.inspect import inspect
 from weft.data.prepare import prepare_text
-from weft.data.store import SplitName, Store, open_store
+from weft.data.store import SplitName, Store
 from weft.data.text import Text, open_text
 from weft.job import DataSection, InvalidJob
 
@@ -417,8 +417,8 @@ def test_a_store_of_conversations(tmp_path: Path) -> None:
     # What is learned is part of the content.
     file = store.path / "train-00000.learned"
     file.write_bytes(b"\1" * file.stat().st_size)
-    with pytest.raises(InvalidJob, match=r"train-00000\.learned has other content"):
-        open_store(store.path, check_content=True)
+    with pytest.raises(InvalidJob, match=r"train-00000\.learned is damaged"):
+        prepare_text(section(store.path, tokenizer), tmp_path / "other")
 
 
 def test_inspecting_shows_what_is_learned(tmp_path: Path) -> None:

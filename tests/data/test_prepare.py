@@ -260,7 +260,7 @@ def test_given_tokenizer_and_store_as_path(text: Path, tmp_path: Path) -> None:
     before = contents(store.path)
     for tokenizer in ("train", str(mine)):
         assert prepare(section(store.path, tokenizer=tokenizer), tmp_path / "unused") == store
-    assert not (tmp_path / "unused").exists()
+    assert [file.name for file in (tmp_path / "unused").iterdir()] == ["verified"]
     assert contents(store.path) == before
     with pytest.raises(InvalidJob, match="does not match the store") as caught:
         prepare(section(store.path, tokenizer=str(other)), tmp_path / "unused")

@@ -189,7 +189,7 @@ def test_what_an_imported_model_begins_and_ends_with(runs: dict[str, Path], tmp_
     more = {"eos_token_id": [8, 9]}
     (tmp_path / "huggingface/generation_config.json").write_text(json.dumps(more))
     speech = speech_of(found._replace(run=tmp_path))
-    separator = speech_of(found).begin
+    separator = speech_of(found).begin  # of 8 and 9 neither is special
     assert (speech.begin, speech.ends, speech.context) == (7, {separator, 8, 9}, 64)
 
 

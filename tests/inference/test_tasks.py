@@ -155,7 +155,7 @@ def test_log_probabilities_do_not_depend_on_the_batch(run: Path) -> None:
     model, speech = restore_alone(found, torch.device("cpu")), speech_of(found)
     pairs = [encoded(speech, a, b) for a, b in (("x =", " 1"), ("", "def f():"), ("for ", "i in"))]
     assert pairs[1][0] == [speech.begin]
-    assert pairs[2][1] == speech.tokenizer.encode("for i in").ids[1:]  # the space went over
+    assert pairs[2][1] == speech.tokenizer.encode("for i in").ids[2:]  # the space went over
     pairs.append((list(range(100)), [5, 6]))  # longer than the model takes
     together = log_probabilities(model, pairs, 4)
     for pair, (sum_, _) in zip(pairs, together, strict=True):

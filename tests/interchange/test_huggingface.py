@@ -151,10 +151,11 @@ def test_transformers_loads_it_and_computes_the_same(
 
     prompt = "def parse(text):\n    return  [Ünï, 'x'] # don't\n"
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    assert theirs(prompt)["input_ids"] == ids
+    start = theirs.bos_token_id  # which every document had before it in training
+    assert theirs(prompt)["input_ids"] == tokenizer.encode(prompt).ids == [start, *ids]
     assert theirs.decode(ids) == prompt
 
-    tokens = torch.tensor([[theirs.bos_token_id, *ids]])[:, :33]
+    tokens = torch.tensor([[start, *ids]])[:, :33]
     inputs, labels = tokens[:, :-1], tokens[:, 1:].flatten()
     logits, expected = model(inputs), twin(inputs).logits
     assert expected.std() > 0.3  # far from nothing
@@ -174,7 +175,7 @@ def test_transformers_loads_it_and_computes_the_same(
     sampling = Sampling(max_tokens=20, temperature=0)
     rows = rows_of(["def "], speech, sampling)
     said = "".join(piece for _, piece in generate(asked, speech, rows, sampling))
-    begun = torch.tensor([[theirs.bos_token_id, *theirs("def ")["input_ids"]]])
+    begun = torch.tensor([theirs("def ")["input_ids"]])
     written = twin.generate(
         begun, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(begun)
     )
@@ -711,7 +712,8 @@ NAN = torch.tensor([float("nan")] * 16)
         (with_bytes("config.json", b"[" * 100_000), "config.json: is no JSON"),
         (with_bytes("config.json", b"\xff\xfe"), "config.json: is no JSON"),
         (with_json("config.json", auto_map={"AutoModel": "evil.Model"}), "code to run, which weft"),
-        (with_json("config.json", num_hidden_layers=2**31 - 1), "fewer than that many layers have"),
+        (with_json("config.json", num_hidden_layers=9999), "fewer than that many layers have"),
+        (with_json("config.json", num_hidden_layers=2**31 - 1), "whole number from 1 to 10,000"),
         (with_json("config.json", tie_word_embeddings=True), "lm_head.weight: is no weight"),
         (with_json("config.json", vocab_size=128), "more than vocab_size = 128"),
         (with_json("config.json", vocab_size=600), "has 512 entries, and the model 600: more than"),
@@ -782,7 +784,9 @@ def made_run(
         (name, shape, iter([change(name, part) for part in [torch.randn(shape)]]))
         for name, shape in shapes(LLAMA, config).items()
     )
-    write_model(folder / "checkpoints/step-00000001", parts, {"step": 1}, lambda done: None)
+    write_model(
+        folder / "checkpoints/step-00000001", parts, {"step": 1, "samples": 8}, lambda done: None
+    )
     job = replace(small_job(), model=config.model_dump(), run={"dir": str(folder)})
     (folder / "job.toml").write_text(to_toml(job, "demo", job))
     shutil.copy(store / "tokenizer.json", folder)

@@ -323,6 +323,20 @@ def test_a_slow_cpu_is_no_reason_to_refuse_a_node() -> None:
     assert {one.severity for one in examine(facts)} == {"ok", "note"}
 
 
+@pytest.mark.parametrize(("share", "severity"), [(0.97, "ok"), (0.8, "ok"), (0.31, "note")])
+def test_speed_of_a_busy_machine_is_not_judged(share: float, severity: str) -> None:
+    """Nor is what its processes say to each other, however slow."""
+    here = Measured(
+        flops=(9e9, 9e9), bandwidth=(9e9, 9e9), same=(True, True), busbw=9e9, cpu_share=(1.0, share)
+    )
+    facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=here)
+    found = {one.check: one for one in examine(facts) if one.check in ("speed", "all-reduce")}
+    assert {one.severity for one in found.values()} == {severity}
+    busy = "not judged: the machine is busy: others had 69% of the processor time"
+    assert all((busy in one.seen) == (severity == "note") for one in found.values())
+    assert all(bool(one.remedy) == (severity == "note") for one in found.values())
+
+
 # --------------------------------------------------------------------------- variables
 
 # What SageMaker's toolkit sets for p4d, of which its own sister team advises against three.

@@ -26,7 +26,7 @@ from weft.launch import MISTAKE, SICK
 from weft.launch.checks import CHECKS
 from weft.launch.doctor import SICK_NODES, folders, gather, visible_gpus
 from weft.launch.facts import Facts, Measured
-from weft.launch.measure import measure
+from weft.launch.measure import best_burst, measure
 from weft.launch.probes import locks, try_endpoint, try_folder
 from weft.launch.probes import run as run_tool
 
@@ -103,6 +103,7 @@ def test_nodes_compare_clocks_and_versions(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- measuring
 
 
+@pytest.mark.system
 def test_processes_that_fail_or_hang_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure("cuda", 2, 1, False, 60)  # there is none here
     assert found.device == "cuda"
@@ -112,11 +113,38 @@ def test_processes_that_fail_or_hang_say_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.system
 def test_one_process_alone() -> None:
     found = measure("cpu", 1, 1, False, 120)
     assert isinstance(found, Measured)
     assert (found.error, found.busbw, found.same) == ("", 0.0, (True,))
     assert found.flops[0] > 1e8
+    assert 0 < found.cpu_share[0] <= 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="binds processes to a core")
+def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> None:
+    """Real competitors, on the one core that all are bound to; and it sees the fastest call."""
+    usual = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usual)})
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    took = []
+
+    def spin() -> None:
+        began, until = time.perf_counter(), time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        took.append(time.perf_counter() - began)
+
+    try:
+        seconds, share = best_burst(spin, 1, 0.5)
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()
+        os.sched_setaffinity(0, usual)
+    assert share < 0.5
+    assert seconds == pytest.approx(min(took[2:]), rel=0.1)
 
 
 # --------------------------------------------------------------------------- storage
@@ -159,6 +187,7 @@ def test_the_meeting_place() -> None:
     assert "invalid literal" in try_endpoint("localhost:port")
 
 
+@pytest.mark.system
 def test_something_else_at_the_meeting_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which accepts whoever comes, and says nothing that a launcher would."""
     with socket.create_server(("127.0.0.1", 0)) as there:
@@ -192,6 +221,7 @@ def test_only_visible_gpus_are_measured(
     assert visible_gpus(Facts()) == 0
 
 
+@pytest.mark.system
 def test_a_tool_may_print_anything() -> None:
     assert run_tool("printf", r"\377 NVRM: Xid") == "\ufffd NVRM: Xid"
     assert run_tool("no-such-tool") == run_tool("false") == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 
 from tests.launch.requests import fake_tool, own_recipe, request, said
 from weft.job import WeftError
-from weft.launch import kubernetes
+from weft.launch import kubernetes, submit
 from weft.launch.submit import alive
 from weft.train.where import find
 
@@ -179,6 +180,7 @@ def test_a_name_that_begins_with_a_digit() -> None:
     assert "begins with a letter" in said(kubernetes.problems(asked))
 
 
+@pytest.mark.system
 def test_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pods = {
         "items": [
@@ -219,6 +221,7 @@ esac"""
         assert f"--namespace=train delete {what} --wait=false --ignore-not-found" in made
 
 
+@pytest.mark.system
 def test_what_is_there_already_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +231,7 @@ def test_what_is_there_already_is_left_alone(
     assert calls.read_text().count("\n") == 1
 
 
+@pytest.mark.system
 def test_nothing_half_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = 'case "$*" in apply*) echo admission denied it >&2; exit 1;; esac'
     calls = fake_tool(tmp_path, monkeypatch, "kubectl", body)
@@ -235,3 +239,37 @@ def test_nothing_half_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         kubernetes.submit(tmp_path / "run.yaml", REQUESTS["gpu"])
     last = calls.read_text().splitlines()[-1]
     assert last == f"delete --ignore-not-found --wait=false -f {tmp_path}/run.yaml"
+
+
+@pytest.mark.parametrize("cluster", ["kubernetes", "skypilot", "sagemaker"])
+def test_problems_of_a_directory_that_the_cluster_would_rename_refuse(cluster: str) -> None:
+    """Else runs of two directories would be one on the nodes, without a word."""
+    module = submit.cluster(cluster)
+    asked = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
+    wanted = "use another --run.dir, such as /fsx/small-run"
+    assert wanted in said(module.problems(asked))
+    assert wanted not in said(module.problems(request(IMAGE, options=OPTIONS)))
+
+
+def test_render_says_where_the_run_is() -> None:
+    head = kubernetes.render(REQUESTS["gpu"]).splitlines()[:2]
+    assert head[0].endswith("its folder is /runs/small-run in the claim.")
+    assert head[1].startswith("# It is not in /fsx/small-run of this machine")
+
+
+@pytest.mark.parametrize(
+    "value", ["x\ny: z", "'; touch pwned; '", "$(touch pwned)", "# x", "&a *b"]
+)
+def test_render_of_a_hostile_value_keeps_it_one_word(value: str) -> None:
+    """Read back it is what was given, with and without a shell around the command."""
+    for setup in ([], [("launch.setup", "cd .")]):
+        asked = request(IMAGE, *setup, options=OPTIONS)
+        asked = replace(asked, words=(*asked.words, "--data.field", value))
+        [container] = pod_of(documents(kubernetes.render(asked)))["containers"]
+        words = container["command"]
+        if setup:
+            assert words[:2] == ["bash", "-c"]
+            shell = words[2].replace("exec weft", "printf '%s\\0' weft")
+            out = subprocess.run(["bash", "-c", shell], capture_output=True, check=True).stdout
+            words = out.decode().split("\0")[:-1]
+        assert words[-2:] == ["--data.field", value]

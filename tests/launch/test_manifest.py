@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import subprocess
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from weft.job import WeftError, read_job
 from weft.launch.manifest import (
     WHOLE,
     Option,
+    check_name,
     command,
     common_problems,
     own_recipe,
@@ -80,8 +83,33 @@ def test_yaml_is_readable_and_the_same() -> None:
     assert list(yaml.safe_load_all(text)) == documents
 
 
+@pytest.mark.system
 def test_tools_that_are_missing_or_fail() -> None:
     with pytest.raises(WeftError, match=r"no-such-tool is not installed.*: get it"):
         tool("no-such-tool", "get", remedy="get it")
     with pytest.raises(WeftError, match=r"ls /no/such/place: .*[Nn]o such file"):
         tool("ls", "/no/such/place", remedy="")
+
+
+def test_own_recipe_with_overrides_is_the_effective_job(tmp_path: Path) -> None:
+    """Not the recipe's old values beside the command's new ones."""
+    recipe = a_recipe(tmp_path)
+    Path(recipe).write_text(
+        'extends = "demo"\n[run]\ncluster = "2x8xH100"\nnodes = 2\n[train]\nsteps = 7\n'
+    )
+    overrides = [("run.cluster", "4x4xH200"), ("train.steps", "9"), ("model.dim", "64")]
+    asked = request(*overrides, recipe=recipe, nodes=(4, 4))
+    text = own_recipe(asked)
+    assert text is not None
+    tree = tomllib.loads(text)
+    assert tree["run"] == {"cluster": "4x4xH200"}
+    assert tree["train"]["steps"] == 9
+    assert tree["model"]["dim"] == 64
+
+
+@pytest.mark.parametrize("name", ["My_Run", "a--b", "x" * 41, "run.1"])
+def test_check_name_of_a_directory_that_would_be_renamed_refuses(name: str) -> None:
+    asked = request()
+    renamed = replace(asked, run_dir=asked.run_dir.with_name(name), name="renamed")
+    assert "use another --run.dir, such as /fsx/renamed" in said(list(check_name(renamed, "there")))
+    assert list(check_name(asked, "there")) == []

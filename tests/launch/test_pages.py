@@ -39,6 +39,7 @@ def commands_of(page: str, folder: Path) -> list[tuple[list[str], str]]:
     return found
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("page", ["slurm", "kubernetes", "sagemaker", "skypilot"])
 def test_a_cluster(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.test_local import ONE_RANK
 from tests.small import newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.cli import main
@@ -32,7 +33,7 @@ def test_back_and_forth(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = [*arguments, "--checkpoint.interval", "5", "--checkpoint.keep", "9"]
+    command = [*arguments, *ONE_RANK, "--checkpoint.interval", "5", "--checkpoint.keep", "9"]
     assert run(command, tmp_path).returncode == 0
     assert steps_of(tmp_path) == [5, 10, 15, 20]
     before = newest_state(tmp_path / "run")

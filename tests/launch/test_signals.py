@@ -13,7 +13,7 @@ import pytest
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
 
 from tests.launch.conftest import WEFT
-from tests.launch.test_local import TORCHRUN, run, start_and_wait, undisturbed
+from tests.launch.test_local import ONE_RANK, TORCHRUN, run, start_and_wait, undisturbed
 from tests.small import losses, newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.launch import FAILED, REQUEUE
@@ -68,9 +68,28 @@ def test_saved_and_to_be_queued_again(
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
 
 
+def test_ctrl_c_from_a_terminal_saves_and_says_how_to_resume(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """A terminal sends it to every process of the group, and a wrapper may pass it on as well."""
+    process = start_and_wait(
+        [*arguments, *SLOW, "--train.steps", "100000"], tmp_path, 5, start_new_session=True
+    )
+    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == REQUEUE
+    said = (tmp_path / "log").read_text()
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved) >= 5
+    assert "Traceback" not in said
+    assert "Ctrl-C: the ranks finish the step and save" in said
+    assert f"stopped and saved; the same command goes on from {saved}" in said
+    assert "\n  weft train demo --model.num_layers 2" in said
+
+
 def test_the_time_limit(arguments: list[str], store_path: Path, tmp_path: Path) -> None:
     """Stopped and gone on with, it ends with the bits of a run that was not."""
-    limited = [*arguments, *SLOW, "--train.steps", "2", "--optim.schedule", "linear"]
+    limited = [*arguments, *ONE_RANK, *SLOW, "--train.steps", "2", "--optim.schedule", "linear"]
     for turn in range(20):
         done = run([*limited, "--resilience.time_limit", "0.001"], tmp_path)
         if turn and done.returncode == 0:
@@ -84,14 +103,17 @@ def test_the_time_limit(arguments: list[str], store_path: Path, tmp_path: Path) 
     assert all(a[name].equal(b[name]) for name in b)
 
 
-def test_a_second_signal_kills(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_kills(
+    number: signal.Signals, arguments: list[str], tmp_path: Path
+) -> None:
     """Also a rank that stands still, at once and not after half a minute."""
     process = start_and_wait([*arguments, *SLOW, "--train.steps", "100000"], tmp_path, 3)
     os.kill(workers(process)[1], signal.SIGSTOP)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1)
+    process.send_signal(number)
+    time.sleep(1.5)
     assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     assert process.wait(timeout=20) == 130
 
 
@@ -106,22 +128,29 @@ def test_a_dead_rank_ends_one_that_stands_still(
     os.kill(first, signal.SIGSTOP)
     os.kill(second, signal.SIGKILL)
     assert process.wait(timeout=20) == 1
-    assert "rank 1 failed: SIGKILL" in (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert "rank 1 failed: SIGKILL" in said
+    assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     "seconds",
     [1.5, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.0, 0.3, 1.0, 2.0, 3.0, 4.0))],
 )
 def test_before_the_first_step(
     seconds: float,
+    number: signal.Signals,
     arguments: list[str],
     tmp_path: Path,
 ) -> None:
     """While Python starts, text is prepared, torch is imported, ranks meet."""
-    command = [*arguments, *SLOW, "--train.steps", "100000"]
+    arguments = [*arguments, *ONE_RANK, *SLOW]
+    command = [*arguments, "--train.steps", "100000"]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, text=True)
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=log, stderr=log, text=True, start_new_session=True
+        )
         ready = time.monotonic() + 120
         while "SigCgt" in (text := Path(f"/proc/{process.pid}/status").read_text()):
             caught = next(line for line in text.splitlines() if line.startswith("SigCgt"))
@@ -129,19 +158,28 @@ def test_before_the_first_step(
                 break
             assert time.monotonic() < ready
         time.sleep(seconds)
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, number)
         assert process.wait(timeout=90) == REQUEUE, (tmp_path / "log").read_text()
-    done = run([*arguments, *SLOW, "--train.steps", "6"], tmp_path)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    done = run([*arguments, "--train.steps", "6"], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_inside_torchrun(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    process = start_and_wait([*command, "--train.steps", "100000"], tmp_path, 5)
-    process.send_signal(signal.SIGTERM)
+    process = start_and_wait(
+        [*command, "--train.steps", "100000"], tmp_path, 5, start_new_session=True
+    )
+    os.killpg(process.pid, number)
     assert process.wait(timeout=60) == FAILED
     (saved,) = checkpoints(tmp_path / "run/checkpoints")
     assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)

@@ -66,6 +66,7 @@ def test_without_sky_nothing_is_checked(
     assert "not checked against SkyPilot's schemas" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_where_sky_is_a_wrapper_nothing_is_checked_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +148,7 @@ def test_every_mistake() -> None:
         assert part in text
 
 
+@pytest.mark.system
 def test_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [
         {"job_id": 3, "job_name": "small-run", "status": "FAILED", "failure_reason": "old"},

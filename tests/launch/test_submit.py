@@ -13,8 +13,9 @@ import pytest
 
 from tests.harness import ROOT
 from weft.cli import main
+from weft.job import InvalidJob, Job, Problem, WeftError, read_job
 from weft.launch import slurm
-from weft.launch.submit import Launched, request
+from weft.launch.submit import Launched, Request, request
 from weft.plan.resolve import Machine
 
 DOCS = ROOT / "docs" / "slurm.md"
@@ -82,6 +83,23 @@ def test_mistakes(words: list[str], told: str, capsys: pytest.CaptureFixture[str
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "sagemaker", "skypilot"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "does not tell what a node has"),
+        (["--run.cluster", "1x8xH100", "--parallel.tp", "3"], "parallel.tp = 3"),
+    ],
+)
+def test_mistake_that_leaves_no_run_directory_is_reported_alone(
+    cluster: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("demo", "--on", cluster, *words) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert "run.dir" not in said
+
+
 def test_a_damaged_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for text in ("{", "[]", "{}", '{"on": "lsf", "id": "7"}'):
         (tmp_path / "launch.json").write_text(text)
@@ -89,6 +107,7 @@ def test_a_damaged_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         assert "launch.json is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_slurms_commands_are_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A script can be had anywhere, and nothing is left of one that cannot be handed in."""
     words = ["demo", "--on", "slurm", "--run.device", "cpu"]
@@ -121,6 +140,7 @@ def test_the_script(tmp_path: Path) -> None:
 
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 \\
     weft train demo \\
+    --run.cluster 4x2xH100 \\
     --train.steps 7 \\
     --run.dir {tmp_path}/runs/demo
 status=$?
@@ -194,6 +214,101 @@ def test_what_the_script_does(ends: int, setup: str, tmp_path: Path) -> None:
     assert (again.read_text() if again.exists() else "") == ("requeue 7\n" if ends == 75 else "")
 
 
+def run_script(text: str, folder: Path) -> set[str]:
+    """Run a batch script with commands that only note their words; the files that appeared."""
+    for name, what in (("srun", SRUN), ("weft", WEFT), ("scontrol", SCONTROL)):
+        (folder / "bin" / name).write_text(what)
+        (folder / "bin" / name).chmod(0o755)
+    sandbox = folder / "sandbox"
+    sandbox.mkdir()
+    path = f"{folder}/bin:/usr/bin:/bin"
+    environment = {"PATH": path, "FOLDER": str(sandbox), "ENDS": "0", "SLURM_JOB_ID": "7"}
+    assert slurm.check(text) == []
+    subprocess.run(
+        ["bash"], input=text, text=True, env=environment, cwd=sandbox, timeout=20, check=True
+    )
+    return {each.name for each in sandbox.iterdir()}
+
+
+HOSTILE = (
+    "x\ntouch pwned\n",
+    "x\rtouch pwned",
+    "x'; touch pwned; '",
+    'x"; touch pwned; "',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "x\n#SBATCH --wrap='touch pwned'",
+    "\x1b]0;title\x07",
+    "a\u2028touch pwned",
+    "a\x85touch pwned",
+    "; touch pwned #",
+    "\\\ntouch pwned",
+)
+TEXT_KEYS = ("run.dir", "data.path", "data.field", "checkpoint.dir", "launch.options", "optim.kind")
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("key", TEXT_KEYS)
+def test_script_with_a_hostile_value_runs_nothing_else(
+    key: str, value: str, tmp_path: Path
+) -> None:
+    """It is refused, or is a word of the command and nothing else."""
+    given = f"comment={value}" if key == "launch.options" else value
+    if not value.isprintable():
+        with pytest.raises(InvalidJob, match="control characters"):
+            script("--run.device", "cpu", f"--{key}", given)
+        return
+    text = script("--run.device", "cpu", f"--{key}", given)
+    assert run_script(text, tmp_path) == {"words", "said"}
+    words = (tmp_path / "sandbox" / "words").read_text().splitlines()
+    if key not in ("launch.options", "run.dir"):
+        assert words[words.index(f"--{key}") + 1] == value
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_script_from_a_hostile_working_directory_runs_nothing_else(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / value
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    if not value.isprintable():
+        with pytest.raises(InvalidJob, match=r"working directory = .*control characters"):
+            script("--run.device", "cpu")
+        return
+    text = script("--run.device", "cpu")
+    assert run_script(text, tmp_path) == {"words", "said"}
+
+
+def test_script_of_a_recipe_with_a_newline_in_its_name_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "a\ntouch pwned\n.toml"
+    recipe.write_text('extends = "demo"\n')
+    with pytest.raises(InvalidJob, match=r"recipe = .*control characters"):
+        script("--run.device", "cpu", recipe=str(recipe))
+
+
+def test_render_of_a_directory_with_a_newline_raises(tmp_path: Path) -> None:
+    """However a request was made: nothing of it leaves its line."""
+    folder = tmp_path / "x\ntouch pwned"
+    asked = Request("x", ("weft", "train", "demo"), Job(), (1, 1), 0, folder)
+    with pytest.raises(WeftError, match="cannot be written into a line of a batch script"):
+        slurm.render(asked)
+
+
+def test_script_of_a_recipe_with_another_cluster_names_the_effective_one(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "demo"\n[run]\ncluster = "2x8xH100"\n')
+    text = script("--run.cluster", "4x2xH200", recipe=str(recipe))
+    assert "#SBATCH --nodes=4\n#SBATCH --gpus-per-node=2\n" in text
+    command = text[text.index("weft train") : text.index("status=$?")]
+    words = shlex.split(command.replace("\\\n", ""))
+    pairs = [(k.removeprefix("--"), v) for k, v in zip(words[3::2], words[4::2], strict=True)]
+    job, _, problems = read_job(str(recipe), pairs)
+    assert problems == list[Problem]()
+    assert job.run.cluster == "4x2xH200"
+
+
+@pytest.mark.system
 def test_the_script_of_the_documentation(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -203,6 +318,7 @@ def test_the_script_of_the_documentation(
     assert capsys.readouterr().out.strip() == text.strip().replace("/home/me/work", str(tmp_path))
 
 
+@pytest.mark.system
 def test_a_script_that_bash_does_not_read() -> None:
     assert slurm.check("echo hello\n") == []
     (told,) = slurm.check("if true; then\n")[:1]
@@ -244,6 +360,7 @@ def test_without_a_preflight_no_node_is_left_out() -> None:
     assert "sick" not in script("--run.device", "cpu")
 
 
+@pytest.mark.system
 def test_a_short_word_for_the_preflight(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--on", "slurm", "--preflight", "--run.device", "cpu", "--dry-run"]
     assert launch(*words) == 0

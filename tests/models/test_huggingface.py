@@ -243,3 +243,41 @@ def test_key_heads_that_are_not_told_are_transformers_default(kind: str, heads: 
     assert config is None or config.num_kv_heads == heads
     tree["num_key_value_heads"] = None
     assert from_config(FAMILIES[kind], tree)[0].num_kv_heads == 6
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rms_norm_eps", -1e-5),
+        ("rms_norm_eps", 0.5),
+        ("rms_norm_eps", 1e30),
+        ("rms_norm_eps", 1e-30),
+        ("rms_norm_eps", "1e-5"),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", 0),
+        ("rope_theta", 1e300),
+        ("hidden_size", 10**9),
+        ("hidden_size", 64.0),
+        ("num_hidden_layers", 10**30),
+        ("num_hidden_layers", 1e30),
+        ("num_hidden_layers", 0),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", -2),
+        ("intermediate_size", 1 << 40),
+        ("vocab_size", True),
+        ("max_position_embeddings", 1 << 60),
+    ],
+)
+def test_from_config_number_that_no_model_has_is_refused(field: str, value: object) -> None:
+    from weft.models import FAMILIES
+    from weft.models.huggingface import from_config, to_config
+
+    family = FAMILIES["llama"]
+    tree = to_config(family, family.presets["toy"], "float32")
+    config, problems = from_config(family, tree)
+    assert config is not None, problems
+    config, problems = from_config(family, tree | {field: value})
+    assert config is None
+    [problem] = [each for each in problems if each.key == f"config.json {field}"]
+    assert "must be a" in problem.rule
+    assert " from " in problem.rule

@@ -18,15 +18,15 @@ def test_what_is_done_again_is_lost() -> None:
 
     now = time.time()
     before = [record(10, 50.0, now - 80), record(20, 100.0, now - 30)]
-    ledger = Ledger(before)
-    ledger.back_to(10, before)
+    ledger = Ledger(before[-1])
+    ledger.back_to(before[-1], before[0])
     assert ledger.seconds["productive"] == 50.0
     assert ledger.seconds["lost"] == 50.0
     assert ledger.seconds["saving"] == 1.0
     assert ledger.seconds["restarting"] == pytest.approx(30, abs=1)
     assert goodput(ledger.seconds) == pytest.approx(50 / 131, abs=0.01)
-    fresh = Ledger([])
-    fresh.back_to(0, [])
+    fresh = Ledger(None)
+    fresh.back_to(None, None)
     assert set(fresh.seconds.values()) == {0.0}
 
 

@@ -49,6 +49,7 @@ def wandb_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.system
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the tracker's client is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,18 +16,40 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.harness import run_ranks
-from tests.small import newest_state, small_job, train_rank
+from tests.layouts import parse
+from tests.small import (
+    loader_of,
+    newest_state,
+    plan_here,
+    small_job,
+    this_rank,
+    train_rank,
+    whole,
+)
+from weft.checkpoint.state import named_parameters
 from weft.job import InvalidJob, OptimSection
-from weft.optim.lean import LeanAdamW, round_by
+from weft.optim.lean import (
+    LeanAdamW,
+    Packed,
+    pack_first,
+    pack_second,
+    round_by,
+    unpack_first,
+    unpack_second,
+)
 from weft.optim.optimizer import adamw, step_unless
+from weft.plan.memory import MOMENT_BYTES
 from weft.plan.resolve import Machine, resolve
+from weft.train.setup import build
 
 STATES = ("bfloat16", "8bit")
 
 
-def optimizer_of(states: str, param: nn.Parameter, beta2: float = 0.95) -> Any:
-    section = OptimSection(lr=1e-2, beta2=beta2, states=states)
-    return adamw([{"params": [param], "weight_decay": 0.1, "matrices": True}], section)
+def optimizer_of(
+    states: str, param: nn.Parameter, beta2: float = 0.95, lr: float = 1e-2, decay: float = 0.1
+) -> Any:
+    section = OptimSection(lr=lr, beta2=beta2, states=states)
+    return adamw([{"params": [param], "weight_decay": decay, "matrices": True}], section)
 
 
 def trained(states: str, steps: int, beta2: float = 0.95) -> tuple[nn.Parameter, Any]:
@@ -49,14 +74,131 @@ def test_it_is_adamw_but_for_rounding(states: str) -> None:
     assert 0 < (lean - plain).norm() < (0.01 if states == "bfloat16" else 0.05) * moved
 
 
+def held_bytes(moment: Tensor) -> int:
+    parts = [moment.codes, moment.ranges] if isinstance(moment, Packed) else [moment]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
 def test_moments_are_small() -> None:
-    for states, size in (("bfloat16", 2.0), ("8bit", 1.0)):
+    """As small as the planner reckons; both moments have their ranges in common."""
+    for states in STATES:
         param, optimizer = trained(states, 1)
         state = optimizer.state[param]
-        for key in ("exp_avg", "exp_avg_sq"):
-            held = getattr(state[key], "codes", state[key])
-            assert held.element_size() == size
-            assert held.shape == param.shape
+        held = held_bytes(state["exp_avg"]) + held_bytes(state["exp_avg_sq"])
+        if states == "8bit":
+            assert state["exp_avg"].ranges is state["exp_avg_sq"].ranges
+            held -= state["exp_avg"].ranges.numel() * 2
+        assert held == MOMENT_BYTES[states] * param.numel()
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_8bit_small_gradient_beside_a_large_one_moves_as_adamw(states: str, beta2: float) -> None:
+    """The second moment must not vanish where the first does not."""
+    moved = {}
+    for kind in ("float32", states):
+        param = nn.Parameter(torch.zeros(4, 256))
+        optimizer = optimizer_of(kind, param, beta2, lr=1e-3, decay=0.0)
+        for step in range(3):
+            param.grad = torch.zeros(4, 256)
+            param.grad[:, 0] = 1e-1
+            param.grad[:, 1] = 2e-5 if step == 0 else 0.0
+            param.grad[:, 2] = 1e-9  # below what a block can span: it may move less, not more
+            optimizer.step()
+        moved[kind] = param.detach()
+    torch.testing.assert_close(moved[states][:, :2], moved["float32"][:, :2], rtol=0.12, atol=0)
+    assert moved[states].abs().max() < 3.2e-3
+
+
+def test_8bit_rare_gradients_never_move_further_than_adamw_can() -> None:
+    """Gradients over 12 orders of magnitude, most of them rare, for 60 steps."""
+    draw = torch.Generator().manual_seed(0)
+    scale = 10.0 ** (-12 * torch.rand(64, 256, generator=draw))
+    often = torch.rand(64, 256, generator=draw)
+    params = {kind: nn.Parameter(torch.zeros(64, 256)) for kind in ("float32", "8bit")}
+    optimizers = {
+        kind: optimizer_of(kind, param, lr=1e-3, decay=0.0) for kind, param in params.items()
+    }
+    most = 0.0
+    for _ in range(60):
+        seen = torch.rand(64, 256, generator=draw) < often
+        grad = scale * torch.randn(64, 256, generator=draw) * seen
+        for kind, param in params.items():
+            before = param.detach().clone()
+            param.grad = grad
+            optimizers[kind].step()
+            if kind == "8bit":
+                most = max(most, (param.detach() - before).abs().max().item() / 1e-3)
+    assert most < 2.5
+    exact, ours = params["float32"].detach(), params["8bit"].detach()
+    spanned = scale > scale.amax() * 1e-5
+    assert (ours - exact)[spanned].norm() < 0.1 * exact[spanned].norm()
+
+
+def test_8bit_packs_alike_what_it_has_unpacked() -> None:
+    draw = torch.Generator().manual_seed(0)
+    second = 10.0 ** (-30 * torch.rand(64, 128, generator=draw))
+    second[0], second[1, :40], second[2, :32] = 0.0, 4.0, 3.999  # none, powers of two, one value
+    first = second.sqrt() * torch.randn(64, 128, generator=draw)
+    chance = torch.randint(0, 1 << 16, (64, 128), dtype=torch.int32, generator=draw)
+    half = torch.full_like(chance, 1 << 15)
+    codes, ranges = torch.zeros(64, 128, dtype=torch.uint8), torch.zeros(64, 4, dtype=torch.int16)
+    signed = torch.zeros(64, 128, dtype=torch.int8)
+    pack_second(second, chance, codes, ranges)
+    values = unpack_second(codes, ranges)
+    assert values[0].count_nonzero() == 0
+    assert (values[1:] > 0).all()
+    pack_first(first, values.sqrt(), 1.2, chance, signed)
+    firsts = unpack_first(signed, values.sqrt(), 1.2)
+    pack_second(values, half, codes, ranges)
+    assert unpack_second(codes, ranges).equal(values)
+    pack_first(firsts, values.sqrt(), 1.2, half, signed)
+    assert unpack_first(signed, values.sqrt(), 1.2).equal(firsts)
+
+
+def moved_under(layout: str, states: str, store: str, lr: str = "3e-3") -> dict[str, Tensor]:
+    """Every whole weight of this rank after four steps from the initial ones."""
+    _, overrides = parse(layout)
+    wide = [("model.dim", "128"), ("model.ffn_dim", "192"), ("model.tied_embeddings", "false")]
+    job = small_job(*wide, *overrides, ("optim.states", states), ("optim.lr", lr))
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    loader = loader_of(job, plan, store, built.mesh)
+    for step in range(4):
+        built.optimizer.zero_grad()
+        built.engine.forward_backward(loader.batch(step * job.train.global_batch))
+        built.optimizer.step()
+    return {name: whole(param.detach()).clone() for name, param in named_parameters(built.parts)}
+
+
+@functools.cache
+def moved_on_one(states: str, lr: str, store: str) -> dict[str, Tensor]:
+    return run_ranks(moved_under, 1, "dp_shard1", states, store, lr)[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "states"),
+    [
+        ("dp_shard2", "8bit"),
+        ("tp2", "8bit"),
+        ("pp2", "8bit"),
+        ("dp_shard4 tp2", "8bit"),
+        ("dp_shard2 tp2", "bfloat16"),
+    ],
+)
+def test_moments_are_rounded_alike_on_every_layout(
+    layout: str, states: str, store_path: Path
+) -> None:
+    """Blocks and chance go by the whole parameter, not by the part that a rank has of it."""
+    one = moved_on_one(states, "3e-3", str(store_path))
+    start = moved_on_one(states, "1e-30", str(store_path))
+    found = {}
+    for rank in run_ranks(moved_under, parse(layout)[0], layout, states, str(store_path)):
+        found |= rank
+    assert found.keys() == one.keys()
+    off = sum((found[name] - one[name]).square().sum().item() for name in one)
+    way = sum((start[name] - one[name]).square().sum().item() for name in one)
+    assert off**0.5 < 1e-3 * way**0.5, off**0.5 / way**0.5
 
 
 def test_rounding_by_chance_is_right_on_average() -> None:
@@ -136,6 +278,34 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(
     run(tmp_path / "parts", 8, ranks=1)  # and in another layout
 
 
+def test_8bit_rows_cut_inside_of_a_block_are_refused() -> None:
+    keys = [("optim.states", "8bit"), ("model.dim", "128"), ("model.ffn_dim", "192")]
+    keys += [("model.num_kv_heads", "4")]
+    rule = r"parallel.tp = 4: cuts the 192 inputs of down_proj into parts .* use 1, 2 or 3, or"
+    with pytest.raises(InvalidJob, match=rule):
+        resolve(small_job(*keys, ("parallel.tp", "4")), Machine("cpu", devices=4, world_size=4))
+    resolve(small_job(*keys, ("parallel.tp", "2")), Machine("cpu", devices=2, world_size=2))
+
+
+def test_8bit_keeps_embedding_head_and_gains_in_float32(store_path: Path) -> None:
+    (packed,) = run_ranks(packed_names, 1, str(store_path))
+    assert packed == {f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+def packed_names(store: str) -> set[str]:
+    """The kinds of parameters whose moments are in 8 bits after a step."""
+    job = small_job(("optim.states", "8bit"))
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    built.engine.forward_backward(loader_of(job, plan, store, built.mesh).batch(0))
+    built.optimizer.step()
+    return {
+        name.split(".")[-2]
+        for name, param in named_parameters(built.parts)
+        if isinstance(built.optimizer.state[param]["exp_avg_sq"], Packed)
+    }
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     job = small_job(("optim.states", "8bit"), ("optim.kind", "muon"))
     with pytest.raises(InvalidJob, match=r"optim.states = \"8bit\": is for adamw, not muon"):
@@ -148,11 +318,12 @@ def test_compiled_it_does_the_same(states: str) -> None:
     from weft.optim import lean
 
     plain, of_plain = trained(states, 3)
-    update, lean._update = lean._update, lean._compiled()
-    try:
+    names = ("_update", "_update_packed")
+    with ExitStack() as stack:
+        for name in names:
+            update = lean._compiled(getattr(lean, name))
+            stack.enter_context(patch.object(lean, name, update))
         compiled, of_compiled = trained(states, 3)
-    finally:
-        lean._update = update
     torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
     for key in ("exp_avg", "exp_avg_sq"):
         one, other = of_plain.state[plain][key], of_compiled.state[compiled][key]

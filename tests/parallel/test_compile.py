@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -11,10 +12,19 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness import run_ranks
 from tests.parallel.test_layouts import check
-from tests.small import SMALL
+from tests.small import SMALL, plan_here, small_job, this_rank
+from weft.data.text import open_text
 from weft.models.llama import PRESETS, Llama
-from weft.parallel.compile import compile_blocks, graph_break
+from weft.observe.terminal import quiet_console
+from weft.parallel.compile import (
+    NOTHING_COMPILED,
+    compile_blocks,
+    graph_break,
+    tell_compiling,
+)
+from weft.train.loop import train
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 
@@ -94,7 +104,26 @@ def test_blocks_share_a_graph(tmp_path: Path) -> None:
     model = Llama(PRESETS["toy"].model_copy(update={"num_layers": 4}))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    graphs = tell_compiling(lambda text: None)
     compile_blocks(list(model.layers.values()), str(tmp_path))
     with torch._dynamo.config.patch(suppress_errors=False), torch.no_grad():
         model(torch.zeros(1, 8, dtype=torch.int64))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert graphs() == 1
+
+
+def train_recomputed_under_a_context(store: str, folder: str) -> str:
+    """What a run says on the terminal, of which torch.compile captures nothing today."""
+    layout = [("parallel.cp", "2"), ("remat.kind", "full"), ("compile.enable", "true")]
+    job = small_job(("run.dir", folder), ("train.steps", "2"), *layout)
+    written = io.StringIO()
+    train(job, plan_here(job), open_text(store), this_rank(), quiet_console(written))
+    return written.getvalue()
+
+
+def test_run_whose_blocks_are_not_captured_warns_once(store_path: Path, tmp_path: Path) -> None:
+    """Of blocks that need not be one graph, as under a context, torch.compile says nothing."""
+    said, _ = run_ranks(
+        train_recomputed_under_a_context, 2, str(store_path), str(tmp_path / "run"), timeout=200
+    )
+    assert said.count(f"warning: {NOTHING_COMPILED}") == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,21 +17,21 @@ import torch
 from tests.harness import run_ranks
 from tests.layouts import (
     BFLOAT16,
-    CONTEXT,
-    DATA,
-    EACH_SCHEDULE,
+    COVERED,
+    COVERED_BY_ALL_SCHEDULES,
     FOUR,
+    LARGER_RINGS,
+    MORE_DATA,
+    MORE_TENSOR,
     OFTEN,
     PAIRS,
-    PIPELINES,
-    SINGLE,
-    TENSOR,
     THREE,
     check_gradients,
     one_process,
     parse,
 )
 from tests.small import Overrides, gradients, merged
+from weft.compare.verify import read_recipe, verify
 from weft.plan.timetable import SCHEDULES
 
 # Float32 sums in another order: what is reached is 3e-7 to 2e-6.
@@ -49,24 +50,44 @@ def check(layout: str, store: Path, model: Overrides = MODEL) -> None:
     check_gradients(layout, store, model, TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", SINGLE)
-def test_each_axis(layout: str, store_path: Path) -> None:
-    check(layout, store_path)
+def check_any(layout: str, store: Path) -> None:
+    """Compare with one process that has the layout's own model and sequences."""
+    changed = [word for word in layout.split() if word.startswith(("model.", "data."))]
+    check(layout, store, [*MODEL, *parse(" ".join(changed))[1]])
 
 
-@pytest.mark.parametrize("layout", PAIRS)
-def test_each_pair(layout: str, store_path: Path) -> None:
-    check(layout, store_path)
+def some_slow(layouts: list[str], often: list[str]) -> list[Any]:
+    """Return parameters of which only those ``often`` are in the default suite."""
+    return [
+        each if each in often else pytest.param(each, marks=pytest.mark.slow) for each in layouts
+    ]
 
 
 @pytest.mark.parametrize("layout", OFTEN)
-def test_three_axes(layout: str, store_path: Path) -> None:
-    check(layout, store_path)
+def test_layout_computes_gradients_of_one_process(layout: str, store_path: Path) -> None:
+    check_any(layout, store_path)
+
+
+@pytest.mark.parametrize("layout", COVERED)
+def test_pairs_of_techniques_compute_gradients_of_one_process(
+    layout: str, store_path: Path
+) -> None:
+    check_any(layout, store_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [layout for layout in THREE if layout not in OFTEN])
-def test_every_three_axes(layout: str, store_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", [each for each in COVERED_BY_ALL_SCHEDULES if each not in COVERED]
+)
+def test_pairs_with_each_schedule_compute_gradients_of_one_process(
+    layout: str, store_path: Path
+) -> None:
+    check_any(layout, store_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*PAIRS, *THREE])
+def test_every_two_or_three_axes(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
 
@@ -79,11 +100,6 @@ def test_every_four_axes(layout: str, store_path: Path) -> None:
 # --------------------------------------------------------------------------- pipelines
 
 
-@pytest.mark.parametrize("layout", EACH_SCHEDULE)
-def test_each_schedule(layout: str, store_path: Path) -> None:
-    check(layout, store_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("other", ["tp2", "dp_shard2", "cp2", "dp_shard2 tp2"])
@@ -91,9 +107,42 @@ def test_each_schedule_with_other_axes(schedule: str, other: str, store_path: Pa
     check(f"pp2 {other} schedule={schedule}", store_path)
 
 
-@pytest.mark.parametrize("layout", PIPELINES)
-def test_pipelines(layout: str, store_path: Path) -> None:
-    check(layout, store_path)
+SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
+# Every stage has a block, which is resharded between the two halves of a backward pass.
+RESHARDED: Overrides = [
+    ("model.tied_embeddings", "false"),
+    ("model.num_layers", "4"),
+    ("pipeline.layers", "[1,1,1,1]"),
+    ("train.microbatch", "1"),
+    ("parallel.pp", "2"),
+    ("parallel.reshard_after_forward", "always"),
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard2 schedule=InterleavedZeroBubble",
+        "schedule=ZBVZeroBubble lora.rank=4 gradient_sync=microbatch",
+        "schedule=DualPipeV",
+    ],
+)
+def test_split_backward_resharded_weights_updates_equal_one_process(layout: str) -> None:
+    overrides = [*RESHARDED, ("parallel.dp_shard", "1"), *parse(layout)[1]]
+    report = verify(read_recipe("demo", list(dict(overrides).items())), steps=3)
+    assert report.holds, report.reason
+    assert report.reached < TOLERANCE
+    assert len(report.steps) == 3
+    assert report.update_difference < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("other", ["dp_shard4 reshard_after_forward=2", "cp2", "dp_replicate2"])
+def test_split_backward_resharded_weights_other_axes_hold(
+    schedule: str, other: str, store_path: Path
+) -> None:
+    check(f"pp2 schedule={schedule} reshard_after_forward=always {other}", store_path)
 
 
 def test_a_schedule_from_a_file(store_path: Path, tmp_path: Path) -> None:
@@ -109,16 +158,15 @@ def test_a_schedule_from_a_file(store_path: Path, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- one axis at a time
 
 
-@pytest.mark.parametrize("layout", TENSOR)
-@pytest.mark.parametrize("tied", ["true", "false"])
-def test_tensor_parallel(layout: str, tied: str, store_path: Path) -> None:
-    check(layout, store_path, model=[*MODEL, ("model.tied_embeddings", tied)])
+@pytest.mark.parametrize("layout", some_slow(LARGER_RINGS, LARGER_RINGS[::2]))
+def test_larger_rings(layout: str, store_path: Path) -> None:
+    check_any(layout, store_path)
 
 
-@pytest.mark.parametrize("layout", CONTEXT)
-@pytest.mark.parametrize("packing", ["windows", "documents"])
-def test_context_parallel(layout: str, packing: str, store_path: Path) -> None:
-    check(layout, store_path, model=[*MODEL, ("data.packing", packing)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*MORE_TENSOR, *MORE_DATA])
+def test_more_layouts(layout: str, store_path: Path) -> None:
+    check_any(layout, store_path)
 
 
 @pytest.mark.slow
@@ -126,11 +174,6 @@ def test_context_parallel(layout: str, packing: str, store_path: Path) -> None:
 @pytest.mark.parametrize("others", ["tp2", "pp2", "dp_shard2", "tp2 pp2"])
 def test_context_parallel_with_other_axes(method: str, others: str, store_path: Path) -> None:
     check(f"cp2 {others} context={method}", store_path)
-
-
-@pytest.mark.parametrize("layout", DATA)
-def test_data_parallel_with_other_axes(layout: str, store_path: Path) -> None:
-    check(layout, store_path)
 
 
 # --------------------------------------------------------------------------- lower precision

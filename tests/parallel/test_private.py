@@ -29,7 +29,7 @@ from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
 from weft.parallel import private, private_watch
-from weft.parallel.private import compile_each_shape, is_quantized, quiet_import
+from weft.parallel.private import compile_each_shape
 from weft.train.setup import build
 
 
@@ -330,18 +330,6 @@ def test_fsdp_has_a_way_to_symmetric_memory() -> None:
     methods = ("set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm")
     there = next(getattr(FSDPModule, name) for name in methods if hasattr(FSDPModule, name))
     assert len(inspect.signature(there).parameters) == 2
-
-
-def test_states_in_eight_bits() -> None:
-    kind = quiet_import("torchao.optim.subclass_8bit").OptimState8bit
-    held = kind.zeros((16, 256), True, 256, "cpu", torch.float32)
-    assert is_quantized(held)
-    assert not is_quantized(torch.zeros(3))
-    assert held.codes.shape == (16, 256)
-    assert held.qmap.sort().values.equal(held.qmap)  # so its first entry is the lowest
-    values = torch.randn(16, 256)
-    held.copy_(values)
-    assert (held.dequantize() - values).norm() < 0.03 * values.norm()
 
 
 def test_compiling_for_many_shapes() -> None:

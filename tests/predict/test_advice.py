@@ -46,7 +46,7 @@ def advised(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[A
 # The plan, and the first thing that is advised.
 REMEDIES = [
     # Too many sequences at once.
-    ("llama3-8b", "1x8xH100", "train.microbatch=8", "--train.microbatch 1"),
+    pytest.param("llama3-8b", "1x8xH100", "train.microbatch=8", "--train.microbatch 1", marks=slow),
     # A replica on each GPU: more of them must share.
     pytest.param(
         "llama3-8b",

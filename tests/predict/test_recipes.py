@@ -15,17 +15,17 @@ from weft.predict.forecast import device_of, forecast
 
 GIB = 2**30
 LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
-# Of these a trace takes up to half a minute: they are traced in the slow tests only;
-# llama3-405b-16k and -128k are the same model in more stages.
-LONG = {
-    "llama3-405b",
-    "llama3-405b-float8",
-    "llama3-405b-1f1b",
-    "llama3-405b-4d-32k",
-    "llama3-405b-4d-65k",
-    "llama3-405b-4d-131k",
-    "llama3-405b-4d-262k",
-    "three-servers",
+# Traced in the default tests, one of each kind; the others, of which a trace takes up to half a
+# minute, in the slow ones.  Arithmetic, which sees all of them, is a matter of milliseconds, and
+# tests/plan/test_experts.py traces qwen3-30b-a3b.
+TRACED_OFTEN = {
+    "demo",
+    "llama3-70b",
+    "llama3-8b",
+    "llama3-8b-float8",
+    "llama3-8b-qlora",
+    "moe-demo",
+    "three-servers-small",
 }
 # On CPUs, of experts, or not trained whole: of these arithmetic does not tell.
 NO_ARITHMETIC = {
@@ -63,7 +63,10 @@ def test_a_recipe_can_be_planned(recipe: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(r, marks=pytest.mark.slow) if r in LONG else r for r in recipe_names()],
+    [
+        recipe if recipe in TRACED_OFTEN else pytest.param(recipe, marks=pytest.mark.slow)
+        for recipe in recipe_names()
+    ],
 )
 def test_a_recipe_fits_its_cluster(recipe: str) -> None:
     job, plan, machine = planned(recipe)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import run_ranks
-from tests.layouts import MATRIX, parse
+from tests.layouts import LARGER_RINGS, MATRIX, OFTEN, parse
 from tests.small import Overrides, plan_here, small_job, this_rank
 from weft.checkpoint.state import named_parameters
 from weft.job import Job, WeftError
@@ -150,26 +150,29 @@ def fake_ranks(layouts: list[str], ranks: int) -> Told:
     return found
 
 
-def of_ranks(ranks: int) -> list[str]:
-    return [layout for layout in MATRIX if parse(layout)[0] == ranks]
-
-
-# The very same are there of two ranks.
-LARGER_RINGS = [layout for layout in of_ranks(4) if layout.startswith("cp4")]
+def of_ranks(ranks: int, among: list[str] = MATRIX) -> list[str]:
+    return [layout for layout in among if parse(layout)[0] == ranks]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
-        pytest.param(2, of_ranks(2), id="2"),
+        pytest.param(2, of_ranks(2, OFTEN), id="2"),
         pytest.param(3, of_ranks(3), id="3"),
+        pytest.param(
+            2,
+            [each for each in of_ranks(2) if each not in OFTEN],
+            id="2-more",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             4,
             [each for each in of_ranks(4) if each not in LARGER_RINGS],
             id="4",
             marks=pytest.mark.slow,
         ),
+        # The very same are there of two ranks.
         pytest.param(4, LARGER_RINGS, id="4-larger-rings", marks=pytest.mark.slow),
     ],
 )

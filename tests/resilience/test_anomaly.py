@@ -211,7 +211,17 @@ def test_not_rewound_for_ever(store_path: Path, tmp_path: Path) -> None:
     change = faults(*bad("nan", *range(8, 20)))
     with pytest.raises(RankError, match="went back 2 times to the same checkpoint"):
         run(tmp_path, store_path, 2, *REWIND, *change, ("resilience.anomaly_limit", "2"))
+    # The one that ended the run is the failure.
+    assert [one["step"] for one in anomalies(tmp_path)] == [8, 6]
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
+
+
+def test_two_rewinds_to_one_checkpoint_are_both_recorded(store_path: Path, tmp_path: Path) -> None:
+    # Step 8 twice, and then step 6 twice.
+    run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 8, 9, 10, 11)))
+    found = [(one["step"], one["back_to"], one["last_sample"]) for one in anomalies(tmp_path)]
+    assert found == [(8, 5, 63), (6, 5, 71)]
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 13))
 
 
 def test_nothing_to_rewind_to(store_path: Path, tmp_path: Path) -> None:

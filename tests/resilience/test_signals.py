@@ -57,7 +57,7 @@ def undisturbed(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
+TERM, USR1, INT = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
     [
         ("step", 1, 2, TERM),
         ("step", 6, 7, USR1),
-        ("gradients", 6, 7, TERM),
-        ("evaluate", 2, 7, TERM),
+        ("gradients", 6, 7, INT),
+        ("evaluate", 2, 7, INT),
         ("checkpoint", 1, 5, USR1),
-        ("checkpoint.shards", 1, 8, TERM),
+        ("checkpoint.shards", 1, 8, INT),
     ],
 )
 def test_in_every_phase(

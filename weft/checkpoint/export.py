@@ -35,14 +35,13 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.safetensors import Entry, Malformed, read_table, table
 from weft.checkpoint.shards import (
     Contents,
-    Damaged,
     consecutive,
     damaged_file,
     overlaps,
     raw,
     read_shards,
 )
-from weft.checkpoint.storage import create, is_remote, read_range, remove
+from weft.checkpoint.storage import Damaged, create, is_remote, read_range, remove
 from weft.files import sync_folder
 from weft.job import WeftError
 

@@ -29,7 +29,6 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.shards import (
     Contents,
-    Damaged,
     Json,
     Wanted,
     consecutive,
@@ -51,9 +50,13 @@ from weft.checkpoint.state import (
     owns,
     widen,
 )
+from weft.checkpoint.storage import Damaged
 from weft.parallel.dtensor import shard_offsets
 from weft.parallel.quantize import keep_numbers, numbers_of
 from weft.resilience.faults import at
+
+# Dtypes of what optimizers keep, of different sizes: one cannot pass for another.
+OPTIMIZER_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 # Elements of the whole model that are read at a time in float32, to be rounded.
 FROZEN_AT_ONCE = 1 << 28
@@ -73,14 +76,19 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
     """
     at("load")
     manifest = _manifest_of(path)
-    folder, contents = files_of(path, manifest)
+    folder, contents = files_of(path, manifest, sizes=False)
     wrong = _fill(f"{path}: could not be loaded", folder, contents, parts, optimizer, whole=True)
     _refuse(path, folder, contents, wrong)
     return manifest
 
 
 def _manifest_of(path: Path) -> Json:
-    return from_rank_0(lambda: read_manifest(path), f"{path}: could not be read")
+    def read() -> Json:
+        manifest = read_manifest(path)
+        files_of(path, manifest)  # their sizes, by one rank
+        return manifest
+
+    return from_rank_0(read, f"{path}: could not be read")
 
 
 def _refuse(path: Path, folder: Path, contents: Contents, wrong: list[str]) -> None:
@@ -100,7 +108,7 @@ def load_frozen(path: Path, parts: Sequence[nn.Module]) -> None:
     Raises:
         DamagedCheckpoint, CheckpointError: as `load`.
     """
-    folder, contents = files_of(path, _manifest_of(path))
+    folder, contents = files_of(path, _manifest_of(path), sizes=False)
     failed = f"{path}: could not be loaded"
     params = {f"model.{name}": param for name, param in frozen_parameters(parts)}
 
@@ -169,6 +177,10 @@ def _fill(
     """
     state: State = model_state(parts)
     if optimizer is not None:
+        for name, entry in contents.tensors.items():
+            # Their bits would be taken for other numbers: this memory is made as the table says.
+            if name.startswith("optim.") and entry.dtype not in OPTIMIZER_DTYPES:
+                raise DamagedCheckpoint(f"{failed}: {name} is of dtype {entry.dtype}")
         saved = {
             name: (torch.Size(entry.shape), entry.dtype) for name, entry in contents.tensors.items()
         }

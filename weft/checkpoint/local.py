@@ -29,6 +29,7 @@ import xxhash
 
 from weft.checkpoint.manifest import (
     FORMAT,
+    MANIFEST_BYTES,
     continues,
     from_rank_0,
     gathered,
@@ -39,17 +40,18 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.shards import (
     Contents,
-    Damaged,
     Json,
     Staged,
+    check_files,
     parse_contents,
     table_of_contents,
     write_shards,
 )
+from weft.checkpoint.storage import Damaged, read_regular
 from weft.files import replace_text
 from weft.resilience.faults import at
 
-_NAME = re.compile(r"(\d{6,})-(\d{8,})")
+_NAME = re.compile(r"([0-9]{6,20})-([0-9]{8,20})")
 
 
 def local_folder(folder: str, home: Path) -> Path | None:
@@ -157,12 +159,13 @@ def read_local(folder: Path, step: int, epoch: int) -> tuple[Path, Json, Content
     contents = Contents({}, {})
     for path in sorted(place.glob("rank-*.json")):
         try:
-            manifest = parse_manifest(path.read_text("utf-8"))
-        except ValueError as error:
+            manifest = parse_manifest(read_regular(path, MANIFEST_BYTES))
+        except (ValueError, Damaged) as error:
             raise Damaged(f"{path}: {error}") from error
-        if (manifest["step"], manifest["epoch"]) != (step, epoch):
+        if (manifest["step"], manifest.get("epoch")) != (step, epoch):
             raise Damaged(f"{path}: is of another step")
         found = parse_contents(manifest, whole=False)
+        check_files(place, found)
         contents.files.update(found.files)
         for name, entry in found.tensors.items():
             shards = contents.tensors.setdefault(name, entry).shards

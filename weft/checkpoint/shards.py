@@ -29,21 +29,19 @@ from torch import Tensor
 
 from weft.checkpoint import safetensors
 from weft.checkpoint.fingerprint import wrapped
-from weft.checkpoint.storage import read_pieces, read_range, room
+from weft.checkpoint.storage import Damaged, read_pieces, read_range, regular_size, room
 
 Json = dict[str, Any]
 
-FILE_NAME = re.compile(r"shard-\d{5,}\.bin")
+FILE_NAME = re.compile(r"shard-[0-9]{5,9}\.bin")
+HASH = re.compile("[0-9a-f]{32}")
+LARGEST = (1 << 63) - 1  # number of a file's bytes, or of a tensor's elements
 # By torch's names.
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in safetensors.DTYPES.values()}
 
 READ_BYTES = 16 << 20  # from here on a request serves one box only
 WASTE = 0.05  # of a request, at most, that is read for nothing
 READERS = min(4, len(os.sched_getaffinity(0)))  # requests at a time
-
-
-class Damaged(Exception):
-    """What a checkpoint holds is not what was written."""
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -159,30 +157,39 @@ def parse_contents(manifest: Json, whole: bool = True) -> Contents:
     """
     try:
         files = {each["name"]: (each["bytes"], each["xxh3"]) for each in manifest["files"]}
-        names = list(files)
+        names, filled = list(files), dict.fromkeys(files, 0)
         _check(all(FILE_NAME.fullmatch(name) for name in names), "a file name that is none")
+        for name, (size, mark) in files.items():
+            _check(type(size) is int and 0 <= size <= LARGEST, f"the bytes of {name}: {size!r:.50}")
+            _check(HASH.fullmatch(mark) is not None, f"the xxh3 of {name}: {mark!r:.50}")
         _check(len(names) == len(manifest["files"]), "a file that is there twice")
         tensors = {}
         for name, entry in manifest["tensors"].items():
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-            _check(all(type(n) is int and n >= 0 for n in shape), f"a shape of {name}")
+            whole_shape = all(type(n) is int and n >= 0 for n in shape)
+            _check(whole_shape and math.prod(n for n in shape if n) <= LARGEST, f"shape of {name}")
             mark = entry["fingerprint"]
-            _check(type(mark) is int and -(1 << 63) <= mark < 1 << 63, "a number")
+            _check(type(mark) is int and -(1 << 63) <= mark < 1 << 63, f"fingerprint of {name}")
             shards, elements = [], 0
             for offsets, sizes, file, position in entry["shards"]:
                 numbers = [*offsets, *sizes, file, position]
                 _check(all(type(n) is int and n >= 0 for n in numbers), f"a shard of {name}")
                 fits = all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
-                end = position + math.prod(sizes) * dtype.itemsize
-                _check(fits and end <= files[names[file]][0], f"a shard of {name}")
+                size = math.prod(sizes) * dtype.itemsize
+                _check(fits and position + size <= files[names[file]][0], f"a shard of {name}")
+                filled[names[file]] += size
                 place = Shard(tuple(offsets), tuple(sizes), dtype, names[file], position)
                 shards.append(place)
                 elements += math.prod(sizes)
             _check(not whole or elements == math.prod(shape), f"the shards of {name}")
             tensors[name] = Entry(dtype, shape, mark, shards)
+        for name, (size, _) in files.items():  # else a small file could ask for any memory
+            _check(filled[name] <= size, f"shards of {name} that overlap")
         return Contents(tensors, files)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"its table of contents: {type(error).__name__}: {error}") from error
+        raise Damaged(
+            f"its table of contents: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
 def _check(right: bool, what: str) -> None:
@@ -288,7 +295,7 @@ def read_shards(
     requests: list[Request] = []
     for file, pairs in by_file.items():
         try:
-            size, expected = (folder / file).stat().st_size, contents.files[file][0]
+            size, expected = regular_size(folder / file), contents.files[file][0]
         except FileNotFoundError as error:
             raise Damaged(f"{file}: {error.strerror or error}") from error
         if size != expected:
@@ -320,16 +327,36 @@ def read_shards(
             pass
 
 
+def check_files(folder: Path, contents: Contents) -> None:
+    """Check that the files are as long as the table of contents says; reads none of them.
+
+    So whoever makes room for what the table promises makes room for what is there.
+
+    Raises:
+        Damaged: if one is not there, not regular, or of another size.
+        OSError: if that cannot be known.
+    """
+    for name, (expected, _) in contents.files.items():
+        try:
+            size = regular_size(folder / name)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Damaged(f"{name}: {error.strerror or error}") from error
+        if size != expected:
+            raise Damaged(f"{name} has {size:,} bytes, not {expected:,}")
+
+
 def damaged_file(folder: Path, contents: Contents) -> str:
     """The first file that is not as it was written, for people; empty if all are."""
     for name, (size, expected) in contents.files.items():
         digest, read = xxhash.xxh3_128(), 0
         try:
-            found = (folder / name).stat().st_size
+            found = regular_size(folder / name)
             while read < size == found:
                 block = read_range(folder / name, read, min(read + READ_BYTES, size))
                 digest.update(block)
                 read += len(block)
+        except Damaged as error:
+            return str(error)
         except OSError as error:
             return f"{name}: {error.strerror or error}"
         if found != size:

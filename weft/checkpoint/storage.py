@@ -17,6 +17,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,11 @@ from weft.job import InvalidJob, WeftError
 # Not os.posix_fallocate: where a file system cannot do it, that writes all blocks.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class Damaged(Exception):
+    """What a checkpoint holds is not what was written."""
+
 
 ATTEMPTS = 8  # at a request that fails for a reason that passes, waiting longer each time: ~30 s
 
@@ -131,6 +137,48 @@ def put_new(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def regular_size(path: Path) -> int:
+    """Return the size of a file in bytes.
+
+    Raises:
+        Damaged: if it is a link, a FIFO, a device or a directory: a checkpoint has none of these.
+        OSError: if there is none.
+    """
+    if is_remote(path):
+        return path.stat().st_size
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{path.name} is {_kind_of(found.st_mode)}, not a regular file")
+    return found.st_size
+
+
+def _kind_of(mode: int) -> str:
+    kinds = {stat.S_ISLNK: "a symbolic link", stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a FIFO"}
+    return next((name for is_kind, name in kinds.items() if is_kind(mode)), "a device or socket")
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes.
+
+    Raises:
+        Damaged: if it is larger, or not regular.
+        OSError: if it cannot be read.
+    """
+    size = regular_size(path)
+    if size > most:
+        raise Damaged(f"{path.name} has {size:,} bytes; at most {most:,} are read")
+    if is_remote(path):
+        return path.read_bytes()
+    with _open_regular(path) as file:
+        return file.read(size)
+
+
+def _open_regular(path: Path) -> IO[bytes]:
+    """Open a file that `regular_size` has seen; no link is followed."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags), "rb", buffering=0)
+
+
 def read_range(path: Path, start: int, stop: int) -> memoryview:
     """The bytes of a file from ``start`` up to ``stop``, and no others; fewer at its end."""
     buffer = room(stop - start)
@@ -162,11 +210,11 @@ def read_pieces(path: Path, pieces: Sequence[tuple[int, memoryview]]) -> int:
             for start, piece in pieces:
                 piece[:] = content[start - begin : start - begin + len(piece)]
         return lacking
-    with path.open("rb", buffering=0) as file:
+    with _open_regular(path) as file:
         for start, piece in pieces:
             file.seek(start)
             got = 0
-            while got < len(piece) and (count := file.readinto(piece[got:])):
+            while got < len(piece) and (count := file.readinto(piece[got:])):  # type: ignore[attr-defined]
                 got += count
             lacking += len(piece) - got
     return lacking

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from weft.checkpoint.manifest import (
     FORMAT,
     NAME,
     CheckpointError,
+    DamagedCheckpoint,
     Superseded,
     cause,
     checkpoint_path,
@@ -44,9 +45,12 @@ from weft.checkpoint.manifest import (
     counts,
     from_rank_0,
     gathered,
+    hold_lease,
     leases,
     manifest_text,
     own_rank,
+    read_leases,
+    read_manifest,
     take,
 )
 from weft.checkpoint.shards import Json, Staged, table_of_contents, write_shards
@@ -61,6 +65,13 @@ from weft.checkpoint.storage import create, is_remote, put_new, remove
 from weft.files import sync_folder
 from weft.parallel.dtensor import shard_offsets
 from weft.resilience.faults import at
+from weft.resilience.heartbeat import beat
+
+PAUSES = (1, 2, 4, 8, 15, 30)  # seconds between attempts at the last save of a run
+
+
+class PeerGone(CheckpointError):
+    """A rank has ended in the middle of a save: no other attempt can succeed."""
 
 
 class Saver:
@@ -90,6 +101,8 @@ class Saver:
         """
         self.folder, self.keep, self.background = folder, keep, background
         self.epoch = 0
+        self._leases: dict[str, bytes] = {}  # when it took the run
+        self._warnings: list[str] = []  # that were not told yet
         self.local: Path | None = None
         self._local = local
         self.stall_seconds = 0.0  # of the last save
@@ -107,6 +120,8 @@ class Saver:
     def take(self, step: int) -> None:
         """Go on from ``step`` as the only one: see `weft.checkpoint.manifest.take`."""
         self.epoch = take(self.folder, step)
+        failed = f"{self.folder}: could not be read"
+        self._leases = from_rank_0(lambda: read_leases(self.folder), failed)
         self.local = local_folder(self._local, self.folder)
 
     def save(
@@ -148,6 +163,50 @@ class Saver:
         if self.local is not None:  # it is at home now
             shutil.rmtree(self.local, ignore_errors=True)
 
+    def save_last(self, parts: Sequence[nn.Module], optimizer: Optimizer, manifest: Json) -> None:
+        """Save before the run ends; while that fails, try again after pauses of `PAUSES` seconds.
+
+        Every rank calls it, and all try equally often: whichever rank failed, all have its error.
+
+        Raises:
+            CheckpointError: on every rank, with what is lost and what is left.
+        """
+        began = time.monotonic()
+        for pause in (*PAUSES, None):
+            self.save(parts, optimizer, manifest)
+            try:
+                return self.wait()
+            except (Superseded, PeerGone):
+                raise
+            except CheckpointError as error:
+                self._untold = []
+                if pause is None:
+                    lost = self._loss(manifest["step"], time.monotonic() - began, error)
+                    raise CheckpointError(lost) from error
+                self._say(f"{error}; trying again in {pause} s: it is the last save of the run")
+            for _ in range(pause):
+                beat("checkpoint")  # this is no hang
+                time.sleep(1.0)
+
+    def _loss(self, step: int, seconds: float, error: CheckpointError) -> str:
+        """Return what to say when the last save has failed for good."""
+
+        def newest() -> Path | None:
+            return next(iter(checkpoints(self.folder)[::-1]), None)
+
+        try:
+            left = from_rank_0(newest, f"{self.folder}: could not be read")
+            kept = "there is no checkpoint: all steps are lost"
+            if left is not None:
+                done = checkpoint_step(left)
+                kept = f"steps {done + 1} to {step} are lost; the last good checkpoint is {left}"
+        except CheckpointError as unreadable:
+            kept = f"the steps since the last checkpoint are lost, and {unreadable}"
+        tries = f"{len(PAUSES) + 1} attempts in {seconds:.0f} s"
+        return (
+            f"step {step}, the last of this start, could not be saved in {tries}: {error}; {kept}"
+        )
+
     def close(self) -> None:
         """Let a save that is under way come to its end, whatever that is."""
         if self._thread is not None:
@@ -172,11 +231,14 @@ class Saver:
 
     def _tell(self) -> bool:
         """Tell failures that were not told yet; whether there were any."""
+        warnings, self._warnings = self._warnings, []
+        for warning in warnings:
+            self._say(warning)
         untold, self._untold = self._untold, []
         for error in untold:
             if isinstance(error, Superseded):
                 raise error
-            self._say(f"warning: {error}; going on without it")
+            self._say(f"{error}; going on without it")
         return bool(untold)
 
     def _stage(
@@ -233,22 +295,37 @@ class Saver:
                     untold.append(error)
             if home:
                 mine = [box for box in boxes if box.name in owned]
-                _write(self.folder, mine, manifest, self.keep, self._group)
+                known = self._leases, self._warnings
+                _write(self.folder, mine, manifest, self.keep, self._group, *known)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # a peer is gone
-            self._error = CheckpointError(f"step {manifest['step']}: {cause(error)}")
+        except Exception as error:
+            self._error = PeerGone(f"step {manifest['step']}: {cause(error)}")
         self._failures = 0 if self._error is None else self._failures + 1
         self._untold = untold if self._error is None else [*untold, self._error]
         self.write_seconds = time.perf_counter() - began
 
 
-def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: Any) -> None:
-    """Every rank writes its boxes; rank 0 commits."""
+def _write(
+    folder: Path,
+    boxes: list[Staged],
+    manifest: Json,
+    keep: int,
+    group: Any,
+    known: Mapping[str, bytes],
+    warnings: list[str],
+) -> None:
+    """Write every rank's boxes; rank 0 commits.
+
+    Args:
+        known: the leases that this process knows: see `hold_lease`.
+        warnings: gets those of `hold_lease`.
+    """
     final = checkpoint_path(folder, manifest["step"])
     failed = f"{final}: could not be written"
     # One rank decides: another could already see what the first one does next.
-    temporary = from_rank_0(lambda: _begin(final, manifest["epoch"]), failed, group)
+    warning, temporary = from_rank_0(lambda: _begin(final, manifest["epoch"], known), failed, group)
+    warnings += [warning] if warning else []
     if temporary is None:
         return
     try:
@@ -257,6 +334,8 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
         def commit() -> None:
             table = table_of_contents(each for each in written if each is not None)
             inside = {"inside": temporary.name} if is_remote(final) else {}
+            if hold_lease(folder, manifest["epoch"], known):
+                raise CheckpointError(f"{folder}: it was deleted while {final.name} was written")
             _commit(temporary, final, manifest | {"format": FORMAT} | inside | table)
 
         from_rank_0(commit, failed, group)
@@ -271,36 +350,31 @@ def _write(folder: Path, boxes: list[Staged], manifest: Json, keep: int, group: 
     at("checkpoint.saved")
 
 
-def _begin(final: Path, epoch: int) -> Path | None:
-    """A new folder to write into, None if the checkpoint is there already; clears what others left.
+def _begin(final: Path, epoch: int, known: Mapping[str, bytes]) -> tuple[str, Path | None]:
+    """Make a new folder to write into, unless the checkpoint is there; clear what others left.
+
+    Returns:
+        A warning of `hold_lease`, and the folder; None if the checkpoint is there already.
 
     Raises:
         Superseded: if somebody else has the run, whose unfinished checkpoint that may be.
     """
     home, unique = final.parent, uuid.uuid4().hex[:8]
-    _look_at_leases(home, epoch)
+    warning = hold_lease(home, epoch, known)
     if (final / "manifest.json").is_file() and counts(final, leases(home)):
-        return None
+        return warning, None
     if is_remote(final):
         for path in home.iterdir() if home.is_dir() else []:
             if NAME.fullmatch(path.name) and not any(p.is_file() for p in path.iterdir()):
                 remove(path)
-        return final / unique
+        return warning, final / unique
     home.mkdir(parents=True, exist_ok=True)
     for ours in (".tmp-step-*", ".tmp-lease-*"):
         for leftover in home.glob(ours):
             remove(leftover)
     temporary = final.with_name(f".tmp-{final.name}-{unique}")
     temporary.mkdir()
-    return temporary
-
-
-def _look_at_leases(home: Path, epoch: int) -> None:
-    """Raise `Superseded` if a later epoch than this one has the run; an epoch of 0 is nobody's."""
-    newest = max((taken for taken, _ in leases(home)), default=0)
-    if newest > epoch > 0:
-        said = (home / f"lease-{newest:06}.json").read_text("utf-8")
-        raise Superseded(f"another process has taken over the run: {said}")
+    return warning, temporary
 
 
 def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
@@ -316,7 +390,6 @@ def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
 
 def _commit(temporary: Path, final: Path, manifest: Json) -> None:
     """Make ``temporary`` visible as ``final``."""
-    _look_at_leases(final.parent, manifest["epoch"])
     at("checkpoint.manifest")
     text = manifest_text(manifest).encode()
     if (final / "manifest.json").exists() or (final.exists() and not is_remote(final)):
@@ -357,6 +430,37 @@ def _delete_old(folder: Path, keep: int, base: str | None = None) -> None:
             hidden = old.rename(old.with_name(f".tmp-{old.name}-deleted"))
         at("checkpoint.deleting")
         remove(hidden)
+
+
+def quarantined(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder`` that were renamed because they are damaged."""
+    if not folder.is_dir():
+        return []
+    if is_remote(folder):
+        steps = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+        found = [path for step in steps for path in step.glob("manifest.damaged-*.json")]
+    else:
+        found = list(folder.glob("damaged-step-*"))
+    return sorted(found, key=str)
+
+
+def give_up(folder: Path, step: int) -> None:
+    """Rename what is damaged in ``folder`` after ``step``, so that it no longer counts as work.
+
+    Only a person decides that: see `weft.launch.start.rollback`.
+    """
+    for path in quarantined(folder):
+        if is_remote(path):
+            put_new(path.with_name(path.name.replace("damaged", "abandoned", 1)), path.read_bytes())
+            path.unlink()
+        else:
+            path.rename(path.with_name(path.name.replace("damaged", "abandoned", 1)))
+    for path in committed(folder):
+        try:
+            read_manifest(path)
+        except DamagedCheckpoint:
+            if checkpoint_step(path) > step:
+                set_aside(path, "abandoned")
 
 
 def set_aside(path: Path, why: str) -> None:

@@ -24,7 +24,7 @@ from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.files import only_finite, read_json
 from weft.job import MISSING, InvalidJob, Job, Problem, difference
 from weft.observe.history import job_of
-from weft.observe.jsonl import read_records
+from weft.observe.jsonl import is_number, read_records
 from weft.observe.statistics import KINDS, read_statistics
 from weft.train.position import home_of
 
@@ -100,7 +100,8 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
     """
     jobs = [job_of(run, name) for name, run in (("run_a", ours), ("run_b", theirs))]
     records = [
-        {r["step"]: r for r in read_records(run / "metrics.jsonl")} for run in (ours, theirs)
+        {r["step"]: r for r in read_records(run / "metrics.jsonl") if _is_whole(r)}
+        for run in (ours, theirs)
     ]
     rows = [{_key(row): row for row in read_statistics(run)} for run in (ours, theirs)]
     steps = sorted(records[0].keys() & records[1].keys())
@@ -146,6 +147,11 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
 
 
 # --------------------------------------------------------------------------- comparing
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Return True if what is compared of a record is undamaged; a skipped step has no number."""
+    return all(record.get(name) is None or is_number(record[name]) for name in WHAT)
 
 
 def _key(row: Mapping[str, Any]) -> tuple[int, int, int, str]:

@@ -104,9 +104,7 @@ class Stopping:
         self.came = 0
 
     def __enter__(self) -> Stopping:
-        self._before = {
-            number: signal.signal(number, self._count) for number in (*STOP_SIGNALS, signal.SIGINT)
-        }
+        self._before = {number: signal.signal(number, self._count) for number in STOP_SIGNALS}
         return self
 
     def asked(self) -> bool:

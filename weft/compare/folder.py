@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.compare.variants import Variant
-from weft.job import MISSING, InvalidJob, Problem
+from weft.files import read_json, reading
+from weft.job import MISSING, InvalidJob, Problem, WeftError
 
 COMPARISON = "comparison.json"  # in a comparison's folder
 SEEDS = 2**32  # that there are
@@ -69,10 +70,10 @@ def read_comparison(folder: Path) -> dict[str, Any] | None:
     if not folder.exists() or (folder.is_dir() and not path.exists() and _is_empty(folder)):
         return None
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict):
+        found = read_json(path)
+    except WeftError:
+        found = {}
+    if not found:
         raise not_ours(folder, "is neither empty nor a comparison's folder")
     return found
 
@@ -101,7 +102,8 @@ def open_comparison(folder: Path, variants: Sequence[Variant]) -> tuple[list[End
     ours, theirs = [v.identity() for v in variants], found["compared"]
     if ours != theirs:
         raise not_ours(folder, f"holds another comparison: {_difference(ours, theirs)}")
-    return [Ended(**ended) for ended in found["ended"]], found["looks"]
+    with reading(folder / COMPARISON):
+        return [Ended(**ended) for ended in found["ended"]], [*map(int, found["looks"])]
 
 
 def stored(

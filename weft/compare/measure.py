@@ -10,10 +10,13 @@ rank sees; the sums of all ranks, divided by their number of tokens, are the mea
 batch, whoever saw what: rows, slices of a row (context and sequence parallel), the same tokens on
 several ranks (tensor parallel without sequence parallel), one microbatch after the other.
 
-*Steps* are each taken from equal weights: after an update has been compared, a layout goes on from
-one process's parameters (with optimizer states of its own).  AdamW divides by the root of the
-second moment, and where that is nearly zero it makes of rounding a step of full size; the next
-gradients of two correct layouts would differ by some 1e-4 for that alone, and hide what is wrong.
+*Steps* are each taken from equal weights and equal gradients: after gradients have been compared, a
+layout takes over one process's, and after the update one process's parameters; the optimizer's
+states are its own.  AdamW divides by the root of the second moment, and where that is nearly zero
+it makes a step of full size of a rounding.  So clipping and updates are compared as sharply as
+gradients, whatever dtype those are computed in.
+
+*Limits* follow from one process with noise (`Noise`): how far that departs from the same without.
 
 *Data* is noise made from the seed.  Rows have very different numbers of targets with a loss, from
 all to a quarter, so that no mean of means passes for the mean.
@@ -35,7 +38,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.state import named_parameters
+from weft.checkpoint.load import load
+from weft.checkpoint.manifest import checkpoint_path
+from weft.checkpoint.state import named_buffers, named_parameters
+from weft.checkpoint.store import Saver
 from weft.data.loader import (
     IGNORE,
     Batch,
@@ -56,6 +62,7 @@ from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.parallel.dtensor import local_of, shard_offsets
 from weft.parallel.mesh import Mesh
+from weft.parallel.private import is_quantized
 from weft.plan.resolve import Plan
 from weft.train.loop import naming
 from weft.train.setup import Built, Rank, build
@@ -102,44 +109,76 @@ class Measured(NamedTuple):
     drift: float  # of parameters after a step: the largest difference of an entry
 
 
-def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measured:
+def measure(
+    job: Job,
+    plan: Plan,
+    folder: str,
+    tamper: Tamper | None = None,
+    *,
+    resume: int = 0,
+    save: int = 0,
+    noise: int = 0,
+) -> Measured:
     """Train ``job.train.steps`` steps on this rank of the process group.
 
     Args:
-        folder: where one process, which is world size 1 and called first, leaves its tensors.
+        folder: where one process, which is world size 1 and called first, leaves its tensors, and
+            where checkpoints lie.
         tamper: called with what was built, and the plan.
+        resume: a step whose checkpoint is loaded before the next one; 0: none.
+        save: a step after which a checkpoint is saved; 0: none.
+        noise: the seed of a noise as large as rounding (`Noise`); 0: none.
     """
     if job.compile.enable:
         torch._inductor.config.compile_threads = 1  # no pool of processes below a rank
     rank = Rank(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     built = build(job, plan, rank)
     params = dict(named_parameters(built.parts))
+    # The biases of experts are moved by each step, too.
+    state: dict[str, Tensor] = params | dict(named_buffers(built.parts))
     tensors = _Tensors(Path(folder) / "one.pt")
-    initial = tensors.compare("initial", params.items())
+    checkpoints = Path(folder) / "checkpoints"
+    if resume:
+        load(checkpoint_path(checkpoints, resume), built.parts, built.optimizer)
+        tensors.before = f"params {resume}"
+    initial = tensors.compare(tensors.before, state.items())
     if tamper is not None:
         tamper(built, plan)
+    roundings = Noise(job, plan, noise) if noise else None
+    if roundings is not None:
+        roundings.add_to(built.parts)
     prints = Fingerprints(built.parts, load_family(job.model.kind).blocks)
     loader = _loader(job, plan, built.mesh)
     stages = built.mesh.group("pp") if plan.pp > 1 else None
 
     steps = []
-    for step in range(1, job.train.steps + 1):
+    for step in range(resume + 1, job.train.steps + 1):
         samples = (step - 1) * job.train.global_batch
         batches = [_with_fewer_targets(batch) for batch in loader.batch(samples)]
         rows = [len(batch.tokens_BT) for batch in batches]
         with naming(f"step {step}"), prints.of(rows) as forward:
             loss = built.engine.forward_backward(batches)
         dist.all_reduce(loss)
+        if roundings is not None:
+            roundings.round_gradients(params.values())
         gradients = tensors.compare(f"gradients {step}", _gradients(params))
+        tensors.take_over(f"gradients {step}", params)
         norm = clip_grad_norm(params.values(), job.optim.max_grad_norm, stages)
         lr = learning_rate(step, job.train.steps, job.optim, built.decay)
         set_learning_rate(built.optimizer, lr)
         built.optimizer.step()
+        if roundings is not None:
+            roundings.round_states(built.optimizer)
         built.engine.balance.total()
         built.engine.balance.step()
         built.optimizer.zero_grad()
-        updates = tensors.compare_updates(f"params {step}", params)
+        updates = tensors.compare_updates(f"params {step}", state)
         steps.append(Step(loss.item(), norm.item(), forward, gradients, updates))
+        if step == save:
+            with naming("the checkpoint"):
+                saver = Saver(checkpoints, keep=1)
+                saver.save(built.parts, built.optimizer, {"step": step, "samples": 0})
+                saver.wait()
     try:
         eval_loss = built.engine.evaluate(_held_out(job, plan, built.mesh))
     except Exception as error:
@@ -147,6 +186,78 @@ def measure(job: Job, plan: Plan, folder: str, tamper: Tamper | None) -> Measure
         raise
     tensors.save()
     return Measured(list(params), initial, steps, eval_loss, tensors.drift)
+
+
+def measure_one(job: Job, plan: Plan, folder: str, repetitions: int) -> list[Measured]:
+    """Train one process, and again with noise; how far that moves what it compares with itself."""
+    return [measure(job, plan, folder, noise=seed) for seed in range(repetitions + 1)]
+
+
+# --------------------------------------------------------------------------- noise
+
+FLOAT8_EPS = 2.0**-4  # half of the step between two numbers of float8 (e4m3)
+
+
+class Noise:
+    """Multiply what is computed by 1 + u eps, u uniform between -1 and 1.
+
+    Of what a module with weights gives, and of the gradient of that, by the eps of the dtype that
+    is computed in; of gradients of weights by that of the dtype that they are reduced in; of the
+    optimizer's states by that of theirs.  So one process differs from itself about as much as
+    another order of the same sums does.  Gradients that go into a product in float8 have its eps:
+    their scales depend on which rows and tokens are multiplied at once.
+    """
+
+    def __init__(self, job: Job, plan: Plan, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._compute = torch.finfo(getattr(torch, plan.compute_dtype)).eps
+        reduced = max(self._compute, torch.finfo(getattr(torch, plan.reduce_dtype)).eps)
+        self._reduce, self._float8 = reduced, plan.float8 != "none"
+        states = {"float32": 0.0, "bfloat16": torch.finfo(torch.bfloat16).eps, "8bit": FLOAT8_EPS}
+        self._states = states[job.optim.states]
+
+    def add_to(self, parts: Iterable[nn.Module]) -> None:
+        """Add noise to the outputs of all modules that have weights."""
+        for part in parts:
+            for module in part.modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    module.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: Any, out: Any) -> Any:
+        float8 = self._float8 and isinstance(module, nn.Linear) and type(module) is not nn.Linear
+        rounded: Any = _Rounded.apply
+        eps = (self._compute, FLOAT8_EPS if float8 else self._compute)
+        return rounded(out, self, *eps) if isinstance(out, Tensor) else out
+
+    def of(self, x: Tensor, eps: float) -> Tensor:
+        """Return ``x`` with noise."""
+        u = torch.rand(x.shape, generator=self._generator) * 2 - 1
+        return (x.float() * (1 + eps * u)).to(x.dtype)
+
+    @torch.no_grad()
+    def round_gradients(self, params: Iterable[Tensor]) -> None:
+        """Add noise to the gradients of weights."""
+        for grad in (local_of(param.grad) for param in params if param.grad is not None):
+            grad.copy_(self.of(grad, self._reduce))
+
+    @torch.no_grad()
+    def round_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add noise to the optimizer's states, where they are rounded."""
+        for state in optimizer.state.values() if self._states else ():
+            for value in (local_of(value) for key, value in state.items() if key != "step"):
+                whole = value.dequantize() if is_quantized(value) else value
+                value.copy_(self.of(whole, self._states))
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Noise, eps: float, eps_of_gradient: float) -> Tensor:
+        ctx.noise, ctx.eps = noise, eps_of_gradient
+        return noise.of(x, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.noise.of(grad, ctx.eps), None, None, None
 
 
 # --------------------------------------------------------------------------- tensors
@@ -176,7 +287,7 @@ class _Tensors:
                 differences[name] = difference(ours, self.theirs[what][name])
         return differences
 
-    def compare_updates(self, what: str, params: dict[str, nn.Parameter]) -> dict[str, float]:
+    def compare_updates(self, what: str, params: dict[str, Tensor]) -> dict[str, float]:
         """How far each parameter is from one process's, relative to its way in this step.
 
         Afterwards it is one process's.
@@ -196,6 +307,13 @@ class _Tensors:
         self.before = what
         return distances
 
+    def take_over(self, what: str, params: dict[str, nn.Parameter]) -> None:
+        """Fill the gradients with those of one process."""
+        if self.theirs is not None:
+            for name, param in params.items():
+                if param.grad is not None:
+                    _copy_shard(param.grad, self.theirs[what][name])
+
     def save(self) -> None:
         """Leave one process's tensors for the ranks of a layout."""
         if self.theirs is None:
@@ -208,6 +326,8 @@ def difference(ours: Tensor, theirs: Tensor) -> Difference:
         return Difference(math.inf, math.nan)
     ours, theirs = ours.double(), theirs.double()
     largest = ratio((ours - theirs).abs().max().item(), theirs.abs().max().item())
+    if largest == 0:
+        return Difference(0.0, 1.0)  # of zeros, too
     factor = ratio((ours * theirs).sum().item(), theirs.square().sum().item())
     return Difference(largest, factor)
 
@@ -230,7 +350,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _copy_shard(param: nn.Parameter, whole: Tensor) -> None:
+def _copy_shard(param: Tensor, whole: Tensor) -> None:
     """Fill this rank's shard of a parameter."""
     local = local_of(param)
     begins = shard_offsets(param)

@@ -52,6 +52,10 @@ class RanksFailed(WeftError):
     """A rank raised, died or did not end in time; the message tells which and why."""
 
 
+class RanksTimedOut(RanksFailed):
+    """The ranks did not end in time; the message has every rank's stack."""
+
+
 @dataclass
 class _Rank:
     process: ForkProcess
@@ -77,6 +81,12 @@ class _Rank:
         return None if self.done or self.error else self.process.exitcode
 
 
+def import_heavy() -> None:
+    """Import what every rank needs, so that it is there after a fork."""
+    for name in HEAVY:
+        importlib.import_module(name)
+
+
 def run_ranks(
     function: Callable[..., T], world_size: int, *args: Any, timeout: float = 600
 ) -> list[T]:
@@ -93,8 +103,7 @@ def run_ranks(
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise WeftError("this process has used a GPU and cannot be forked; run it as a command")
-    for name in HEAVY:
-        importlib.import_module(name)
+    import_heavy()
     context = multiprocessing.get_context("fork")
     deadline = time.monotonic() + timeout
     ranks: list[_Rank] = []
@@ -133,7 +142,7 @@ def _await(ranks: list[_Rank], deadline: float, timeout: float) -> None:
     while not all(rank.done for rank in ranks):
         remaining = deadline + STACK_SECONDS - time.monotonic()
         if remaining <= 0:
-            raise RanksFailed(_late(ranks, timeout))
+            raise RanksTimedOut(_late(ranks, timeout))
         wait([rank.pipe for rank in ranks if not rank.done], min(remaining, 1.0))
         for rank in ranks:
             rank.receive()

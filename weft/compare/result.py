@@ -24,6 +24,7 @@ from weft.compare.judge import (
 from weft.compare.trials import Losses, Trial, losses_of, measure_trial, usual_loss
 from weft.compare.variants import OWN, Variant
 from weft.compare.verify import layout
+from weft.files import read_json
 from weft.job import difference, flatten
 from weft.observe.curves import loss_unit
 from weft.observe.terminal import shown
@@ -103,7 +104,7 @@ def result_of(
     trials = []
     for each in finished(folder, variants, ended):
         run = _run_of(folder, variants, each)
-        plan = json.loads((run / "plan.json").read_text("utf-8"))
+        plan = read_json(run / "plan.json")
         seed = seed_of(variants, each.variant, each.repeat)
         trials.append(measure_trial(each.variant, each.repeat, seed, run, plan))
     trials.sort(key=lambda trial: (trial.variant, trial.repeat))
@@ -280,7 +281,7 @@ def _table(
             continue
         hours = [t.device_hours for t in mine if t.device_hours is not None]
         final = [loss for (w, _), loss in losses.final.items() if w == v]
-        plan = json.loads((Path(mine[0].folder) / "plan.json").read_text("utf-8"))
+        plan = read_json(Path(mine[0].folder) / "plan.json")
         cells = [
             label,
             str(len(mine)),

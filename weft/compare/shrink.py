@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,9 @@ from weft.job import (
     ParallelSection,
     PrecisionSection,
     Problem,
+    RematSection,
     difference,
+    read_job,
     replace,
 )
 from weft.plan.devices import parse_cluster
@@ -46,6 +48,10 @@ SEQ_LEN = 32
 VOCAB_SIZE = 288  # above 257, the fewest entries of a tokenizer; divisible by many degrees
 
 EXPERTS = 12  # which 2, 3, 4 and 6 ranks can share out
+
+# A job with no more parameters and tokens in a step is at test size, and stays as it is.
+TEST_PARAMS = 1_000_000
+TEST_TOKENS = 4096
 
 # Which axis is given up first where there are too few ranks for two on each.
 GIVEN_UP = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
@@ -108,6 +114,8 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
     """
     notes: list[str] = []
     sizes = _degrees(job, plan, ranks, notes)
+    small = plan.num_params <= TEST_PARAMS and plan.tokens_per_step <= TEST_TOKENS
+    whole = small and sizes == plan.sizes
     here = replace(
         job,
         # With a run's own number of ranks and no cluster, which is another's.
@@ -115,8 +123,8 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         # No tokenizer is made and no text read; the rules want one that fits.
         data={"tokenizer": "train", "vocab_size": 257},
         optim={"warmup_steps": min(job.optim.warmup_steps, 1)},
-        parallel={**sizes, **_parallel(job, plan, sizes, notes)},
-        pipeline=_pipeline(job, plan, sizes, notes),
+        parallel={**sizes, **_parallel(job, plan, sizes, whole, notes)},
+        pipeline={} if whole else _pipeline(job, plan, sizes, notes),
         precision=PrecisionSection(compute="float32").model_dump()
         | {name: value for name, value in job.precision if f"precision.{name}" in keep},
         **({} if "compile.enable" in keep else {"compile": {"enable": False}}),
@@ -130,7 +138,10 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         notes.append("compile.enable: off; to compile here, say --compile.enable true")
     machine = _machine(here, sizes, notes)
     problems: list[Problem] = []
-    for batch, fields in _candidates(job, plan, here, sizes, steps):
+    candidates = _candidates(job, plan, here, sizes, steps)
+    if whole:
+        candidates = itertools.chain([({"steps": steps}, {})], candidates)
+    for batch, fields in candidates:
         kept_whole = {"persist_below": _persist_below(job, plan, fields)}
         trial = replace(here, train=batch, model=fields, parallel=kept_whole)
         try:
@@ -140,14 +151,15 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
             continue
         if unknown := [name for name in SIZES if name not in type(plan.model).model_fields]:
             notes.append(f"the model has no {', '.join(unknown)} to shrink: other sizes stay")
-        elif not fields:
+        elif not fields and not whole:
             notes.append("the model is taken as it is: no smaller one fits its family's rules")
         one = replace(
             trial,
             run={"workers": 1},
             parallel=ParallelSection(dp_shard=1).model_dump(),
             pipeline={"layers": (), "stages_per_rank": "auto"},
-            train={"microbatch": "auto"},
+            train={"microbatch": "auto", "canonical": False},
+            remat=RematSection().model_dump(),
             compile={"enable": False},
         )
         one_plan = resolve(one, Machine("cpu", devices=1, world_size=1))
@@ -156,7 +168,49 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
     raise InvalidJob(problems)
 
 
+# Keys of how a job is computed, which may change when it resumes.
+LAYOUT = ("parallel.", "pipeline.", "remat.", "compile.enable", "train.microbatch")
+
+
+def resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> tuple[Job, Plan]:
+    """Find another layout of a case: that of one process with some keys changed.
+
+    Args:
+        layout: keys of `LAYOUT` with their values as text.
+        ranks: at most so many.
+
+    Raises:
+        InvalidJob: if there is no such layout of this case.
+    """
+    option = "--resume-layout"
+    chosen, _, problems = read_job("demo", layout)
+    for name, text in layout:
+        if not name.startswith(LAYOUT):
+            rule = "changes more than the layout"
+            problems.append(Problem(option, f"{name}={text}", rule, f"use {', '.join(LAYOUT)}"))
+    if problems:
+        raise InvalidJob(problems)
+    changes: dict[str, dict[str, Any]] = {}
+    for section, key in (name.split(".") for name, _ in layout):
+        changes.setdefault(section, {})[key] = getattr(getattr(chosen, section), key)
+    job = replace(case.one_job, **changes)
+    if job.parallel.dp_shard in ("auto", "fit"):
+        job = replace(job, parallel={"dp_shard": 1})
+    assert isinstance(job.parallel.dp_shard, int)
+    world = fixed(job.parallel) * job.parallel.dp_shard
+    if world > ranks:
+        raise InvalidJob([Problem(option, world, f"takes more than {ranks} ranks")])
+    job = replace(job, run={"workers": world})
+    notes: list[str] = []
+    return job, resolve(job, _machine(job, degrees_of(job.parallel), notes))
+
+
 # --------------------------------------------------------------------------- layout
+
+
+def degrees_of(parallel: ParallelSection) -> dict[str, int]:
+    """Return the ranks along each axis of the mesh, where all are numbers."""
+    return {axis: int(getattr(parallel, axis)) for axis in AXES}
 
 
 def _degrees(job: Job, plan: Plan, ranks: int, notes: list[str]) -> dict[str, int]:
@@ -181,12 +235,16 @@ def _degrees(job: Job, plan: Plan, ranks: int, notes: list[str]) -> dict[str, in
     return sizes
 
 
-def _parallel(job: Job, plan: Plan, sizes: dict[str, int], notes: list[str]) -> dict[str, Any]:
-    """Keys beside the degrees that depend on them, or on hardware."""
+def _parallel(
+    job: Job, plan: Plan, sizes: dict[str, int], whole: bool, notes: list[str]
+) -> dict[str, Any]:
+    """Keys beside the degrees that depend on them (not if they are ``whole``), or on hardware."""
     changes: dict[str, Any] = {}
     if job.parallel.async_tp:
         changes["async_tp"] = False
         notes.append("parallel.async_tp: off; it needs GPUs that reach each other's memory")
+    if whole:
+        return changes
     to, shards = plan.reshard_after_forward, sizes["dp_shard"] * sizes["cp"]
     if plan.ep > 1:
         changes["ep"] = next(n for n in (2, shards) if shards % n == 0)

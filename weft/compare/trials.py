@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from weft.files import reading
 from weft.observe.jsonl import read_records
 from weft.observe.record import device_hours
 
@@ -65,6 +66,11 @@ def measure_trial(
     Args:
         plan: the run's ``plan.json``.
     """
+    with reading(folder / "metrics.jsonl"):
+        return _measure(variant, repeat, seed, folder, plan)
+
+
+def _measure(variant: int, repeat: int, seed: int, folder: Path, plan: Mapping[str, Any]) -> Trial:
     records = read_records(folder / "metrics.jsonl")
     warm, cold = split_warm_up(records)
     seconds = [record["step_seconds"] for record in warm]

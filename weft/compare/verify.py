@@ -2,11 +2,15 @@
 
 A layout is right if, from equal weights and equal tokens, it computes one process's loss,
 gradient norm and *gradients*, to rounding.  Losses alone prove little: a gradient that is twice
-too large, or summed over half of the ranks, shows in no loss for hundreds of steps.  Parameters
-prove little the other way: AdamW divides by the root of the second moment, and where that is
-nearly zero it makes of rounding a step of full size, so that between correct layouts some entries
-drift by up to 3e-4 in ten steps.  So every gradient is judged entry by entry, but updates of
-parameters loosely, by their length and direction; the largest difference of an entry is shown.
+too large, or summed over half of the ranks, shows in no loss for hundreds of steps.  So every
+gradient is judged entry by entry, and by the factor that it is off as a whole, which roundings of
+many entries hardly move.  Updates are made of equal gradients, and judged by their length and
+direction; the largest difference of an entry is shown.
+
+How much is rounding depends on dtypes, sizes and the model.  So it is measured: one process is
+trained again, each output of a module and each gradient of one multiplied by 1 + u eps, u between
+-1 and 1 (`weft.compare.measure.Noise`; Jiang et al., TTrace, arXiv:2506.09280, do so with the
+inputs of modules).  What that moves, times `FACTOR`, is the limit.
 
 The recipe is shrunk to test size (`weft.compare.shrink`), trained for a few steps by one process
 and by its layout on this machine's CPU, with the very code that trains (`weft.compare.measure`),
@@ -20,8 +24,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from weft.compare.measure import (
@@ -33,31 +38,69 @@ from weft.compare.measure import (
     apart,
     finite,
     measure,
+    measure_one,
     ratio,
 )
 from weft.compare.ranks import run_ranks
-from weft.compare.shrink import Case, plan_of_recipe, shrink
+from weft.compare.shrink import Case, plan_of_recipe, resume_layout, shrink
 from weft.files import only_finite
 from weft.job import InvalidJob, Job, Problem, read_job
+from weft.plan.resolve import Plan
 from weft.plan.stages import align
 from weft.train.check import check_names
+
+# A limit is a floor, and so many times what noise of the size of rounding makes of one process.
+# Of some hundred random layouts that are right none was beyond 2.5 times that.
+FACTOR = 3.0
+REPETITIONS = 2  # of one process, with different noise
+# What another order of sums makes of small tensors, and of the mean of many losses.
+FLOOR = {"float32": 2e-6, "bfloat16": 2e-4}
+# Gradient norms and updates are float32, of equal gradients; Muon's iteration makes 1e-5 of 1e-7.
+NORM_FLOOR, UPDATE_FLOOR = 1e-5, 1e-4
 
 
 @dataclass(frozen=True)
 class Limits:
     """Relative differences above which something is wrong."""
 
-    tolerance: float  # of losses, gradient norms and gradients
-    forward: float  # of fingerprints: sharper, since a wrong slice of one matrix moves them little
-    updates: float  # of parameters: looser, as said above
+    loss: float
+    grad_norm: float
+    eval_loss: float
+    forward: dict[str, float] = field(repr=False)  # of fingerprints
+    gradients: dict[str, float] = field(repr=False)  # of the largest entry
+    factors: dict[str, float] = field(repr=False)  # of the factor by which a gradient is off 1
+    updates: dict[str, float] = field(repr=False)
 
 
-# What correct layouts reach: gradients 1e-6, fingerprints 1e-7, updates 4e-4.
-FLOAT32 = Limits(1e-4, 1e-5, 0.05)
-# Each product of matrices is rounded to 3 digits: 1e-2, 4e-3 and 0.3.
-BFLOAT16 = Limits(5e-2, 2e-2, 0.6)
-# Rounding in float32 moves a number across the edge between two of float8, 6 % apart: the same.
-FLOAT8 = Limits(1e-1, 2e-2, 0.6)
+def find_limits(one: Measured, noisy: Sequence[Measured], compute_dtype: str) -> Limits:
+    """Derive the limits from one process without and with noise."""
+    floor = FLOOR[compute_dtype]
+    pairs = [pair for other in noisy for pair in zip(one.steps, other.steps, strict=True)]
+
+    def limit(moved: Iterable[float], floor: float = floor) -> float:
+        return floor + FACTOR * max(moved, default=0.0)
+
+    factors = {
+        name: max(abs(other.gradients[name].factor - 1) for _, other in pairs) for name in one.names
+    }
+    usual = sum(factors.values()) / max(1, len(factors))  # one that is small is so by chance
+    return Limits(
+        loss=limit(_relative(other.loss, step.loss) for step, other in pairs),
+        grad_norm=limit((), NORM_FLOOR),
+        eval_loss=limit(_relative(other.eval_loss, one.eval_loss) for other in noisy),
+        forward={
+            name: limit(apart(other.forward[name], step.forward[name]) for step, other in pairs)
+            for name in one.steps[0].forward
+        },
+        gradients={
+            name: limit(other.gradients[name].largest for _, other in pairs) for name in one.names
+        },
+        factors={name: limit((factor, usual)) for name, factor in factors.items()},
+        updates={
+            name: limit((other.updates[name] for _, other in pairs), UPDATE_FLOOR)
+            for name in one.steps[0].updates
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -83,9 +126,9 @@ class Report:
 
     holds: bool
     reason: str
-    tolerance: float
-    update_tolerance: float
-    reached: float  # the largest difference of what is judged by the tolerance
+    limits: Limits
+    reached: float  # the largest difference of losses, gradient norms and gradients
+    share: float  # of its limit, that of what comes nearest to it
     recipe: dict[str, int]  # sizes of the mesh's axes in the recipe
     here: dict[str, int]
     shrunk: dict[str, tuple[Any, Any]]
@@ -97,6 +140,7 @@ class Report:
     eval_loss_difference: float
     update_difference: float  # the worst parameter's distance, relative to its way; judged loosely
     parameter_difference: float  # the largest of an entry, absolute; not judged
+    resumed: Report | None = None  # of the layout that resumed from a checkpoint of this one
 
     def to_json(self) -> str:
         """One object; null stands for what is not a number."""
@@ -135,7 +179,9 @@ def verify(
     ranks: int = 8,
     steps: int = 3,
     keep: Collection[str] = (),
+    resume: Sequence[tuple[str, str]] = (),
     tamper: Tamper | None = None,
+    timeout: float = 600,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Train a job's layout and one process, both shrunk, and compare them.
@@ -144,8 +190,11 @@ def verify(
         ranks: at most so many processes.
         steps: optimizer steps.
         keep: keys that are not replaced, among ``compile.enable`` and those of ``precision``.
+        resume: a second layout (`weft.compare.shrink.resume_layout`), which resumes from a
+            checkpoint that the job's layout saves after half of the steps; none: not tried.
         tamper: a test's, to break something: called on every rank of the layout with what
             `weft.train.setup.build` made, and the plan.
+        timeout: seconds for each of the process groups.
         say: told what is going on, in lines.
 
     Raises:
@@ -153,11 +202,32 @@ def verify(
         WeftError: if a rank fails.
     """
     case = shrink(job, plan_of_recipe(job), ranks, steps, keep)
+    later, saved = case, 0
+    if resume:
+        if steps < 2:
+            rule = "leaves no step after the checkpoint of --resume-layout"
+            raise InvalidJob([Problem("--steps", steps, rule, "use 2 or more")])
+        job, plan = resume_layout(case, resume, ranks)
+        later, saved = replace(case, job=job, plan=plan), steps // 2
     say(describe(case))
+
+    def run(job: Job, plan: Plan, **options: Any) -> list[Measured]:
+        train = partial(measure, job, plan, folder, **options)
+        return run_ranks(train, plan.world_size, timeout=timeout)
+
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
-        (one,) = run_ranks(measure, 1, case.one_job, case.one_plan, folder, None)
-        many = run_ranks(measure, case.plan.world_size, case.job, case.plan, folder, tamper)
-    report = compare(case, one, many)
+        repeat = partial(measure_one, case.one_job, case.one_plan, folder, REPETITIONS)
+        ((one, *noisy),) = run_ranks(repeat, 1, timeout=timeout)
+        limits = find_limits(one, noisy, case.plan.compute_dtype)
+        many = run(case.job, case.plan, tamper=tamper, save=saved)
+        report = compare(case, one, many, limits)
+        if resume and report.holds:
+            many = run(later.job, later.plan, resume=saved)
+            resumed = compare(later, one._replace(steps=one.steps[saved:]), many, limits)
+            report = replace(report, resumed=resumed)
+            if not resumed.holds:
+                where = f"resumed from a checkpoint as {layout(later.plan.sizes)}"
+                report = replace(report, holds=False, reason=f"{where}: {resumed.reason}")
     say(table(report))
     return report
 
@@ -165,10 +235,8 @@ def verify(
 # --------------------------------------------------------------------------- judging
 
 
-def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
+def compare(case: Case, one: Measured, many: list[Measured], limits: Limits) -> Report:
     """Judge what the ranks measured."""
-    sharp = case.plan.compute_dtype == case.plan.reduce_dtype == "float32"
-    limits = FLOAT8 if case.plan.float8 != "none" else FLOAT32 if sharp else BFLOAT16
     steps = []
     for i, theirs in enumerate(one.steps):
         # Ranks agree on loss and norm, or the worst of them is what counts.
@@ -180,7 +248,7 @@ def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
         worst = max(gradients, key=lambda name: gradients[name])
         steps.append(
             StepReport(
-                step=i + 1,
+                step=case.job.train.steps - len(one.steps) + i + 1,
                 loss_one=theirs.loss,
                 loss=loss,
                 loss_difference=_relative(loss, theirs.loss),
@@ -201,16 +269,21 @@ def compare(case: Case, one: Measured, many: list[Measured]) -> Report:
         eval_difference,
         *(max(s.loss_difference, s.grad_norm_difference, s.gradient_difference) for s in steps),
     )
+    share = max(
+        eval_difference / limits.eval_loss,
+        *(s.loss_difference / limits.loss for s in steps),
+        *(s.gradients[name] / limits.gradients[name] for s in steps for name in one.names),
+    )
     agreed = (
-        "losses, gradient norms and every gradient agree with one process's within "
-        f"{limits.tolerance:g}; the largest relative difference is {reached:.1e}"
+        "losses, gradient norms, every gradient and update agree with one process's to rounding; "
+        f"the largest relative difference is {reached:.1e}, at most {share:.0%} of a limit"
     )
     return Report(
         holds=wrong is None,
         reason=wrong or agreed,
-        tolerance=limits.tolerance,
-        update_tolerance=limits.updates,
+        limits=limits,
         reached=reached,
+        share=share,
         recipe=case.recipe_sizes,
         here=case.plan.sizes,
         shrunk=case.shrunk,
@@ -233,57 +306,72 @@ def _departures(
     limits: Limits,
 ) -> Iterator[str]:
     """What is wrong, first to last in the order in which it is computed."""
-    for name in one.names:
+    for name in one.initial:
         if _worst(name, [rank.initial for rank in many]) > 0:
-            yield f"before the first step: the initial weights differ, first {name}"
+            yield f"before step {steps[0].step}: the weights differ, first {name}"
     for i, report in enumerate(steps):
+        step = report.step
         if wrong := _departure(i, one, many, report, limits):
-            yield f"step {i + 1}: {wrong}" + (f"; step {i} agrees" if i else "")
-        for name in one.names:
+            yield f"step {step}: {wrong}" + (f"; step {step - 1} agrees" if i else "")
+        for name in one.steps[i].updates:
             update = max(rank.steps[i].updates.get(name, 0.0) for rank in many)
-            if update > limits.updates:
+            if update > limits.updates[name]:
                 yield (
-                    f"step {i + 1}: gradients agree; the optimizer's updates depart first in "
-                    f"{name} ({update:.1e} of their length)"
+                    f"step {step}: gradients agree; the optimizer's updates depart first in "
+                    f"{name} ({update:.1e} of their length, limit {limits.updates[name]:.1e})"
                 )
-    if eval_difference > limits.tolerance:
-        yield f"training agrees; the evaluation loss departs ({eval_difference:.1e})"
+    if eval_difference > limits.eval_loss:
+        size = _size(eval_difference, limits.eval_loss)
+        yield f"training agrees; the evaluation loss departs ({size})"
 
 
 def _departure(
     i: int, one: Measured, many: list[Measured], report: StepReport, limits: Limits
 ) -> str:
     """Where step ``i`` departs first; empty if it does not."""
-    differ = [name for name in reversed(one.names) if report.gradients[name] > limits.tolerance]
-    others = max(report.loss_difference, report.grad_norm_difference)
-    if not differ and others <= limits.tolerance:
+    differ = [
+        name
+        for name in reversed(one.names)
+        if any(_departs(rank, i, name, limits) for rank in many)
+        or report.gradients[name] == math.inf
+    ]
+    loss_departs = report.loss_difference > limits.loss
+    if not (differ or loss_departs or report.grad_norm_difference > limits.grad_norm):
         return ""
     for name, distance in report.forward.items():
-        if distance > limits.forward:
-            return f"forward departs first {_place(name, list(report.forward))} ({distance:.1e})"
+        if distance > limits.forward[name]:
+            place = _place(name, list(report.forward))
+            return f"forward departs first {place} ({_size(distance, limits.forward[name])})"
     agrees = "forward agrees" + (", block by block" if report.forward else "")
-    loss = f"the loss departs ({report.loss_difference:.1e})"
+    loss = f"the loss departs ({_size(report.loss_difference, limits.loss)})"
     if not differ:
-        if report.loss_difference > limits.tolerance:
+        if loss_departs:
             return f"{agrees}; {loss}, and no gradient: only what is told of it"
-        norm = f"the gradient norm departs ({report.grad_norm_difference:.1e})"
-        return f"{agrees}, and so do gradients; {norm}"
-    also = f"{loss}, and " if report.loss_difference > limits.tolerance else ""
+        size = _size(report.grad_norm_difference, limits.grad_norm)
+        return f"{agrees}, and so do gradients; the gradient norm departs ({size})"
+    also = f"{loss}, and " if loss_departs else ""
     name = differ[0]
+    size = _size(report.gradients[name], limits.gradients[name])
     if len(differ) == len(one.names):
         # What they have in common lies above the blocks.
-        factor = _common_factor([rank.steps[i].gradients for rank in many])
+        factor = _common_factor([rank.steps[i].gradients for rank in many], limits)
         if factor is not None:
             why = "the loss's normalisation" if also else "sums over ranks or microbatches"
             return f"{agrees}; {also}every gradient is {factor:.4g} times one process's: {why}"
         why = "the head, the loss or its normalisation"
-        depart = f"every gradient departs, first {name} ({report.gradients[name]:.1e})"
-        return f"{agrees}; {also}{depart}: {why}"
-    on = [n for n, rank in enumerate(many) if _departs(rank, i, name, limits.tolerance)]
+        return f"{agrees}; {also}every gradient departs, first {name} ({size}): {why}"
+    on = [n for n, rank in enumerate(many) if _departs(rank, i, name, limits)]
     holders = [n for n, rank in enumerate(many) if name in rank.steps[i].gradients]
-    where = "" if on == holders else f", on rank {' and '.join(map(str, on))} only"
-    depart = f"gradients depart first in {name} ({report.gradients[name]:.1e}{where})"
-    return f"{agrees}; {also}{depart}"
+    where = "" if on == holders else f" on rank {' and '.join(map(str, on))} only"
+    if report.gradients[name] <= limits.gradients[name]:
+        off = max(abs(many[n].steps[i].gradients[name].factor - 1) for n in on)
+        size = f"by a factor, {_size(off, limits.factors[name])}"
+    return f"{agrees}; {also}gradients depart first in {name}{where} ({size})"
+
+
+def _size(distance: float, limit: float) -> str:
+    """How large a departure is, and the limit that applies."""
+    return f"{distance:.1e}, limit {limit:.1e}"
 
 
 def _forward(theirs: dict[str, Sums], ranks: list[dict[str, Sums]]) -> dict[str, float]:
@@ -311,18 +399,22 @@ def _worst(name: str, ranks: Iterable[dict[str, Difference]]) -> float:
     return max((rank[name].largest for rank in ranks if name in rank), default=math.inf)
 
 
-def _departs(rank: Measured, i: int, name: str, tolerance: float) -> bool:
+def _departs(rank: Measured, i: int, name: str, limits: Limits) -> bool:
     found = rank.steps[i].gradients.get(name)
-    return found is not None and found.largest > tolerance
+    return found is not None and (
+        found.largest > limits.gradients[name]
+        or finite(abs(found.factor - 1)) > limits.factors[name]
+    )
 
 
-def _common_factor(ranks: list[dict[str, Difference]]) -> float | None:
+def _common_factor(ranks: list[dict[str, Difference]], limits: Limits) -> float | None:
     """The one factor by which all gradients are off, if there is one."""
     factors = [found.factor for rank in ranks for found in rank.values()]
     if not all(math.isfinite(factor) for factor in factors):
         return None
     low, high = min(factors), max(factors)
-    return low if high - low <= 1e-3 * abs(high) else None
+    near = max(1e-3, *limits.factors.values())
+    return low if high - low <= near * abs(high) else None
 
 
 def _relative(ours: float, theirs: float) -> float:
@@ -384,13 +476,21 @@ def table(report: Report) -> str:
         "",
         f"evaluation loss: one {report.eval_loss_one:.6f}, layout {report.eval_loss:.6f}, "
         f"off by {report.eval_loss_difference:.1e}",
-        f"updates of parameters: off by {report.update_difference:.1e} of their length "
-        f"(limit {report.update_tolerance:g}); the largest difference of an entry, not "
-        f"judged, is {report.parameter_difference:.1e}",
+        f"updates of parameters: off by {report.update_difference:.1e} of their length; the "
+        f"largest difference of an entry, not judged, is {report.parameter_difference:.1e}",
+        *([resumed_line(report.resumed)] if report.resumed else []),
         "",
         f"{'holds' if report.holds else 'DOES NOT HOLD'}: {report.reason}",
     ]
     return "\n".join(lines)
+
+
+def resumed_line(report: Report) -> str:
+    """Describe how far the layout that resumed is from one process."""
+    return (
+        f"resumed from a checkpoint as {layout(report.here)}: gradients off by "
+        f"{report.reached:.1e}, updates by {report.update_difference:.1e} of their length"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -10,11 +10,13 @@ import fcntl
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from weft.data.integrity import find_damage
 from weft.data.store import (
+    FORMAT,
     STORE_FILE,
     TOKENIZER_FILE,
     Manifest,
@@ -40,6 +42,9 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+
+PREPARES = "waiting for another process that prepares the same text"
+REPORTED_BYTES = 1 << 28  # of a store whose check is worth a line of progress
 
 
 def counting(report: Report, message: str, total: int) -> Callable[[int], None]:
@@ -81,9 +86,11 @@ def refuse(problems: Sequence[Problem]) -> None:
 # --------------------------------------------------------------------------- stores
 
 
-def open_given(section: DataSection, tokenizer_hash: str | None) -> Store:
+def open_given(
+    section: DataSection, tokenizer_hash: str | None, cache: Path, report: Report
+) -> Store:
     """The store that the path is, which must be of the tokenizer that is given, if one is."""
-    store = open_store(section.path)
+    store = open_verified(section.path, cache, report)
     if tokenizer_hash not in (None, store.manifest.tokenizer_hash):
         rule = f"does not match the store {section.path}, which was prepared with another"
         remedy = f"use {store.path / TOKENIZER_FILE}"
@@ -101,29 +108,93 @@ def prepared_once(
         build: makes all of a store in a folder but ``store.json``, which comes last.
     """
     folder = cache / "stores" / hash_json(content)
-    if is_store(folder):
-        return open_store(folder)
-    with cache_problems(cache), locked(folder, report):
-        if not is_store(folder):  # another process may have made it while this one waited
-            manifest = asdict(build(folder))
-            write_durably(folder / STORE_FILE, json.dumps(manifest, indent=1).encode())
-    return open_store(folder)
+    if not is_store(folder):
+        with cache_problems(cache), locked(folder, report, PREPARES):
+            if not is_store(folder):  # another process may have made it while this one waited
+                manifest = asdict(build(folder))
+                write_durably(folder / STORE_FILE, json.dumps(manifest, indent=1).encode())
+                # The hashes are of the tokens themselves: to read them now would read the same.
+                store = open_store(folder)
+                _remember(_memory(store, cache), store)
+    return open_verified(folder, cache, report)
+
+
+def open_verified(path: str | Path, cache: Path, report: Report, anew: bool = False) -> Store:
+    """Open a store and compare every byte with its manifest, unless that was done before.
+
+    The result is remembered below ``cache`` for path, size, modification time and inode of every
+    file: a store that changes is read again.  One process reads it, others wait.
+
+    Args:
+        report: is called with the progress through a large store.
+        anew: ignore what is remembered.
+
+    Raises:
+        InvalidJob: one problem for each file that is missing, damaged, or does not fit the
+            vocabulary.
+    """
+    store = open_store(path)
+    memory = _memory(store, cache)
+    if not anew and memory.is_file():
+        return store
+    with ExitStack() as stack:
+        remembered = True
+        try:
+            lock = locked(memory.parent, report, "waiting for another process that checks the data")
+            stack.enter_context(lock)
+        except OSError as error:  # of a cache that cannot be written
+            remembered = False
+            why = f"{cache} cannot be written: {error.strerror or error}"
+            report(Progress(f"checking {store.path} at every start, because {why}"))
+        if not anew and memory.is_file():  # written while this process waited
+            return store
+        if remembered:
+            memory.unlink(missing_ok=True)
+        size = sum(s.size_bytes for split in store.splits for s in split.files)
+        shown = report if size >= REPORTED_BYTES else lambda progress: None
+        refuse(find_damage(store, counting(shown, f"checking {store.path}", size)))
+        if remembered:
+            _remember(memory, store)
+    return store
+
+
+def _memory(store: Store, cache: Path) -> Path:
+    """The file that says that a store was checked, in the state that its files are in now."""
+    files: list[list[object]] = []
+    for split in store.splits:
+        for shard in split.files:
+            file = store.path / shard.file
+            stat = file.stat()
+            state = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+            files.append([str(file.absolute()), *state, shard.begin, shard.size_bytes, shard.xxh3])
+    manifest = store.manifest
+    name = hash_json([FORMAT, manifest.dtype, manifest.vocab_size, files])
+    return cache / "verified" / name / "verified.json"
+
+
+def _remember(memory: Path, store: Store) -> None:
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(memory, json.dumps({"store": str(store.path)}).encode())
 
 
 @contextmanager
-def locked(folder: Path, report: Report) -> Iterator[None]:
-    """Hold the folder's lock, which the system frees should this process die."""
+def locked(folder: Path, report: Report, waiting: str) -> Iterator[None]:
+    """Hold the folder's lock, which the system frees should this process die.
+
+    Args:
+        waiting: what to report while another process holds it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
-        waiting = False
+        reported = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not waiting:
-                    report(Progress("waiting for another process that prepares the same text"))
-                waiting = True
+                if not reported:
+                    report(Progress(waiting))
+                reported = True
                 time.sleep(0.1)
         for stale in folder.glob("*.tmp"):  # of an attempt that was killed
             stale.unlink()

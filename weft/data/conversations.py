@@ -45,6 +45,7 @@ from weft.data.chat import (
     load_template,
     parse,
 )
+from weft.data.document_tokens import RECORD, record_of
 from weft.data.files import changed
 from weft.data.records import Fault, Unit, lines, record_units
 from weft.data.shards import entropy_nats
@@ -143,7 +144,7 @@ def _look(path: str) -> Found:
 def _store(section: DataSection, writer: Writer, cache: Path, report: Report) -> Store:
     path = section.path
     if is_store(path):
-        store = open_given(section, writer.hash)
+        store = open_given(section, writer.hash, cache, report)
         if (section.format == "preferences") != (store.manifest.kind == "preferences"):
             rule = f"is a store of {store.manifest.kind}, not of {section.format}"
             raise InvalidJob([Problem("data.path", path, rule, "use another data.format")])
@@ -151,7 +152,8 @@ def _store(section: DataSection, writer: Writer, cache: Path, report: Report) ->
     units = record_units(path, _look(path), WHOLE, None)
     survey = _survey(units, section, report)
     template = [dict(writer.template.sources), dict(writer.template.special)]
-    settings = [FORMAT, LAYOUT, section.format, section.holdout, writer.hash, template]
+    separator = separator_id(writer.tokenizer, section.tokenizer)
+    settings = [FORMAT, LAYOUT, section.format, section.holdout, writer.hash, template, separator]
 
     def build(folder: Path) -> Manifest:
         return _build(folder, units, survey, section, writer, report)
@@ -350,6 +352,8 @@ def _build(
         wrong.raise_any(remedy)
         write_durably(folder / TOKENIZER_FILE, Path(section.tokenizer).expanduser().read_bytes())
         write_durably(folder / TEMPLATE_FILE, writer.template.sources["default"].encode())
+        separator = separator_id(writer.tokenizer, section.tokenizer)
+        write_durably(folder / RECORD, record_of(separator, False).encode())
         write_durably(folder / TOKENS_FILE, json.dumps(dict(writer.template.special)).encode())
         return Manifest(
             format=FORMAT,
@@ -357,7 +361,7 @@ def _build(
             source=section.path,
             dtype=dtype,
             vocab_size=entries,
-            separator=separator_id(writer.tokenizer, section.tokenizer),
+            separator=separator,
             tokenizer_hash=writer.hash,
             unigram_entropy_nats=entropy_nats(frequency),
             skipped_files=0,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -24,6 +24,11 @@ Format = Literal["jsonl", "parquet", "arrow", "tokens"]
 
 ATTEMPTS = 8  # at a request that fails for a reason that passes
 READ_BYTES = 8 << 20  # of a remote file, asked for at once
+# A compressed file may hold so many times its size; a small one may hold FREE_BYTES.
+MOST_EXPANSION, FREE_BYTES = 1000, 256 << 20
+# Of a compressed stream, given to the library by one call: zlib returns at most 1032 times that,
+# zstandard a block of 128 KiB for every four bytes.
+INPUT_BYTES = 256
 
 _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -210,27 +215,42 @@ class CutOff(Exception):
     """A compressed file that ends early, or is none."""
 
 
-def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
+def most_content(size_bytes: int) -> int:
+    """Return how many bytes of content a file of ``size_bytes`` may hold: more is a decompression
+    bomb, not text."""
+    return max(FREE_BYTES, MOST_EXPANSION * size_bytes)
+
+
+def decompressed(stream: BinaryIO, name: str, size_bytes: int) -> BinaryIO:
     """The contents of a stream that ``name`` says how to decompress.
 
-    Reading raises `CutOff` where they end too early or are damaged.
+    One call of the library returns some megabytes at most.  Reading raises `CutOff` where the
+    contents end too early, are damaged, or are more than `most_content`.
+
+    Args:
+        size_bytes: of the compressed file.
     """
     name = name.lower()
     if name.endswith(".gz"):
-        return _frames(stream, lambda: zlib.decompressobj(wbits=31), zlib.error)
+        return _frames(stream, partial(zlib.decompressobj, wbits=31), zlib.error, size_bytes)
     if name.endswith(".zst"):
         try:
             import zstandard
         except ImportError as error:
             rule, remedy = "needs zstandard, which is not installed", "pip install 'weft[data]'"
             raise InvalidJob([Problem("data.path", ".zst", rule, remedy)]) from error
-        new = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        return _frames(stream, new, zstandard.ZstdError)
+        # The window is memory: a small file has no use for a large one.
+        window = min(1 << 31, max(1 << 27, 64 * size_bytes))
+        new = zstandard.ZstdDecompressor(max_window_size=window).decompressobj
+        return _frames(stream, new, zstandard.ZstdError, size_bytes)
     return stream
 
 
-def _frames(stream: BinaryIO, new: Callable[[], Any], error: type[Exception]) -> BinaryIO:
-    return cast(BinaryIO, io.BufferedReader(_Frames(stream, new, error), 1 << 20))
+def _frames(
+    stream: BinaryIO, new: Callable[[], Any], error: type[Exception], size_bytes: int
+) -> BinaryIO:
+    frames = _Frames(stream, new, error, most_content(size_bytes))
+    return cast(BinaryIO, io.BufferedReader(frames, 1 << 20))
 
 
 class _Frames(io.RawIOBase):
@@ -240,8 +260,11 @@ class _Frames(io.RawIOBase):
     frame that is cut off for its end.
     """
 
-    def __init__(self, stream: BinaryIO, new: Callable[[], Any], error: type[Exception]) -> None:
+    def __init__(
+        self, stream: BinaryIO, new: Callable[[], Any], error: type[Exception], most: int
+    ) -> None:
         self._stream, self._new, self._error = stream, new, error
+        self._most = self._left = most  # bytes that may still come out
         self._frame: Any = None
         self._input = b""
         self._output = memoryview(b"")
@@ -253,7 +276,7 @@ class _Frames(io.RawIOBase):
         while not self._output:
             if self._frame is None:
                 self._input = self._input.lstrip(b"\0")  # padding between frames
-            self._input = self._input or self._stream.read(1 << 14)
+            self._input = self._input or self._stream.read(INPUT_BYTES)
             if not self._input:
                 if self._frame is not None:
                     raise CutOff("the compressed file is cut off")
@@ -263,6 +286,12 @@ class _Frames(io.RawIOBase):
                 self._output = memoryview(self._frame.decompress(self._input))
             except self._error as error:
                 raise CutOff(f"the compressed file is damaged: {error}") from error
+            self._left -= len(self._output)
+            if self._left < 0:
+                raise CutOff(
+                    f"the file holds more than {self._most:,} bytes, over {MOST_EXPANSION} times "
+                    "its size: a decompression bomb"
+                )
             ended = self._frame.eof
             self._input = self._frame.unused_data if ended else b""
             if ended:

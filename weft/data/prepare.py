@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.data.cache import (
+    PREPARES,
     Progress,
     Report,
     cache_problems,
@@ -27,6 +28,7 @@ from weft.data.cache import (
     refuse,
 )
 from weft.data.conversations import prepare_conversations
+from weft.data.document_tokens import RECORD, record_of
 from weft.data.documents import read_records
 from weft.data.shards import PIECE_BYTES, Reading, load_encoder, unigram_entropy_nats
 from weft.data.source import Found, look
@@ -71,10 +73,17 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
     for part, reading in zip(parts, readings, strict=True):
         with noting(problems, mixture=True):
             stores.append(
-                open_given(part, given.hash)
+                open_given(part, given.hash, cache, report)
                 if reading is None
                 else _prepare(part, reading, given, cache, SHARD_BYTES, report)
             )
+    for path, store in zip(section.mixture, stores, strict=True):
+        if store.manifest.separator != given.separator:
+            rule = (
+                f"is a store whose documents end with token {store.manifest.separator}, and those "
+                f"of the other sources with token {given.separator}"
+            )
+            problems.append(Problem("data.mixture", path, rule, "prepare it again from its text"))
     refuse(problems)
     with cache_problems(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
@@ -105,7 +114,7 @@ def prepare(
     report = progress or (lambda _: None)
     found, given = _find(section)
     if found is None:
-        return open_given(section, given and given.hash)
+        return open_given(section, given and given.hash, cache, report)
     reading = _read(section, found, cache, shard_bytes, report)
     return _prepare(section, reading, given, cache, shard_bytes, report)
 
@@ -115,6 +124,7 @@ class _Given(NamedTuple):
 
     file: Path
     hash: str
+    separator: int
 
 
 def _find(section: DataSection) -> tuple[Found | None, _Given | None]:
@@ -135,8 +145,8 @@ def _find(section: DataSection) -> tuple[Found | None, _Given | None]:
     else:
         with noting(problems):
             tokenizer, digest = load_tokenizer(section.tokenizer)
-            separator_id(tokenizer, section.tokenizer)
-            given = _Given(Path(section.tokenizer).expanduser(), digest)
+            separator = separator_id(tokenizer, section.tokenizer)
+            given = _Given(Path(section.tokenizer).expanduser(), digest, separator)
     refuse(problems)
     return found, given
 
@@ -160,13 +170,16 @@ def _prepare(
     report: Report,
 ) -> Store:
     settings = [FORMAT, PIECE_BYTES, shard_bytes, section.holdout, section.invalid_utf8]
-    recipe = given.hash if given else ["train", section.vocab_size, TRAINING_BYTES]
+    recipe = (
+        [given.hash, given.separator] if given else ["train", section.vocab_size, TRAINING_BYTES]
+    )
     content = [settings, recipe, reading.content]
 
     def build(folder: Path) -> Manifest:
         file = folder / TOKENIZER_FILE
         if given:
             write_durably(file, given.file.read_bytes())
+            write_durably(folder / RECORD, record_of(given.separator, True).encode())
         else:
             _train(file, [reading], section.vocab_size, report)
         encoder = load_encoder(file)
@@ -207,9 +220,10 @@ def _shared_tokenizer(
         settings = [section.vocab_size, TRAINING_BYTES, section.holdout, section.invalid_utf8]
         key = hash_json([settings, [reading.content for reading in texts]])
         file = cache / "tokenizers" / key / TOKENIZER_FILE
-        with cache_problems(cache), locked(file.parent, report):
+        with cache_problems(cache), locked(file.parent, report, PREPARES):
             _train(file, texts, section.vocab_size, report)
-    return _Given(file, load_tokenizer(file)[1])
+    tokenizer, digest = load_tokenizer(file)
+    return _Given(file, digest, separator_id(tokenizer, file))
 
 
 def _train(file: Path, readings: Sequence[Reading], vocab_size: int, report: Report) -> None:

@@ -22,6 +22,7 @@ from weft.data.files import (
     decompressed,
     format_of,
     is_compressed,
+    most_content,
     open_file,
     unreadable,
 )
@@ -134,6 +135,7 @@ def _row_groups(file: File, size: int) -> list[Unit]:
     units = []
     with open_file(file) as stream:
         about = _parquet(file, stream).metadata
+        _check_footer(file, about)
         begin = held = 0
         for group in range(about.num_row_groups):
             held += about.row_group(group).total_byte_size
@@ -206,7 +208,7 @@ def _lines(
     number, place = 0, unit.begin
     try:
         if whole:
-            stream = decompressed(stream, unit.file.name)
+            stream = decompressed(stream, unit.file.name, unit.file.size_bytes)
         elif unit.begin:
             stream.seek(unit.begin - 1)
             place -= 1
@@ -216,18 +218,17 @@ def _lines(
                 if not part or part.endswith(b"\n"):
                     break
         while whole or place < unit.end:
-            line = stream.readline(LINE_BYTES + 1)
-            if not line:
+            line, size = _read_line(stream)
+            if not size:
                 break
             if place == 0 and line.startswith(codecs.BOM_UTF8):
                 line = line[3:]
-                place += 3
             if place == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 yield 1, Fault(1, "the file is UTF-16, not UTF-8", last=True)
                 return
             number += 1
-            place += len(line)
-            if len(line) > LINE_BYTES:
+            place += size
+            if size > LINE_BYTES:
                 what = f"is longer than {LINE_BYTES >> 20} MiB; is each document a line?"
                 yield number, Fault(number, what, last=True)
                 return
@@ -237,6 +238,19 @@ def _lines(
         yield number + 1, Fault(number + 1, str(error), last=True)
     except OSError as error:
         raise unreadable(unit.file, error) from error
+
+
+def _read_line(stream: BinaryIO) -> tuple[bytes, int]:
+    """Return the next line and its size; nothing of a line that is longer than `LINE_BYTES`."""
+    parts: list[bytes] = []
+    size = 0
+    while size <= LINE_BYTES:
+        part = stream.readline(min(LINE_BYTES + 1 - size, 1 << 20))
+        parts.append(part)
+        size += len(part)
+        if not part or part.endswith(b"\n"):
+            return (parts[0] if len(parts) == 1 else b"".join(parts)), size
+    return b"", size
 
 
 _decode = json.JSONDecoder().decode
@@ -334,10 +348,35 @@ def _tables(unit: Unit, columns: Sequence[str], after: int) -> Iterator[Any]:
         return
     with open_file(unit.file) as stream:
         read = _parquet_tables if unit.kind == "parquet" else _arrow_tables
-        for table in read(unit, stream, columns):
+        for table in _limited(unit, read(unit, stream, columns)):
             if after < len(table):
                 yield table.slice(after)
             after = max(0, after - len(table))
+
+
+def _limited(unit: Unit, tables: Iterable[Any]) -> Iterator[Any]:
+    """Yield tables until they hold more than a file of that size may.
+
+    Raises:
+        InvalidJob: they do.
+    """
+    import pyarrow.compute as pc
+
+    most = most_content(unit.file.size_bytes)
+    left = most
+    for table in tables:
+        for column in table.columns:
+            lengths = _lengths(column)
+            if lengths is None:
+                left -= column.nbytes
+            else:
+                indices = getattr(column, "indices", None)
+                every = lengths if indices is None else lengths.take(indices)
+                left -= pc.sum(every).as_py() or 0
+        if left < 0:
+            rule = f"holds more than {most:,} bytes in {unit.file.size_bytes:,} bytes of file"
+            raise _wrong(unit.file, f"{rule}: a decompression bomb")
+        yield table
 
 
 def _values(column: Any, unit: Unit, field: str) -> Iterator[bytes | None]:
@@ -354,12 +393,36 @@ def _values(column: Any, unit: Unit, field: str) -> Iterator[bytes | None]:
     yield from column.cast(pa.large_binary()).to_pylist()
 
 
-def _parquet(file: File, stream: BinaryIO) -> Any:
+def _check_footer(file: File, about: Any) -> None:
+    """Refuse a Parquet file whose columns are declared as far larger than they are stored.
+
+    Raises:
+        InvalidJob: a size is negative, or more than `most_content` of what is stored.
+    """
+    for group in range(about.num_row_groups):
+        row_group = about.row_group(group)
+        sizes = [row_group.num_rows, row_group.total_byte_size]
+        for number in range(row_group.num_columns):
+            column = row_group.column(number)
+            stored, content = column.total_compressed_size, column.total_uncompressed_size
+            sizes += [stored, content]
+            if content > most_content(min(stored, file.size_bytes)):
+                rule = (
+                    f"row group {group + 1} declares {content:,} bytes of {column.path_in_schema} "
+                    f"in {stored:,} stored bytes: a decompression bomb"
+                )
+                raise _wrong(file, rule)
+        if min(sizes) < 0:
+            raise _wrong(file, f"is damaged: row group {group + 1} has a negative size")
+
+
+def _parquet(file: File, stream: BinaryIO, columns: Sequence[str] = ()) -> Any:
     pa = _pyarrow(file)
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(stream)
+        # A text that comes again and again is held once.
+        return pq.ParquetFile(stream, read_dictionary=list(columns))
     except (pa.ArrowException, OSError) as error:
         raise _wrong(file, f"is not a Parquet file: {error}") from error
 
@@ -367,15 +430,61 @@ def _parquet(file: File, stream: BinaryIO) -> Any:
 def _parquet_tables(unit: Unit, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
     import pyarrow as pa
 
-    parquet = _parquet(unit.file, stream)
+    parquet = _parquet(unit.file, stream, columns)
     present = _present(unit.file, columns, parquet.schema_arrow.names)
     groups = range(unit.begin, unit.end)
     rows = sum(parquet.metadata.row_group(group).num_rows for group in groups)
     at_once = max(1, min(4096, ROWS_BYTES * rows // max(1, unit.size_bytes)))
     try:
-        yield from parquet.iter_batches(at_once, row_groups=list(groups), columns=present)
+        batches = parquet.iter_batches(at_once, row_groups=list(groups), columns=present)
+        yield from _in_slices(batches)
     except (pa.ArrowException, OSError) as error:
         raise _wrong(unit.file, f"is damaged: {error}") from error
+
+
+def _in_slices(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches in slices that take some megabytes as Python's objects, or have one row.
+
+    Raises:
+        pyarrow.ArrowException: offsets or indices point outside of a batch.
+    """
+    import pyarrow.compute as pc
+
+    for batch in batches:
+        longest = 1
+        for column in batch.columns:
+            _validate(column)
+            lengths = _lengths(column)
+            if lengths is not None:
+                longest = max(longest, pc.max(lengths).as_py() or 0)
+        rows = max(1, ROWS_BYTES // longest)
+        for first in range(0, len(batch), rows):
+            yield batch.slice(first, rows)
+
+
+def _validate(column: Any) -> None:
+    """Check the offsets and indices of an array; texts may be of any bytes."""
+    import pyarrow as pa
+
+    plain = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+    if pa.types.is_dictionary(column.type):
+        _validate(column.dictionary)
+        if column.dictionary.type in plain:
+            texts = column.dictionary.view(plain[column.dictionary.type])
+            column = pa.DictionaryArray.from_arrays(column.indices, texts, safe=False)
+    elif column.type in plain:
+        column = column.view(plain[column.type])
+    column.validate(full=True)
+
+
+def _lengths(column: Any) -> Any:
+    """Return bytes of each text of an array, or of its dictionary; None: it holds no texts."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = getattr(column, "dictionary", column)
+    texts = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+    return pc.binary_length(values) if values.type in texts else None
 
 
 def _arrow_tables(unit: Unit, stream: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
@@ -386,13 +495,13 @@ def _arrow_tables(unit: Unit, stream: BinaryIO, columns: Sequence[str]) -> Itera
             file = pa.ipc.open_file(stream)
             present = _present(unit.file, columns, file.schema.names)
             for index in range(file.num_record_batches):
-                yield file.get_batch(index).select(present)
+                yield from _in_slices([file.get_batch(index).select(present)])
         except pa.ArrowInvalid:
             stream.seek(0)
             reader = pa.ipc.open_stream(stream)
             present = _present(unit.file, columns, reader.schema.names)
             for batch in reader:
-                yield batch.select(present)
+                yield from _in_slices([batch.select(present)])
     except (pa.ArrowException, OSError) as error:
         raise _wrong(unit.file, f"is not an Arrow file, or damaged: {error}") from error
 

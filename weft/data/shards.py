@@ -107,7 +107,7 @@ def load_encoder(file: Path) -> Encoder:
     """
     tokenizer, digest = load_tokenizer(file)
     entries = vocab_entries(tokenizer)
-    separator = separator_id(tokenizer, str(file))
+    separator = separator_id(tokenizer, file)
     return Encoder(tokenizer, digest, separator, entries, token_dtype(entries))
 
 

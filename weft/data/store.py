@@ -22,8 +22,8 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -177,6 +177,11 @@ class Store:
         return load_tokenizer(self.path / TOKENIZER_FILE)[0]
 
     @property
+    def splits(self) -> tuple[Split, Split]:
+        """The train and the validation split."""
+        return self.manifest.train, self.manifest.validation
+
+    @property
     def fingerprint(self) -> str:
         """Identifies the content (tokens of both splits, tokenizer), wherever the store lies."""
         m = self.manifest
@@ -222,12 +227,13 @@ def is_store(path: str | Path) -> bool:
     return found[0] and any(found[1:])
 
 
-def open_store(path: str | Path, *, check_content: bool = False) -> Store:
-    """Open a prepared store, after comparing its files with its ``store.json``.
+def open_store(path: str | Path) -> Store:
+    """Open a prepared store, after comparing the sizes of its files with its ``store.json``.
+
+    The content is compared by `weft.data.cache.open_verified`.
 
     Args:
         path: the store's folder.
-        check_content: compare the hash of every shard too, not only its size (reads them all).
 
     Raises:
         InvalidJob: one problem for each file that is missing, damaged or replaced.
@@ -243,20 +249,14 @@ def open_store(path: str | Path, *, check_content: bool = False) -> Store:
             shard.foreign and size >= shard.begin + shard.size_bytes
         ):
             wrong.append(f"{shard.file} has {size} bytes, not {shard.size_bytes}")
-        elif check_content and _content_hash(folder, shard) != shard.xxh3:
-            wrong.append(f"{shard.file} has other content than it was prepared with")
     try:
         if load_tokenizer(folder / TOKENIZER_FILE)[1] != manifest.tokenizer_hash:
             wrong.append("tokenizer.json is not the one that it was prepared with")
     except InvalidJob as invalid:
         wrong += [f"tokenizer.json {problem.rule}" for problem in invalid.problems]
     if wrong:
-        raise InvalidJob([_damaged(folder, rule) for rule in wrong])
+        raise InvalidJob([damaged(folder, rule) for rule in wrong])
     return Store(folder, manifest)
-
-
-def _content_hash(folder: Path, shard: Shard) -> str:
-    return hash_tokens(map_shard(folder, "uint8", replace(shard, tokens=shard.size_bytes)))
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -264,14 +264,57 @@ def _read_manifest(folder: Path) -> Manifest:
         data = (folder / STORE_FILE).read_bytes()
         found = json.loads(data).get("format")
         if found != FORMAT:
-            raise InvalidJob([_damaged(folder, f"is a store of format {found}, not {FORMAT}")])
-        return TypeAdapter(Manifest).validate_json(data)
+            raise InvalidJob([damaged(folder, f"is a store of format {found}, not {FORMAT}")])
+        manifest = TypeAdapter(Manifest).validate_json(data)
+        if wrong := list(_contradictions(manifest)):
+            raise InvalidJob([damaged(folder, f"{STORE_FILE}: {rule}") for rule in wrong])
+        return manifest
     except OSError as error:
         rule = f"{STORE_FILE} cannot be read: {error.strerror}"
-    except (ValidationError, ValueError, AttributeError):
+    except (ValidationError, ValueError, AttributeError, RecursionError):
         rule = f"{STORE_FILE} is not what weft wrote"
-    raise InvalidJob([_damaged(folder, rule)])
+    raise InvalidJob([damaged(folder, rule)])
 
 
-def _damaged(folder: Path, rule: str) -> Problem:
-    return Problem("data.path", str(folder), rule, "delete the folder and prepare the text again")
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield a sentence for each number or name of a manifest that cannot be right."""
+    if not 0 <= manifest.separator < manifest.vocab_size:
+        yield (
+            f"separator {manifest.separator} is outside the vocabulary of "
+            f"{manifest.vocab_size} entries"
+        )
+    for name in SPLITS:
+        split: Split = getattr(manifest, name)
+        if split.tokens != sum(shard.tokens for shard in split.shards):
+            yield f"{name}.tokens is {split.tokens}, and its shards do not add up to that"
+        if split.documents < 0 or split.bytes < 0:
+            yield f"{name} has a negative number of documents or bytes"
+        if (split.learned is None) != (split.index is None) or (
+            (split.index is None) != (manifest.kind == "text")
+        ):
+            yield f"{name} does not have the files of a store of kind {manifest.kind}"
+        if split.learned is not None and split.learned.tokens != split.tokens:
+            yield f"{name}.learned has {split.learned.tokens} entries for {split.tokens} tokens"
+        if split.index is not None and split.index.tokens != 3 * split.documents:
+            yield f"{name}.index has {split.index.tokens} numbers for {split.documents} documents"
+        for shard in split.files:
+            dtype = {id(split.learned): "uint8", id(split.index): "int64"}.get(id(shard))
+            width = np.dtype(dtype or manifest.dtype).itemsize
+            if min(shard.tokens, shard.begin) < 0 or shard.size_bytes != shard.tokens * width:
+                yield (
+                    f"{shard.file!r} has {shard.tokens} entries from byte {shard.begin} in "
+                    f"{shard.size_bytes} bytes"
+                )
+            # A store's own file lies in its folder, and what is somebody else's has a whole path.
+            if not shard.foreign and (
+                Path(shard.file).name != shard.file or shard.begin or "\0" in shard.file
+            ):
+                yield f"{shard.file!r} is not the name of a file in the store's folder"
+
+
+DATA_REMEDY = "delete the folder and prepare the text again"
+
+
+def damaged(folder: Path, rule: str, remedy: str = DATA_REMEDY) -> Problem:
+    """Return the problem of a store that is not what was prepared."""
+    return Problem("data.path", str(folder), rule, remedy)

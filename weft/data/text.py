@@ -12,11 +12,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, TypeAdapter, ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from weft.data.store import TOKENIZER_FILE, Store, hash_json, open_store
+from weft.data.store import TOKENIZER_FILE, Store, damaged, hash_json, open_store
 from weft.files import write_durably
+from weft.job import InvalidJob
 
 MIXTURE_FILE = "mixture.json"
 
@@ -77,11 +80,41 @@ def open_text(path: str | Path) -> Text:
         InvalidJob: one problem for each file that is missing, damaged or replaced.
     """
     folder = Path(path)
-    listed = folder / MIXTURE_FILE
-    if not listed.exists():
+    if not (folder / MIXTURE_FILE).exists():
         return single(open_store(folder))
-    found = json.loads(listed.read_bytes())
-    return Text(folder, tuple(Source(s["name"], s["share"], open_store(s["store"])) for s in found))
+    listed = _read_mixture(folder)
+    return Text(
+        folder, tuple(Source(each.name, each.share, open_store(each.store)) for each in listed)
+    )
+
+
+def mixture_stores(folder: Path) -> list[Path]:
+    """Return the directories of a mixture's stores.
+
+    Raises:
+        InvalidJob: ``mixture.json`` is damaged.
+    """
+    return [Path(each.store) for each in _read_mixture(folder)]
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """One entry of ``mixture.json``."""
+
+    name: str
+    share: Annotated[float, Field(gt=0, le=1)]
+    store: str
+
+
+def _read_mixture(folder: Path) -> list[_Listed]:
+    try:
+        data = (folder / MIXTURE_FILE).read_bytes()
+        return TypeAdapter(Annotated[list[_Listed], Field(min_length=1)]).validate_json(data)
+    except OSError as error:
+        rule = f"{MIXTURE_FILE} cannot be read: {error.strerror}"
+    except (ValidationError, RecursionError):
+        rule = f"{MIXTURE_FILE} is not what weft wrote"
+    raise InvalidJob([damaged(folder, rule)])
 
 
 def write_mixture(weights: Mapping[str, float], stores: Sequence[Store], folder: Path) -> Text:

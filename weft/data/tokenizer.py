@@ -12,9 +12,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from xxhash import xxh3_128_hexdigest
 
+from weft.data.document_tokens import END_OF_TEXT, add_start, tokens_beside
 from weft.job import InvalidJob, Problem
-
-END_OF_TEXT = "<|endoftext|>"
 
 # How merges are kept from crossing words, as in Llama 3: contractions, words with the space or
 # sign before them, numbers of up to three digits, signs, newlines, spaces.
@@ -26,19 +25,6 @@ SPLIT = (
     r"|\s*[\r\n]+"
     r"|\s+(?!\S)"
     r"|\s+"
-)
-
-# What the tokenizers of well-known models call the token between documents.
-SEPARATORS = (
-    END_OF_TEXT,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "<|im_end|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "[EOS]",
-    "[SEP]",
 )
 
 
@@ -65,6 +51,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    [end] = tokenizer.get_added_tokens_decoder()
+    add_start(tokenizer, end)  # as every document begins in training
     return _plain(tokenizer)
 
 
@@ -96,23 +84,17 @@ def _plain(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def separator_id(tokenizer: Tokenizer, path: str) -> int:
-    """Id of the special token that ends a document.
+def separator_id(tokenizer: Tokenizer, path: str | Path) -> int:
+    """Return the id of the token that ends a document, by the files beside a ``tokenizer.json``.
 
-    Only special tokens qualify: text that looks like one is not encoded to it, unless the model's
-    own vocabulary has that text, too (as Unigram's may; byte-level BPE's does not).
+    Text that looks like a special token is not encoded to it, unless the model's own vocabulary has
+    that text, too (as Unigram's may; byte-level BPE's does not).  See
+    `weft.data.document_tokens`.
 
     Raises:
-        InvalidJob: the tokenizer has none of the usual ones; ``path`` names it in the message.
+        InvalidJob: nothing names one, or one that does not exist; ``path`` is in the message.
     """
-    added = tokenizer.get_added_tokens_decoder()
-    special = {token.content: id for id, token in added.items() if token.special}
-    for name in SEPARATORS:
-        if name in special:
-            return special[name]
-    rule = "has no special token that ends a document"
-    remedy = f"add one of {' '.join(SEPARATORS)} to it as a special token"
-    raise InvalidJob([Problem("data.tokenizer", path, rule, remedy)])
+    return tokens_beside(tokenizer, path).separator
 
 
 def padded_beyond(entries: int, vocab_size: int) -> bool:

@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from weft.data.chat import Malformed, Writer, load_template
-from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
+from weft.data.document_tokens import IMPORTED, add_start, first_token, tokens_beside
+from weft.data.tokenizer import load_tokenizer, vocab_entries
 from weft.inference.model import Found, LanguageModel
 from weft.job import InvalidJob, Problem
 from weft.models.cache import KeyValueCache, caching
@@ -59,40 +60,40 @@ class Sampling:
 class Speech:
     """How a run's texts are written."""
 
-    tokenizer: Tokenizer
-    begin: int  # the token before every text
+    tokenizer: Tokenizer  # its encode() adds what stands before a text
+    begin: int  # the token of an empty text, where the tokenizer adds none
     ends: frozenset[int]  # tokens after which there is nothing more
     context: int  # the longest row that the model was trained on, in tokens
     chat: Writer | None = None  # prompts are what a user says, written by the chat template
 
 
-def speech_of(found: Found, template: str | None = None, source: str = "huggingface") -> Speech:
-    """Of a run.  An imported one has kept in ``source`` which tokens begin and end its texts.
+def speech_of(found: Found, template: str | None = None) -> Speech:
+    """Return how a run's texts are written: see `weft.data.document_tokens`.
 
     Args:
         template: for conversations: a chat template's file, or auto for the run's own.
 
     Raises:
-        InvalidJob: there is no tokenizer, or no such template.
+        InvalidJob: there is no tokenizer, no end token, or no such template.
     """
-    path = found.run / "tokenizer.json"
+    path, source = found.run / "tokenizer.json", found.run / IMPORTED
     tokenizer, _ = load_tokenizer(path)
-    separator = separator_id(tokenizer, str(path))
-    begin, ends, context = separator, {separator}, found.job.train.seq_len
-    for name in ("config.json", "generation_config.json"):
-        kept = found.run / source / name
-        if kept.is_file():
-            told = json.loads(kept.read_bytes())
-            if isinstance(first := told.get("bos_token_id"), int):
-                begin = first
-            last = told.get("eos_token_id")
-            ends |= set(last if isinstance(last, list) else [] if last is None else [last])
-            context = found.config.max_seq_len  # what it was trained on is not known better
+    tokens = tokens_beside(tokenizer, path)
+    begin, context = tokens.separator, found.job.train.seq_len
+    starts = tokens.starts_documents
+    if (source / "config.json").is_file():
+        first = first_token(tokenizer, source)
+        begin = begin if first is None else first
+        context = found.config.max_seq_len  # what it was trained on is not known better
+    elif starts is None:  # a run from before that was recorded
+        starts = found.job.data.format == "text"
+    if starts:
+        add_start(tokenizer, tokens.separator)
     if template is None:
-        return Speech(tokenizer, begin, frozenset(ends), context)
+        return Speech(tokenizer, begin, tokens.ends, context)
     told = {"tokenizer": str(path), "chat_template": template, "format": "chat"}
     writer = Writer(str(path), load_template(found.job.data.model_copy(update=told)))
-    return Speech(tokenizer, begin, frozenset(ends | writer.ends()), context, writer)
+    return Speech(tokenizer, begin, tokens.ends | writer.ends(), context, writer)
 
 
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
@@ -184,9 +185,8 @@ def rows_of(
 
 def _ids_of(prompt: Prompt, speech: Speech) -> list[int]:
     if speech.chat is None:
-        # A document begins after a separator: that is how the model has seen it in training.
         assert isinstance(prompt, str)
-        return [speech.begin, *speech.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        return list(speech.tokenizer.encode(prompt).ids) or [speech.begin]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         return speech.chat.ask(asked)

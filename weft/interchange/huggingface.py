@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,14 @@ from weft.checkpoint.manifest import CheckpointError, checkpoint_path
 from weft.checkpoint.safetensors import NAMES, Entry, Malformed, parse_json
 from weft.checkpoint.storage import create, is_remote
 from weft.data.cache import Progress, Report
+from weft.data.document_tokens import (
+    IMPORTED,
+    find_document_tokens,
+    tokens_beside,
+    with_start,
+)
 from weft.data.store import TEMPLATE_FILE
-from weft.data.tokenizer import load_tokenizer, padded_beyond, separator_id, vocab_entries
+from weft.data.tokenizer import load_tokenizer, padded_beyond, vocab_entries
 from weft.inference.model import Found, base_of, find_checkpoint
 from weft.interchange.peft import export_adapter, merging
 from weft.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml
@@ -47,7 +53,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # What an imported run keeps of its source, in the folder `SOURCE`, for the export: how a
 # conversation is written as text, and which tokens begin and end.  weft itself reads none of it.
-SOURCE = "huggingface"
+SOURCE = IMPORTED
 KEPT = (
     "config.json",
     "generation_config.json",
@@ -106,10 +112,10 @@ def export_checkpoint(
     if found and family and family.huggingface is None:
         rule, remedy = "has no counterpart in transformers", "give the family one: huggingface"
         problems.append(Problem("model.kind", found.job.model.kind, rule, remedy))
-    special: dict[str, Any] = {}
+    special: _Tokens | None = None
     if found:
         try:
-            special = _special_tokens(found.run, problems)
+            special = _special_tokens(found, problems)
         except InvalidJob as error:
             problems += error.problems
     if found and adapter:
@@ -125,7 +131,7 @@ def export_checkpoint(
     if model and dtype in DTYPES:
         needed = sum(s.numel() for s in model.shapes.values()) * DTYPES[dtype].itemsize
     problems += _check_out("out", out, needed)
-    if problems or found is None or model is None or family is None:
+    if problems or found is None or model is None or family is None or special is None:
         raise InvalidJob(problems)
     expected = shapes(family, found.config)
     if model.shapes != expected:
@@ -183,34 +189,47 @@ def _check_out(key: str, out: Path, needed: int) -> Iterator[Problem]:
             yield Problem(key, str(out), rule, "use another disk, or make room")
 
 
-def _special_tokens(run: Path, problems: list[Problem]) -> dict[str, Any]:
-    """Which tokens begin and end a text, as fields of ``config.json``."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    path = run / "tokenizer.json"
-    tokenizer, _ = load_tokenizer(path)
-    separator = separator_id(tokenizer, str(path))
-    if (run / SOURCE).is_dir():
-        kept = _read_json(run / SOURCE / "config.json", problems) or {}
-        return {name: kept[name] for name in names if name in kept}
-    # A document begins after a separator: that is how the model has seen it.
-    return {"bos_token_id": separator, "eos_token_id": separator}
+class _Tokens(NamedTuple):
+    """The fields of ``config.json``, the special tokens by name, and the ``tokenizer.json``."""
+
+    ids: dict[str, Any]
+    names: dict[str, str | None]
+    tokenizer: bytes
 
 
-def _write_companions(
-    folder: Path, found: Found, config: dict[str, Any], special: dict[str, Any]
-) -> None:
-    """``config.json``, the tokenizer, and what tells transformers which tokens are special."""
+def _special_tokens(found: Found, problems: list[Problem]) -> _Tokens:
+    """The tokens that begin and end a text, as transformers wants to know them."""
     path = found.run / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
-    _copy(path, folder / path.name)
-    write_json(folder / "config.json", config | special)
-    token = tokenizer.id_to_token(separator_id(tokenizer, str(path)))
+    tokens = tokens_beside(tokenizer, path)
+    data = path.read_bytes()
+    last = sorted(tokens.ends)
+    ids: dict[str, Any] = {"eos_token_id": last if len(last) > 1 else last[0]}
+    names = {"eos_token": tokenizer.id_to_token(tokens.separator)}
+    if (found.run / SOURCE).is_dir():
+        kept = _read_json(found.run / SOURCE / "config.json", problems) or {}
+        if kept.get("eos_token_id") is None:
+            kept.pop("eos_token_id", None)
+        known = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return _Tokens(ids | {n: kept[n] for n in known if n in kept}, names, data)
+    starts = tokens.starts_documents
+    if starts or (starts is None and found.job.data.format == "text"):
+        # A document begins after a separator: that is how the model has seen it.
+        data = with_start(data, tokenizer, tokens.separator)
+    first = {"bos_token_id": tokens.separator}
+    return _Tokens(first | ids, {"bos_token": names["eos_token"]} | names, data)
+
+
+def _write_companions(folder: Path, found: Found, config: dict[str, Any], special: _Tokens) -> None:
+    """``config.json``, the tokenizer, and what tells transformers which tokens are special."""
+    with create(folder / "tokenizer.json") as file:
+        file.write(special.tokenizer)
+    write_json(folder / "config.json", config | special.ids)
     made: dict[str, dict[str, Any]] = {
-        "generation_config.json": special,
+        "generation_config.json": special.ids,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": token,
-            "eos_token": token,
+            **special.names,
             "clean_up_tokenization_spaces": False,
             "model_max_length": found.config.max_seq_len,
         },
@@ -261,7 +280,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         problems += found
     model = None if kind is None or config is None else (FAMILIES[kind], config)
     weights = _read_weights(source, model, problems)
-    _check_tokenizer(source / "tokenizer.json", config, force, problems)
+    note = _check_tokenizer(source / "tokenizer.json", config, force, problems)
     kept = [name for name in KEPT if there(source / name)]
     for name in kept[1:]:
         _check_kept(source / name, problems)
@@ -307,7 +326,8 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         with create(folder / "job.toml") as file:
             file.write(to_toml(job, str(source), job).encode())
     dtypes = sorted({NAMES[weights[their_name(name)][1].dtype] for name in expected})
-    return f"{run_dir}: {needed // 4:,} weights, {', '.join(dtypes)} there and float32 here"
+    said = f"{run_dir}: {needed // 4:,} weights, {', '.join(dtypes)} there and float32 here"
+    return f"{said}\n{note}" if note else said
 
 
 def _read_json(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
@@ -344,16 +364,17 @@ def _check_kept(path: Path, problems: list[Problem]) -> None:
         problems.append(Problem(f"{path.name} auto_map", MISSING, rule, "take the field out"))
 
 
-def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Problem]) -> None:
+def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Problem]) -> str:
+    """Return what the files say differently about the end of a text, for people."""
     try:
         _read_small(path)
         tokenizer, _ = load_tokenizer(path)
-        separator_id(tokenizer, str(path))
+        note = find_document_tokens(tokenizer, [path.parent], str(path)).note
     except Malformed as error:
         remedy = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
         problems.append(Problem(path.name, MISSING, str(error), remedy))
-    except InvalidJob as error:
-        problems += error.problems
+    except InvalidJob as error:  # that a file of these is unreadable is reported with the others
+        problems += [each for each in error.problems if each.key not in KEPT]
     else:
         entries = vocab_entries(tokenizer)
         if config and entries > config.vocab_size:
@@ -363,6 +384,8 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Proble
             rule = f"has {entries} entries, and the model {config.vocab_size}: more than padding"
             remedy = "put the model's own there, or say --force if this is the one"
             problems.append(Problem(path.name, MISSING, rule, remedy))
+        return note
+    return ""
 
 
 def _read_weights(

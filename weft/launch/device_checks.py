@@ -7,12 +7,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from weft.launch.facts import TIMED_OUT, Facts, gpus_in, release, topology_in, whole
+from weft.launch.facts import TIMED_OUT, Facts, Measured, gpus_in, release, topology_in, whole
 from weft.launch.finding import Finding, bad, note, ok, warning
 from weft.plan.devices import CPU, Device, device_called, device_named
 
 # Of what the table of devices has: below the first it is worth a word, below the second bad.
 SLOW, BROKEN = 0.8, 0.5
+# Of the processor time that a CPU's processes could use: with less their speed says nothing.
+IDLE = 0.8
 BEHIND = 0.9  # of the median of the node's devices: one that all the others will wait for
 
 
@@ -215,6 +217,9 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
     on_cpu = facts.device == "cpu"
     scale, unit = (1e9, "GFLOP/s of float32") if on_cpu else (1e12, "TFLOP/s")
     seen = f"products {span(here.flops, scale)} {unit}, memory {span(here.bandwidth, 1e9)} GB/s"
+    if busy := busy_with(here):
+        yield note(f"not judged: {busy}; at best {seen}", REPEAT)
+        return
     if on_cpu or device is None:
         yield ok(seen)
         return
@@ -231,6 +236,17 @@ def check_speed(facts: Facts) -> Iterator[Finding]:
                 yield warning(
                     f"device {number}: {what} at {behind}: all others wait for it", remedy
                 )
+
+
+REPEAT = "check again when nothing else runs there; see cores for a control group's limit"
+
+
+def busy_with(here: Measured) -> str:
+    """Why speeds of a CPU cannot be judged; empty if they can."""
+    share = min(here.cpu_share, default=1.0)
+    if share >= IDLE:
+        return ""
+    return f"the machine is busy: others had {1 - share:.0%} of the processor time meanwhile"
 
 
 def span(values: Sequence[float], unit: float) -> str:
@@ -281,6 +297,9 @@ def check_all_reduce(facts: Facts) -> Iterator[Finding]:
         remedy = "it corrupts training: try NCCL_P2P_DISABLE=1 to find the link, and another node"
         yield bad("the sum over ranks is wrong", remedy)
     seen = f"{here.busbw / 1e9:.3g} GB/s of each of {len(here.flops)}"
+    if busy := busy_with(here):
+        yield note(f"not judged: {busy}; {seen}", REPEAT)
+        return
     if device is None:
         yield ok(seen)
         return
@@ -289,7 +308,7 @@ def check_all_reduce(facts: Facts) -> Iterator[Finding]:
     if facts.device == "cuda":
         yield graded(part, seen, "see topology; NCCL_DEBUG=INFO shows which way NCCL takes")
     else:
-        yield note(seen, "usual where others use the cores") if part < BROKEN else ok(seen)
+        yield note(seen, "usual where ranks share few cores") if part < BROKEN else ok(seen)
 
 
 def check_copies(facts: Facts) -> Iterator[Finding]:

@@ -95,7 +95,9 @@ class Measured:
 
     ``busbw``: bytes/s of each in all-reduces, as nccl-tests reckons it; 0 of one device.
     ``pairs``: from, to, and bytes/s of a copy.  ``same``: whether products came out the same every
-    time.  ``clocks``: what `weft.launch.probes.nvidia` saw under load.  ``error``: instead of all.
+    time.  ``clocks``: what `weft.launch.probes.nvidia` saw under load.  ``cpu_share``: of a CPU,
+    the processor time that each process got of what its threads could use; other processes, or a
+    control group's limit, had the rest.  ``error``: instead of all.
     """
 
     device: str = "cpu"
@@ -107,6 +109,7 @@ class Measured:
     right: bool = True  # the sum over ranks
     pairs: tuple[tuple[int, int, float], ...] = ()
     clocks: str = ""
+    cpu_share: tuple[float, ...] = ()
     error: str = ""
 
 

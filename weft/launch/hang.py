@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.manifest import checkpoints
-from weft.job import InvalidJob, Job, Problem
+from weft.files import read_json, reading
+from weft.job import InvalidJob, Job, Problem, WeftError
 from weft.launch.process import log_path, read_reports
 from weft.launch.start import how_to_go_on
 from weft.launch.watchdog import (
@@ -41,7 +42,7 @@ from weft.launch.watchdog import (
     write_evidence,
 )
 from weft.observe.history import job_of
-from weft.observe.jsonl import read_records
+from weft.observe.jsonl import is_number, read_tail
 from weft.parallel.private_watch import collectives_in
 from weft.resilience.heartbeat import Contact, process_began, ranks_text
 from weft.train.position import home_of
@@ -141,9 +142,11 @@ def _evidence(folder: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A file of ours; None if it is gone or no such thing."""
-    with suppress(OSError, ValueError):
-        value = json.loads(path.read_text("utf-8"))
-        if isinstance(value, dict) and "ranks" in value:
+    with suppress(WeftError), reading(path):
+        value = read_json(path)
+        for one in value["ranks"]:  # each as it is read later
+            _seen(one) if isinstance(one, dict) else Contact(*one)
+        if is_number(value["time"]) and isinstance(value["host"], str):
             return value
     return None
 
@@ -216,10 +219,11 @@ def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
 
 def _slow(folder: Path) -> list[str]:
     """Whether the newest record names a rank that slows the others down."""
-    last = (read_records(folder / "metrics.jsonl") or [{}])[-1]
-    if "slow_rank" not in last:
+    last = read_tail(folder / "metrics.jsonl").last or {}
+    slow_ratio = last.get("slow_ratio")
+    if not isinstance(slow_ratio, int | float) or "slow_rank" not in last:
         return []
-    ratio = f"{last['slow_ratio']:.1f} times as long"
+    ratio = f"{slow_ratio:.1f} times as long"
     return [f"rank {last['slow_rank']} is slow, and makes steps {ratio} (step {last['step']})"]
 
 
@@ -267,8 +271,8 @@ def seen_in_dump(rank: int, data: bytes) -> Seen:
 
 def _nothing(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
     """How the run stands, if there is no sign of a hang."""
-    records = read_records(folder / "metrics.jsonl")
-    step = records[-1]["step"] if records else 0
+    last = read_tail(folder / "metrics.jsonl").last
+    step = last["step"] if last else 0
     logs, elsewhere = folder / "logs", {host["host"] for host in hosts} - {socket.gethostname()}
     advice = [f"logs: {logs}"] if logs.is_dir() else []
     if step >= job.train.steps:
@@ -277,7 +281,7 @@ def _nothing(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
         failure = reports[0]
         said = f"no hang: rank {failure['rank']} failed: {failure['kind']}: {failure['message']}"
         advice = [f"log: {log_path(folder, failure['rank'])}", _next(folder, job)]
-    elif not hosts and not records:
+    elif not hosts and last is None:
         said = "no hang: no rank of this run has ever come to its first step"
         advice.append(_next(folder, job))
     elif elsewhere:

@@ -23,6 +23,7 @@ from weft.launch.manifest import (
     RUN_DIR,
     WHOLE,
     Option,
+    check_name,
     command,
     common_problems,
     lines_of,
@@ -59,7 +60,8 @@ LOST_NODES = 6
 def problems(request: Request) -> list[Problem]:
     """What cannot be asked for here."""
     found = common_problems(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
-    if not request.name[0].isalpha():
+    found += check_name(request, f"/runs/{request.name} in the claim")
+    if request.name[:1].isdigit():
         rule = f"names the run {request.name}, and what Kubernetes runs begins with a letter"
         found.append(Problem("run.dir", str(request.run_dir), rule, "use another --run.dir"))
     if request.job.launch.image == "auto":
@@ -87,7 +89,10 @@ def render(request: Request) -> str:
     else:
         documents += _trainjob(request, recipe is not None)
     space = f" -n {options['namespace']}" if "namespace" in options else ""
-    head = f"The nodes of the run {request.name}; its folder is /runs/{request.name} in the claim."
+    head = (
+        f"The nodes of the run {request.name}; its folder is /runs/{request.name} in the claim.\n"
+    )
+    head += f"It is not in {request.run_dir} of this machine, which has the record of this launch."
     return to_yaml(documents, f"{head}\nkubectl apply{space} -f FILE")
 
 

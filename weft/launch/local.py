@@ -37,6 +37,14 @@ from weft.resilience.process import PYTHON, on_one_host
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.where import is_loopback
 
+# A signal so soon after the first is the same one: a terminal sends it to a whole process group,
+# and a wrapper (docker, uv run) passes its own on as well.
+SAME_SECONDS = 1.0
+STOPPING = (
+    "\nCtrl-C: the ranks finish the step and save. Again: they end at once, and the steps since "
+    "the last checkpoint are lost."
+)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -79,7 +87,7 @@ def launch(
 
     Raises:
         Stopped: see above.
-        KeyboardInterrupt: after the ranks were killed, on Ctrl-C or a second signal.
+        KeyboardInterrupt: after the ranks were killed, on a second signal or Ctrl-C.
     """
     folder, several = Path(plan.run_dir), plan.node_counts[-1] > 1
     endpoint = plan.rendezvous if several else "localhost:0"
@@ -107,7 +115,7 @@ def launch(
     failures: list[tuple[float, Failure]] = []
     limit = job.resilience.time_limit
     try:
-        with passing_on_signals(limit, lambda: several and meeting.joining) as came:
+        with passing_on_signals(limit, lambda: several and meeting.joining, say) as came:
             while not (came and several):
                 result = run_once(spec, meeting)
                 if result is None:
@@ -150,7 +158,7 @@ def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(plan.threads))
     # All nodes have as many ranks: they need not tell each other how many.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     if is_loopback(endpoint):
         for name, value in on_one_host(plan.device).items():
             os.environ.setdefault(name, value)
@@ -211,26 +219,44 @@ def judge(failure: Failure, before: list[tuple[float, Failure]], most: int) -> F
 
 
 @contextmanager
-def passing_on_signals(limit: float, waiting: Callable[[], bool]) -> Iterator[list[int]]:
+def passing_on_signals(
+    limit: float, waiting: Callable[[], bool], say: Callable[[str], object]
+) -> Iterator[list[int]]:
     """Inside, the first stop signal goes on to the ranks, and the second one kills them.
+
+    Ranks get SIGTERM, whatever came: a Python process that has not set its handlers yet would end
+    at SIGINT.  They have sessions of their own, so Ctrl-C on a terminal does not reach them.
 
     Args:
         limit: seconds after which the first comes of itself; 0: never.
         waiting: whether there are no ranks to wait for.
+        say: called with what Ctrl-C does.
 
     Yields:
         The stop signals that came.
     """
     came: list[int] = []
-    over = threading.Event()
+    first = 0.0  # when the first came
+    asked, over = threading.Event(), threading.Event()
+
+    def stop_ranks() -> None:
+        asked.wait()
+        if not over.is_set():
+            if came[0] == signal.SIGINT:
+                say(STOPPING)
+            pass_on(signal.SIGTERM, over)
 
     def handle(number: int, frame: object) -> None:
+        nonlocal first
         if came:
+            if time.monotonic() < first + SAME_SECONDS:
+                return
             raise SignalException("a second signal", signal.SIGKILL)
+        first = time.monotonic()  # before the next line: another signal may come between them
         came.append(number)
         if waiting():
             raise Stopped("stopped")
-        threading.Thread(target=pass_on, args=(number, over), daemon=True).start()
+        asked.set()
 
     def expire() -> None:
         if not came:
@@ -241,10 +267,12 @@ def passing_on_signals(limit: float, waiting: Callable[[], bool]) -> Iterator[li
     timer.daemon = True
     if limit:
         timer.start()
+    threading.Thread(target=stop_ranks, daemon=True).start()
     try:
         yield came
     finally:
         over.set()
+        asked.set()  # ends the thread
         timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)

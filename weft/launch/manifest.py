@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weft.job import MISSING, Job, Problem, WeftError, flatten, read_job, recipe_names, suggest
+from weft.job import MISSING, Job, Problem, WeftError, flatten, recipe_names, suggest
 from weft.launch.submit import Request
 
 RUN_DIR = "run.dir"
@@ -109,19 +109,38 @@ def script(lines: Sequence[str], words: Sequence[str]) -> str:
 
 
 def own_recipe(request: Request) -> str | None:
-    """The recipe as a file that stands alone; None of a shipped one, which every node has."""
-    recipe = request.words[2]
-    if recipe in recipe_names():
+    """The recipe, with what the command line overrides, as a file that stands alone; None of a
+    shipped one, which every node has.
+
+    It has neither the run's directory nor the number of nodes: the command names them.
+    """
+    if request.words[2] in recipe_names():
         return None
     import tomli_w
 
-    job, _, _ = read_job(recipe)
     usual, tree = flatten(Job()), dict[str, dict[str, Any]]()
-    for key, value in flatten(job).items():
+    for key, value in flatten(request.job).items():
         section, _, name = key.partition(".")
-        if key not in usual or (value != usual[key] and section != "launch" and key != RUN_DIR):
+        elsewhere = section == "launch" or key in (RUN_DIR, "run.nodes")
+        if key not in usual or (value != usual[key] and not elsewhere):
             tree.setdefault(section, {})[name] = value
     return tomli_w.dumps(tree)
+
+
+def check_name(request: Request, where: str) -> Iterator[Problem]:
+    """Why the cluster cannot name the run as its directory is named.
+
+    The nodes have the run in a directory, or below a prefix, of that name: two runs that another
+    spelling made one would write into the same place.
+
+    Args:
+        where: the place of the run on the nodes, for people.
+    """
+    if request.name and request.run_dir.name != request.name:
+        rule = f"ends in a name that the cluster does not take: the run would be {where}"
+        remedy = f"use another --run.dir, such as {request.run_dir.with_name(request.name)}: a to "
+        remedy += "z, digits and single '-', at most 40 of them"
+        yield Problem(RUN_DIR, str(request.run_dir), rule, remedy)
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]], comment: str) -> str:

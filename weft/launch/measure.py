@@ -34,6 +34,7 @@ SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 81
 SMALL_SHAPES = ((1024, 1024, 1024), (2048, 1024, 4096), (512, 2048, 2048))
 # Bytes that are summed over ranks, and that a device sends to another: enough for their full speed.
 REDUCED, SENT = {"cuda": 1 << 29, "cpu": 1 << 24}, 1 << 28
+BURST_SECONDS = 0.5  # of products on a CPU: several turns of a scheduler, whoever else computes
 BUSY_SECONDS = 1.0  # under load, before clocks are looked at
 
 
@@ -75,6 +76,7 @@ def measure(device: str, ranks: int, threads: int, full: bool, limit: float) -> 
         right=all(one["right"] for one in found),
         pairs=tuple((a, b, rate) for a, b, rate in first["pairs"]),
         clocks=first["clocks"],
+        cpu_share=tuple(one["cpu_share"] for one in found if one["cpu_share"] is not None),
     )
 
 
@@ -118,6 +120,25 @@ def median_seconds(run: Callable[[], object], device: torch.device, least: float
     while sum(took) < least or len(took) < 5:
         took.append(one())
     return statistics.median(took)
+
+
+def best_burst(run: Callable[[], object], threads: int, least: float) -> tuple[float, float]:
+    """Call ``run`` on the CPU for ``least`` seconds, at least five times.
+
+    Returns:
+        Seconds of the fastest call, which other processes have disturbed least, and the share of
+        processor time that all calls got of what ``threads`` threads could use: 1 on an idle
+        machine, for a thread that waits for another one spins.
+    """
+    run(), run()
+    took: list[float] = []
+    began, used = time.perf_counter(), time.process_time()
+    while sum(took) < least or len(took) < 5:
+        start = time.perf_counter()
+        run()
+        took.append(time.perf_counter() - start)
+    whole, used = time.perf_counter() - began, time.process_time() - used
+    return min(took), min(1.0, used / (whole * threads))
 
 
 def in_bf16(a: Tensor, b: Tensor) -> Callable[[], object]:
@@ -239,9 +260,18 @@ def be_measured(rank: int, size: int, kind: str, store: str, full: bool, limit: 
     least = 0.3 if on_gpu else 0.1
     shapes = () if full else (SHAPES[1] if on_gpu else SMALL_SHAPES[0],)
     together()
+    flops, cpu_share = 0.0, None
+    if on_gpu:
+        flops = product_flops(device, shapes, least)
+    else:
+        for m, k, n in shapes or SMALL_SHAPES:
+            run = in_bf16(torch.randn(m, k), torch.randn(n, k))
+            seconds, share = best_burst(run, torch.get_num_threads(), BURST_SECONDS)
+            flops, cpu_share = max(flops, 2 * m * k * n / seconds), min(cpu_share or 1.0, share)
     found: dict[str, Any] = {
         "nccl": nccl() if on_gpu else (),
-        "flops": product_flops(device, shapes, least),
+        "flops": flops,
+        "cpu_share": cpu_share,
         "bandwidth": bandwidth(device, least),
         "same": repeats(device),
         "clocks": clocks_under_load(device, rank == 0) if on_gpu else "",

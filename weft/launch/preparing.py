@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weft.data.cache import Progress as Preparation
+from weft.escaping import escape_controls
 from weft.job import DataSection
 
 LINE_SECONDS = 30.0  # between lines of a stage that goes on, where there is no terminal
@@ -47,7 +48,7 @@ def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
         yield say
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=20),
         TextColumn("{task.percentage:3.0f}%"),
         TimeRemainingColumn(),
@@ -62,6 +63,7 @@ def showing(console: Console) -> Iterator[Callable[[Preparation], None]]:
                 said = progress.message
                 bar.reset(task)  # the time left is of this stage
             total = progress.total or None
-            bar.update(task, description=progress.message, completed=progress.done, total=total)
+            text = escape_controls(progress.message)
+            bar.update(task, description=text, completed=progress.done, total=total)
 
         yield show

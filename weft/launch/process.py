@@ -5,17 +5,20 @@ Nothing heavy is imported: ranks do this before anything else.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from weft.files import write_json
+from weft.escaping import escaping_stream
+from weft.files import describe_cause, read_json, write_json
 from weft.job import WeftError
 
 
@@ -32,21 +35,60 @@ def error_path(folder: Path, rank: int) -> Path:
 def redirect(folder: Path, rank: int) -> TextIO:
     """Send file descriptors 1 and 2 to the rank's log; the old stdout, to show progress on."""
     path = log_path(folder, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    error_path(folder, rank).unlink(missing_ok=True)
     terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def report(error: OSError) -> None:
+        with suppress(OSError):
+            cause = describe_cause(error)
+            print(f"warning: {path} cannot be written: {cause}. Training continues", file=terminal)
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        error_path(folder, rank).unlink(missing_ok=True)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        report(error)
+        log = os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    sys.stdout, sys.stderr = (
+        escaping_stream(
+            io.TextIOWrapper(
+                io.BufferedWriter(_RankLog(number, report)),
+                "utf-8",
+                "backslashreplace",
+                line_buffering=True,
+            )
+        )
+        for number in (1, 2)
+    )
     now, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
     print(f"--- {now} rank {rank} on {host}, process {os.getpid()}", flush=True)
-    return terminal
+    return escaping_stream(terminal)
 
 
-def write_error(folder: Path, rank: int, error: BaseException) -> None:
+class _RankLog(io.FileIO):
+    """A descriptor of a rank's log: text that it cannot take is lost, and reported once."""
+
+    def __init__(self, number: int, report: Callable[[OSError], None]) -> None:
+        super().__init__(number, "w", closefd=False)
+        self._report: Callable[[OSError], None] | None = report
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            # A full disk is no reason to lose a run.
+            if self._report is not None:
+                self._report(error)
+                self._report = None
+            return len(memoryview(data).cast("B"))
+
+
+def write_error(folder: Path, rank: int, error: BaseException, terminal: TextIO) -> None:
     """Leave the error for the launcher, and its traceback in the log."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
@@ -63,7 +105,10 @@ def write_error(folder: Path, rank: int, error: BaseException) -> None:
         "message": f"{error}" + (f" ({where})" if where else ""),
         "traceback": text,
     }
-    write_report(folder, rank, report, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    try:
+        write_report(folder, rank, report, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    except OSError:  # the launcher cannot know it then, but the user can
+        print(f"weft: rank {rank} failed: {report['kind']}: {report['message']}", file=terminal)
 
 
 def write_report(folder: Path, rank: int, report: dict[str, Any], torchrun: str | None) -> None:
@@ -84,10 +129,16 @@ def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
     """
     found = []
     for path in (folder / "logs").glob("rank-*.error.json"):
-        with suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text("utf-8")))
-    later = [report for report in found if report["time"] >= since]
+        with suppress(WeftError):  # it is damaged, or being written
+            found.append(read_json(path))
+    later = [report for report in found if _is_report(report) and report["time"] >= since]
     return sorted(later, key=lambda report: float(report["time"]))
+
+
+def _is_report(report: dict[str, Any]) -> bool:
+    types = {"rank": int, "time": float, "foreseen": bool, "transient": bool}
+    types |= dict.fromkeys(("kind", "message", "traceback", "where"), str)
+    return all(type(report.get(name)) is kind for name, kind in types.items())
 
 
 def tell_torchrun(path: str | None, why: str, traceback: str) -> None:

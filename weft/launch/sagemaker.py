@@ -25,6 +25,7 @@ from weft.launch.manifest import (
     SWITCH,
     WHOLE,
     Option,
+    check_name,
     common_problems,
     fixed_nodes,
     own_recipe,
@@ -72,6 +73,8 @@ def problems(request: Request) -> list[Problem]:
             found.append(Problem(f"{key}.wait", wait, "must not be shorter than launch.time"))
         if launch.options.get("spot") != "true":
             found.append(Problem(f"{key}.wait", wait, "is for spot=true"))
+    bucket = launch.options.get("bucket", "BUCKET")
+    found += check_name(request, f"s3://{bucket}/weft/{request.name}")
     found += fixed_nodes(request, "SageMaker starts a fixed number of instances")
     if launch.image == "auto":
         rule = "SageMaker has no default image with weft in it"

@@ -232,7 +232,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list
     )
     before = {
         number: signal.signal(number, lambda number, frame: process.send_signal(number))
-        for number in (*STOP_SIGNALS, signal.SIGINT)
+        for number in STOP_SIGNALS
     }
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     assert process.stderr is not None

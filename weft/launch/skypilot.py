@@ -25,6 +25,7 @@ from weft.launch.manifest import (
     SWITCH,
     WHOLE,
     Option,
+    check_name,
     command,
     common_problems,
     fixed_nodes,
@@ -76,6 +77,8 @@ def problems(request: Request) -> list[Problem]:
     launch = request.job.launch
     needed = ["bucket", *(["accelerator"] if request.devices else [])]
     found = common_problems(request, OPTIONS, needed, r"[A-Za-z0-9*][A-Za-z0-9_+*.:/\-]*")
+    bucket = launch.options.get("bucket", "s3://BUCKET")
+    found += check_name(request, f"{bucket}/{request.name}")
     found += fixed_nodes(request, "SkyPilot starts a fixed number of nodes")
     if launch.image == "auto" and not launch.setup:
         rule = "nothing puts weft onto the nodes"
@@ -113,8 +116,11 @@ def render(request: Request) -> str:
     if recipe is not None:
         task["setup"] = f"cat > {RECIPE} <<'END_OF_RECIPE'\n{recipe}END_OF_RECIPE\n"
     # Of the node's shell, which has the recipe's ~ replaced, unlike a quoted word.
-    task["run"] = script(job.launch.setup, words).replace(shlex.quote(RECIPE), RECIPE)
-    head = f"The nodes of the run {request.name}; its folder is {bucket}/{request.name}."
+    start = "exec weft train "
+    run = script(job.launch.setup, words)
+    task["run"] = run.replace(start + shlex.quote(RECIPE), start + RECIPE)
+    head = f"The nodes of the run {request.name}; its folder is {bucket}/{request.name}.\n"
+    head += f"It is not in {request.run_dir} of this machine, which has the record of this launch."
     return to_yaml([task], f"{head}\nsky jobs launch -y -d FILE")
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from weft.escaping import is_one_line
 from weft.job import Problem, WeftError
 from weft.launch import REQUEUE, SICK
 from weft.launch.doctor import SICK_NODES
@@ -80,8 +81,6 @@ def problems(request: Request) -> list[Problem]:
         elif name in OWN:
             remedy = f"use {OWN[name]}" if OWN[name] else ""
             found.append(Problem(key, value, "is for weft to say", remedy))
-        elif re.search(r"[\x00-\x1f]", value):
-            found.append(Problem(key, value, "must be one line"))
     return found
 
 
@@ -137,6 +136,8 @@ status=$?
 
 
 def _value(value: str) -> str:
+    if not is_one_line(value):  # the rest would be a command
+        raise WeftError(f"{value!a} cannot be written into a line of a batch script")
     return f"={shlex.quote(value)}" if value else ""
 
 

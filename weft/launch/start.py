@@ -12,14 +12,23 @@ from datetime import timedelta
 from functools import partial
 from math import nan
 from pathlib import Path
-from statistics import median
 from typing import Any, NoReturn
 
+import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 
 import weft
-from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
+from weft.checkpoint.manifest import (
+    CheckpointError,
+    checkpoint_step,
+    checkpoints,
+    read_manifest,
+    take,
+)
+from weft.checkpoint.store import give_up
+from weft.data.document_tokens import IMPORTED, RECORD, record_of
+from weft.data.loader import samples_of
 from weft.data.packing import packing_line
 from weft.data.prepare import prepare_text
 from weft.data.source import STDLIB
@@ -37,7 +46,7 @@ from weft.launch.watchdog import watch
 from weft.models import spelled_out
 from weft.observe.events import note_event
 from weft.observe.history import History, job_of
-from weft.observe.jsonl import read_records
+from weft.observe.jsonl import read_tail
 from weft.observe.ledger import goodput
 from weft.observe.report import FILE, LATER, report_page
 from weft.observe.terminal import duration, quiet_console, shown
@@ -46,8 +55,10 @@ from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan
 from weft.predict.check import Expected, expect, note
 from weft.predict.sections import sections
+from weft.resilience.anomaly import divergence_of
 from weft.resilience.signals import STOP_SIGNALS, listen
 from weft.train.check import check_text
+from weft.train.epochs import epochs_of, repetition_warnings
 from weft.train.folder import owning, unwritable
 from weft.train.loop import train
 from weft.train.position import home_of
@@ -70,7 +81,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     """
     folder = Path(plan.run_dir)
     for number in STOP_SIGNALS:  # until there are ranks that can save
-        signal.signal(number, lambda number, frame: sys.exit(REQUEUE))
+        signal.signal(number, stop_now)
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
@@ -96,7 +107,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         open_run(folder, job, base, recipe, text, expected)
         home = home_of(job.checkpoint.dir, folder)
         done = checkpoints(home)[-1:]
-        step = checkpoint_step(done[0]) if done else 0
+        step = last_intact_step(done)
         if step < job.train.steps:
             if done:
                 console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
@@ -106,10 +117,12 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
                 return SICK
             except Stopped as reason:
                 console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
+                console.print(resume_command(), soft_wrap=True, markup=False, highlight=False)
                 return REQUEUE
             except KeyboardInterrupt:
                 note_event(folder, "stop", last_step(folder), "interrupted")
                 print(f"\ninterrupted; {how_to_go_on(checkpoints(home))}", file=sys.stderr)
+                print(resume_command(), file=sys.stderr)
                 return INTERRUPTED
             finally:
                 console.show_cursor(True)  # a killed progress line leaves it hidden
@@ -118,8 +131,21 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         else:
             said = f"{folder} is complete at step {step}: nothing to do"
             console.print(f"{said}; for more, raise --train.steps", soft_wrap=True)
-        show_end(folder, recipe, job, text, console)
+        show_end(folder, recipe, job, plan, text, console)
     return 0
+
+
+def stop_now(number: int, frame: object) -> NoReturn:
+    """Handle a stop signal while there are no ranks that could save: end with status 75."""
+    # Not print: the signal may have come in the middle of one.
+    os.write(2, b"\nstopped; no step was under way, the same command starts again\n")
+    sys.exit(REQUEUE)
+
+
+def resume_command() -> str:
+    """Return the command that is running, as it is typed, indented."""
+    words = shlex.join(["weft", *sys.argv[1:]])
+    return f"  {words}" if words.isprintable() else "  weft train ..."
 
 
 @contextmanager
@@ -159,6 +185,7 @@ def rollback(folder: Path, step: int) -> str:
         if step not in [0, *there]:
             rule = "no checkpoint of that step counts"
             raise InvalidJob([Problem("step", step, rule, f"use one of {[0, *there]}")])
+        give_up(home, step)
         take(home, step)
     return f"{how_to_go_on(checkpoints(home))}; no longer: {[s for s in there if s > step]}"
 
@@ -203,12 +230,12 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
                 newest = how_to_go_on(checkpoints(home_of(job.checkpoint.dir, folder)))
                 console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
-                show_end(folder, recipe, job, text, console)
+                show_end(folder, recipe, job, plan, text, console)
             if not whole:
                 why = "stopped and saved; the same command goes on"
                 tell_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), why, why)
     except BaseException as error:
-        write_error(folder, rank, error)
+        write_error(folder, rank, error, terminal)
         mistake = isinstance(error, InvalidJob)
         if rank == 0 or not mistake:  # of a mistake every rank says the same
             kind = type(error).__name__
@@ -257,6 +284,9 @@ def open_run(
             replace_text(path, to_toml(job, recipe, base))
         tokenizer = (text.path / "tokenizer.json").read_text("utf-8")
         replace_text(folder / "tokenizer.json", tokenizer)
+        of_text = any(source.store.manifest.kind == "text" for source in text.sources)
+        starts = of_text and not (folder / IMPORTED).is_dir()  # else its own tokenizer decides
+        replace_text(folder / RECORD, record_of(text.separator, starts))
         for source in text.sources:
             for name in (TEMPLATE_FILE, TOKENS_FILE):
                 if (file := source.store.path / name).is_file():
@@ -314,17 +344,19 @@ def describe_text(job: Job, plan: Plan, text: Text, console: Console) -> None:
         rule = f"{entries:,} of the model's {plan.model.vocab_size:,} entries"
         line = f"warning: the tokenizer has {rule}: the others are never trained"
         console.print(line, soft_wrap=True)
-    tokens = job.train.steps * plan.tokens_per_step
-    for source in text.sources:
+    samples = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
+    seen = epochs_of(job, text, samples)
+    for source, (name, count, epochs) in zip(text.sources, seen, strict=True):
         manifest = source.store.manifest
-        if text.shares:
-            size = manifest.train.tokens
-            times = f"seen {source.share * tokens / size:.2g} times"
-            line = f"  {source.share:6.1%}  {source.name}: {size:,} tokens, {times}"
-            console.print(line, soft_wrap=True)
+        line = f"{name}: {manifest.train.tokens:,} tokens, {count:,} sequences of "
+        line += f"{job.train.seq_len:,}, seen {epochs:,.1f} times"
+        share = f"  {source.share:6.1%}  " if text.shares else ""
+        console.print(f"{share}{line}", soft_wrap=True)
         if manifest.kind != "text" or job.data.packing == "best_fit":
             line = packing_line(source.store, job.train.seq_len, job.data, job.train.seed)
             console.print(f"{Path(manifest.source).name}: {line}", soft_wrap=True)
+    for warning in repetition_warnings(job, text, samples):
+        console.print(f"warning: {warning}", soft_wrap=True)
 
 
 def scaled(count: int) -> str:
@@ -335,36 +367,41 @@ def scaled(count: int) -> str:
     return str(count)
 
 
-def show_end(folder: Path, recipe: str, job: Job, text: Text, console: Console) -> None:
+def show_end(folder: Path, recipe: str, job: Job, plan: Plan, text: Text, console: Console) -> None:
     """How the run ended, where it lies, and what to try next."""
-    records = read_records(folder / "metrics.jsonl")
-    if not records:
+    run = History(folder)
+    if not len(run):
         return  # somebody has removed them
-    last = records[-1]
     # A skipped step has no loss to count.
-    newest = [record["loss"] for record in records if record["loss"] is not None][-20:] or [nan]
-    held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
+    losses = run.column("loss")[np.isfinite(run.column("loss"))]
+    newest = losses[-20:] if len(losses) else np.array([nan])
     of_tokens = job.train.objective == "next_token"
-    losses = "in nats per token" if of_tokens else f"of {job.train.objective}"
+    unit = "in nats per token" if of_tokens else f"of {job.train.objective}"
     lines = [
-        f"\ntrained {last['step']} steps, {last['tokens']:,} tokens, in "
-        f"{duration(last['time'] - records[0]['time'])}; losses {losses}:",
-        f"  train    {sum(newest) / len(newest):.3f}   mean of the last {len(newest)} records",
+        f"\ntrained {job.train.steps} steps, {run.last('tokens') or 0:,.0f} tokens, in "
+        f"{duration(float(np.ptp(run.column('time'))))}; losses {unit}:",
+        f"  train    {newest.mean():.3f}   mean of the last {len(newest)} records",
     ]
-    if held_out:
-        lines.append(f"  held out {held_out[-1]:.3f}   on text that it was not trained on")
+    if (step := run.last("step") or 0) < job.train.steps:
+        lines.insert(1, f"metrics.jsonl ends at step {step:.0f}, and so do these numbers:")
+    if (held_out := run.last("eval_loss")) is not None:
+        lines.append(f"  held out {held_out:.3f}   on text that it was not trained on")
     if of_tokens:
         guess = "what guessing by the tokens' frequencies alone would give"
         lines.append(f"  unigram  {text.unigram_entropy_nats:.3f}   {guess}")
-    if (kinds := last.get("seconds", {})).get("restarting"):  # it took more than one start
+    last = read_tail(folder / "metrics.jsonl").last
+    if diverged := divergence_of(last, job.train.objective, plan.model.vocab_size):
+        lines.append(str(diverged))
+    if run.last("seconds.restarting"):  # it took more than one start
+        kinds = run.seconds()
         longest = ", ".join(f"{kind} {duration(s)}" for kind, s in kinds.items() if s >= 1)
         lines.append(f"goodput {goodput(kinds):.1%} of all its starts: {longest}")
-    if "expected_memory_gib" in last:
-        usual = median(record["step_seconds"] for record in records[1:] or records)
-        beside = f"memory {last['memory_peak_gib']:.1f} GiB"
-        beside += f" (expected {last['expected_memory_gib']:.1f}), {usual:.3g} s a step"
-        if "expected_step_seconds" in last:
-            beside += f" (expected {last['expected_step_seconds']:.3g})"
+    if (memory := run.last("expected_memory_gib")) is not None:
+        usual = float(np.nanmedian(run.column("step_seconds")[int(len(run) > 1) :]))
+        beside = f"memory {run.last('memory_peak_gib') or nan:.1f} GiB"
+        beside += f" (expected {memory:.1f}), {usual:.3g} s a step"
+        if (seconds := run.last("expected_step_seconds")) is not None:
+            beside += f" (expected {seconds:.3g})"
         lines.append(beside)
     here = shlex.quote(shown(folder))
     lines.append(f"the run lies in {shown(folder)}")
@@ -384,7 +421,16 @@ def show_end(folder: Path, recipe: str, job: Job, text: Text, console: Console) 
 
 def last_step(folder: Path) -> int:
     """Of the last record; 0 if there is none."""
-    return next((r["step"] for r in reversed(read_records(folder / "metrics.jsonl"))), 0)
+    last = read_tail(folder / "metrics.jsonl").last
+    return 0 if last is None else int(last["step"])
+
+
+def last_intact_step(newest: list[Path]) -> int:
+    """Return the step of the newest checkpoint, 0 if there is none or its manifest is damaged."""
+    try:
+        return int(read_manifest(newest[0])["step"]) if newest else 0
+    except CheckpointError:
+        return 0  # the ranks say so when they load it
 
 
 def show_restart(failure: Failure, home: Path, folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from weft.escaping import is_one_line
 from weft.files import replace_text, write_json
 from weft.job import MISSING, InvalidJob, Job, Problem, WeftError, read_job, suggest
 from weft.job import replace as changed
@@ -38,7 +40,8 @@ class Request:
     """What is to run, and on what.
 
     Args:
-        name: of the run, as every scheduler takes it: a to z, digits and '-', at most 40.
+        name: of the run, as every scheduler takes it: a to z, digits and '-', at most 40; empty
+            where a mistake leaves the run without a directory.
         words: of the command: ``("weft", "train", recipe, "--section.key", "value", ...)``.
         nodes: the fewest and the most.
         devices: GPUs of a node; 0: none are asked for.
@@ -137,12 +140,12 @@ def request(
         planned = changed(job, run={"nodes": nodes, "rendezvous": place})
         try:
             folder = Path(resolve_nodes(planned, machine, recipe, base).run_dir)
+            folder = folder.expanduser().absolute()
+            name = re.sub("[^a-z0-9]+", "-", folder.name.lower())[:40].strip("-") or "run"
         except InvalidJob as error:
             found += (
                 p for p in error.problems if p.key not in bad and not bad.intersection(p.depends)
             )
-        folder = folder.expanduser().absolute()
-        name = re.sub("[^a-z0-9]+", "-", folder.name.lower())[:40].strip("-") or "run"
     counts = node_range(changed(job, run={"nodes": nodes})) or range(1, 2)
     asked = Request(
         name,
@@ -153,10 +156,25 @@ def request(
         folder,
     )
     if on in CLUSTERS:
+        found += check_outside(asked)
         found += cluster(on).problems(asked)
     if found:
         raise InvalidJob(found)
     return asked
+
+
+def check_outside(asked: Request) -> Iterator[Problem]:
+    """What cannot be written into a script or manifest of what the job itself does not choose: the
+    keys of a job have no control characters."""
+    outside = {
+        "working directory": str(Path.cwd()),
+        "recipe": asked.words[2],
+        "run.dir": str(asked.run_dir),
+    }
+    for key, value in outside.items():
+        if not is_one_line(value):
+            rule = "has control characters, or bytes that are not UTF-8: the rest of a line would"
+            yield Problem(key, value, f"{rule} be taken for a command", "use another path")
 
 
 def words_of(
@@ -170,7 +188,7 @@ def words_of(
     pairs = {
         key: value
         for key, value in overrides
-        if not key.startswith("launch.") and key not in ("run.cluster", "run.nodes")
+        if not key.startswith("launch.") and key != "run.nodes"
     }
     pairs["run.dir"] = str(folder)
     if ":" in nodes or usual != "auto":
@@ -193,7 +211,7 @@ def submit(on: str, asked: Request, text: str) -> str:
         said = earlier.status()
         if alive(said):
             rule = f"job {earlier.id} ({earlier.on}) is already there for this run: {said}"
-            remedy = f"weft launch stop {folder}, or use another --run.dir"
+            remedy = f"weft launch stop {shlex.quote(str(folder))}, or use another --run.dir"
             raise InvalidJob([Problem("run.dir", str(folder), rule, remedy)])
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     path = folder / f"launch{module.ENDING}"

@@ -34,13 +34,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.files import write_json
 from weft.job import Job
-from weft.launch.process import log_path, status, write_report
+from weft.launch.process import error_path, log_path, status, write_report
+from weft.observe.log import tolerate
 from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 from weft.resilience.process import PYTHON, die_with_parent
@@ -73,7 +75,9 @@ def watch(job: Job, folder: Path, rank: Rank) -> None:
         # A launcher numbers the ranks of one host consecutively.
         here = contacts[rank.rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
         told = {"host": socket.gethostname(), "world_size": rank.world_size, "ranks": here}
-        write_json(host_path(folder, "ranks", rank.rank), {"time": time.time(), **told})
+        path = host_path(folder, "ranks", rank.rank)
+        with tolerate(path, partial(print, flush=True)):
+            write_json(path, {"time": time.time(), **told})
         if timeout == 0:
             return
         what = json.dumps([str(folder), rank.world_size, here])
@@ -379,12 +383,15 @@ def write_evidence(folder: Path, seen: Sequence[Seen], world_size: int, ended: b
 
 def tell(folder: Path, ranks: Sequence[Watched], seen: Sequence[Seen], world_size: int) -> bool:
     """Write the verdict into reports and logs; whether the missing rank is on this host."""
-    write_evidence(folder, seen, world_size, ended=True)
+    warn = partial(print, file=sys.stderr)
+    with tolerate(host_path(folder, "hang", seen[0].rank), warn):
+        write_evidence(folder, seen, world_size, ended=True)
     missing, sentence = verdict(seen, world_size)
     # The launcher takes the earliest report.
     for rank, one in sorted(zip(ranks, seen, strict=True), key=lambda p: p[1].rank not in missing):
         number = rank.contact.rank
-        with log_path(folder, number).open("a", encoding="utf-8") as log:
+        path = log_path(folder, number)
+        with tolerate(path, warn), path.open("a", encoding="utf-8") as log:
             print(f"--- the watchdog: {sentence}", file=log)
             print(f"process {rank.contact.pid}, {one.state or 'ended'}, in {where(one)}", file=log)
             print(f"open collectives: {one.calls}; done: {one.done}", file=log)
@@ -397,7 +404,8 @@ def tell(folder: Path, ranks: Sequence[Watched], seen: Sequence[Seen], world_siz
             "message": sentence,
             "traceback": "\n".join(reversed(one.stack)),
         }
-        write_report(folder, number, report, rank.contact.torchrun)
+        with tolerate(error_path(folder, number), warn):
+            write_report(folder, number, report, rank.contact.torchrun)
     return bool(missing)
 
 

@@ -44,7 +44,7 @@ def main() -> None:
             # The launcher kills the others as soon as one leaves before the end.
             dist.barrier()
     except BaseException as error:
-        write_error(folder, rank, error)
+        write_error(folder, rank, error, terminal)
         leave(FAILED)
     leave(0 if whole else REQUEUE)
 

@@ -47,6 +47,27 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
+# Numbers that a model can have: the least and the most, both included.  Far outside of what any
+# published model has; a number beyond that is a damaged or hostile file.
+WHOLE = {
+    "hidden_size": (1, 1 << 20),
+    "num_hidden_layers": (1, 10_000),
+    "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (1, 1 << 16),
+    "head_dim": (1, 1 << 16),
+    "intermediate_size": (1, 1 << 24),
+    "vocab_size": (2, 1 << 26),
+    "max_position_embeddings": (1, 1 << 30),
+    "sliding_window": (1, 1 << 30),
+    "rope_scaling.original_max_position_embeddings": (1, 1 << 30),
+}
+REAL = {
+    "rms_norm_eps": (1e-12, 1e-2),
+    "rope_theta": (1.0, 1e12),
+    "rope_scaling.factor": (1.0, 1e4),
+    "rope_scaling.low_freq_factor": (1e-3, 1e4),
+    "rope_scaling.high_freq_factor": (1e-3, 1e4),
+}
 # Fields that do not change what the model computes.
 IGNORED = {
     "bos_token_id",
@@ -144,6 +165,9 @@ def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
     stretches = "rope_scaling" in family.config.model_fields
     own_width = "head_dim" in family.config.model_fields
     problems = [problem(*each) for each in _read_rope(given, fields, stretches)]
+    wrong_numbers = list(_check_numbers(given))
+    problems += [problem(*each) for each in wrong_numbers]
+    reported = {name for name, *_ in wrong_numbers}
     defaults = DEFAULTS | theirs.defaults
     for name, ours in FIELDS.items():
         if name == "head_dim" and not own_width:
@@ -193,14 +217,33 @@ def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
         wrong = family.check(config)
     bad = {each.key for each in wrong}
     for each in wrong:
-        if bad.isdisjoint(each.depends):  # else it may be an echo
-            key = named.get(each.key, each.key.removeprefix("model."))
+        key = named.get(each.key, each.key.removeprefix("model."))
+        if bad.isdisjoint(each.depends) and key not in reported:  # else it may be an echo
             rule = re.sub(r"model\.\w+", lambda m: named.get(m[0], m[0]), each.rule)
             problems.append(problem(key, each.value, rule))
     if config and given.get("head_dim", config.head_dim) != config.head_dim and not wrong:
         rule = f"must be hidden_size / num_attention_heads = {config.head_dim}"
         problems.append(problem("head_dim", given["head_dim"], rule))
     return (None if problems else config), problems
+
+
+def _check_numbers(given: Json) -> Iterator[tuple[Any, ...]]:
+    """Yield arguments of a problem for each number that no model can have, and what is none."""
+    scaling = given.get("rope_scaling") or given.get("rope_parameters")
+    values = dict(given)
+    for part in (given.get("rope_parameters"), scaling):
+        if isinstance(part, dict):
+            values |= {f"rope_scaling.{name}": value for name, value in part.items()}
+            values |= {name: part[name] for name in ("rope_theta",) if name in part}
+    remedy = "fetch config.json again, or do not use it"
+    for name, (least, most) in WHOLE.items():
+        value = values.get(name)
+        if value is not None and not (type(value) is int and least <= value <= most):
+            yield name, value, f"must be a whole number from {least} to {most:,}", remedy
+    for name, (low, high) in REAL.items():
+        value = values.get(name)
+        if value is not None and not (type(value) in (int, float) and low <= value <= high):
+            yield name, value, f"must be a number from {low:g} to {high:g}", remedy
 
 
 def _read_rope(given: Json, fields: Json, stretches: bool) -> Iterator[tuple[Any, ...]]:

@@ -94,7 +94,7 @@ def charts_of(runs: Sequence[History]) -> list[dict[str, Any]]:
         and not (group.startswith("ranks.") and label == "rank")  # whose the most is
     ]
     leave_out = STACKED if len(runs) > 1 else {"data_seconds"}
-    objectives = [run.job["train"].get("objective", "next_token") for run in runs]
+    objectives = [str(run.job.get("train", {}).get("objective", "next_token")) for run in runs]
     charts = []
     for name, (heading, unit) in (CHARTS | GROUPED).items():
         curves = [
@@ -142,12 +142,6 @@ def curves_section(
         "of every few the least and the most; smoothing goes by their means."
         for name, run in zip(names, runs, strict=True)
         if len(run) > MOST_POINTS
-    ]
-    notes += [
-        f"{escape(name)}: {run.damaged:,} line{'s' * (run.damaged > 1)} of metrics.jsonl "
-        f"{'are' if run.damaged > 1 else 'is'} damaged and left out."
-        for name, run in zip(names, runs, strict=True)
-        if run.damaged
     ]
     if any(run.marks() for run in runs):
         notes.append(

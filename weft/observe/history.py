@@ -8,25 +8,27 @@ how a page of a running run stays cheap.
 from __future__ import annotations
 
 import math
+import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic_core import from_json
 
-from weft.files import read_json
+from weft.files import describe_cause, open_regular, read_json, read_text
 from weft.job import InvalidJob, Job, Problem, WeftError, read_job
 from weft.observe.events import read_events
+from weft.observe.jsonl import MAX_NUMBER, MAX_STEP, parse_records, read_lines
 from weft.observe.ledger import KINDS, goodput
 
 Floats = NDArray[np.float64]
 
-PIECE_BYTES = 1 << 24  # of metrics.jsonl, read at a time
+T = TypeVar("T")
+
 WARMING = 2  # records of a start that are not the steady state
 # A run that says nothing for this and ten records' time is not running.
 SILENCE_SECONDS = 60.0
@@ -55,11 +57,16 @@ def job_of(folder: Path, key: str = "run") -> Job:
     """The job of the run in ``folder``, as it was written there.
 
     Raises:
-        InvalidJob: if it is not the folder of a run.
+        InvalidJob: if it is not the folder of a run, or job.toml is damaged.
     """
     if not (folder / "job.toml").is_file():
         raise InvalidJob([no_run(folder, key)])
-    return read_job(str(folder / "job.toml"))[0]
+    job, _, problems = read_job(str(folder / "job.toml"))
+    if problems:
+        path = str(folder / "job.toml")
+        rule, remedy = f"is damaged ({problems[0]})", "mend the file, or name another run"
+        raise InvalidJob([Problem(key, path, rule, remedy)])
+    return job
 
 
 class History:
@@ -68,55 +75,70 @@ class History:
     Attributes:
         columns: of each number in the records, float64 ``[records]``; NaN where there is none.
             Those of an object in a record are named with dots: ``seconds.productive``.
+        steps: of the job; 0: its job.toml does not say.
         damaged: lines of metrics.jsonl that are no records.
+        damaged_events: the same of events.jsonl, once `marks` has read it.
+        unreadable: why a file cannot be read, by its name.
 
     Raises:
         InvalidJob: if it is not the folder of a run.
-        WeftError: if what lies there cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.resolve().name
         self.columns: dict[str, Floats] = {}
-        self.damaged = 0
+        self.damaged = self.damaged_events = 0
+        self.unreadable: dict[str, str] = {}
         self._offset = 0
-        try:
-            text = (folder / "job.toml").read_text("utf-8")
-            self.job: dict[str, dict[str, Any]] = tomllib.loads(text)
-            self.steps = int(self.job["train"]["steps"])
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise InvalidJob([no_run(folder)]) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise WeftError(f"{folder / 'job.toml'}: cannot be read: {error}") from error
+        if not any(os.path.lexists(folder / name) for name in ("job.toml", "metrics.jsonl")):
+            raise InvalidJob([no_run(folder)])
+        text = self._read("job.toml", read_text) or ""
+        self.job: dict[str, dict[str, Any]] = self._read("job.toml", lambda path: _job(text)) or {}
+        steps = self.job.get("train", {}).get("steps")
+        self.steps = steps if type(steps) is int and 0 < steps <= MAX_STEP else 0
+        if not self.steps and "job.toml" not in self.unreadable:
+            self.unreadable["job.toml"] = "train.steps is not a number of steps"
         head = [line for line in text.splitlines() if line.startswith("# ")]
         changes = [line[2:].partition(": ") for line in head if " -> " in line]
         self.changes = {name: change for name, _, change in changes}
-        self.environment = read_json(folder / "environment.json")
-        self.plan = read_json(folder / "plan.json")
+        self.environment = self._read("environment.json", read_json) or {}
+        self.plan = self._read("plan.json", read_json) or {}
         self.read_on()
 
     def __len__(self) -> int:
         return len(self.columns["step"]) if self.columns else 0
 
+    def _read(self, name: str, read: Callable[[Path], T]) -> T | None:
+        """Read a file of the run; None, and a line in `unreadable`, if that is not possible."""
+        path = self.folder / name
+        try:
+            found = read(path)
+            self.unreadable.pop(name, None)
+            return found
+        except (OSError, ValueError, RecursionError, WeftError) as error:
+            cause = (
+                str(error) if isinstance(error, WeftError | ValueError) else describe_cause(error)
+            )
+            cause = cause.removeprefix(f"{path}: cannot be read: ")
+            self.unreadable.setdefault(name, cause)
+            return None
+
     def read_on(self) -> None:
         """Take in the complete lines that metrics.jsonl has by now."""
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return
+        if os.path.lexists(self.folder / "metrics.jsonl"):
+            self._read("metrics.jsonl", self._read_records)
+
+    def _read_records(self, path: Path) -> None:
         pieces = [(self.columns, len(self))] if self.columns else []
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(self._offset)
-            while lines := file.readlines(PIECE_BYTES):
-                cut = not lines[-1].endswith(b"\n")
-                whole = lines[:-1] if cut else lines
-                self._offset += sum(map(len, whole))
-                records = parsed(whole)
-                self.damaged += len(whole) - len(records)
+            for lines, long, end in read_lines(file):
+                self._offset = end
+                records = parse_records(lines)
+                self.damaged += len(lines) + long - len(records)
                 if records:
                     pieces.append((columns_of(records), len(records)))
-                if cut:
-                    break  # what has been added meanwhile begins in the middle of this line
         names = dict.fromkeys(chain.from_iterable(columns for columns, _ in pieces))
         self.columns = {
             name: np.concatenate([c.get(name, np.full(count, np.nan)) for c, count in pieces])
@@ -154,10 +176,9 @@ class History:
 
     def marks(self) -> list[Mark]:
         """What happened, in its order in time."""
-        marks = [
-            Mark(int(e["step"]), float(e["time"]), str(e["kind"]), str(e["text"]))
-            for e in read_events(self.folder)
-        ]
+        found = self._read("events.jsonl", lambda path: read_events(path.parent))
+        events, self.damaged_events = found or ([], 0)
+        marks = [Mark(e["step"], float(e["time"]), e["kind"], e["text"]) for e in events]
         return sorted(marks, key=lambda mark: mark.time)
 
     def state(self, now: float, running: bool | None = None) -> tuple[str, str]:
@@ -168,15 +189,15 @@ class History:
             running: whether it is, if that is known; else by how long nothing was heard of it.
         """
         marks = self.marks()
-        if (self.last("step") or 0) >= self.steps:
-            return "finished", ""
+        if self.steps and (self.last("step") or 0) >= self.steps:
+            return "finished", self.divergence()
         if running is None:
             quiet = SILENCE_SECONDS + 10 * (self.last("step_seconds") or 0) * self._interval()
             heard = max([self.last("time") or 0.0, *(mark.time for mark in marks[-1:])])
             ended = bool(marks) and marks[-1].kind in FAILURES | {"stop", "end"}
             running = now - heard < quiet and not ended
         if running:
-            return "running", ""
+            return "running", self.divergence()
         for mark in reversed(marks):
             if mark.kind in FAILURES:
                 return "failed", mark.text
@@ -184,26 +205,21 @@ class History:
                 return "stopped", mark.text if mark.kind == "stop" else ""
         return ("stopped" if len(self) else "not started"), ""
 
+    def divergence(self) -> str:
+        """Return since when the run has diverged, for people; empty if it has not."""
+        since = self.column("diverged_since")[-1:]
+        return f"diverged since step {since[0]:.0f}" if np.isfinite(since).any() else ""
+
     def _interval(self) -> float:
         """Steps between records."""
         steps = self.column("step")[-20:]
         return float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
 
 
-def parsed(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The records among some lines."""
-    try:
-        found = from_json(b"[" + b",".join(lines) + b"]")
-    except ValueError:  # one of them is damaged; that is rare
-        found = [one for line in lines for one in _parsed_line(line)]
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
-
-
-def _parsed_line(line: bytes) -> list[Any]:
-    try:
-        return [from_json(line)]
-    except ValueError:
-        return []
+def _job(text: str) -> dict[str, dict[str, Any]]:
+    """Return the sections of a job; anything beside them is left out."""
+    tree = tomllib.loads(text)
+    return {name: section for name, section in tree.items() if isinstance(section, dict)}
 
 
 def _number(value: object) -> float:
@@ -228,9 +244,14 @@ def columns_of(records: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[s
             found |= columns_of(inner, f"{prefix}{name}.")
         elif isinstance(first, int | float):
             try:
-                found[prefix + name] = np.array(values, np.float64)  # None becomes NaN
+                column = np.array(values, np.float64)  # None becomes NaN
+                if column.ndim != 1:
+                    raise TypeError
             except (TypeError, ValueError, OverflowError):  # not all are numbers
-                found[prefix + name] = np.array([_number(v) for v in values], np.float64)
+                column = np.array([_number(v) for v in values], np.float64)
+            with np.errstate(invalid="ignore"):
+                column[np.abs(column) > MAX_NUMBER] = np.nan
+            found[prefix + name] = column
     return found
 
 

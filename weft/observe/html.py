@@ -31,7 +31,8 @@ def document(title: str, body: str, head: str = "", scripts: Sequence[bytes] = (
         body,
     ]
     # Bytes, since plotly's script takes four times as many as a string.
-    parts = ["\n".join(top).encode()]
+    # Half of a surrogate pair may stand in any text.
+    parts = ["\n".join(top).encode("utf-8", "replace")]
     for script in scripts:
         parts += [b"\n<script>", script, b"</script>"]
     return b"".join([*parts, b"\n</body>\n</html>\n"])

@@ -38,8 +38,12 @@ def memory_peak_gib(device: torch.device) -> float:
 
 
 def expected_of(folder: Path) -> dict[str, Any]:
-    """What was expected of a run; empty if nothing was."""
-    return read_json(folder / EXPECTED)
+    """Return what was expected of a run; empty if nothing was, or if it cannot be read."""
+    try:
+        found = read_json(folder / EXPECTED)
+    except WeftError:
+        return {}  # to compare with it is no reason to lose a run
+    return {name: value for name, value in found.items() if isinstance(value, int | float | dict)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

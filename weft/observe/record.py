@@ -96,6 +96,8 @@ class StepRecord:
     # What else the objective tells: mean since the last record, and of the held-out samples.
     metrics: dict[str, float] | None = None
     eval_metrics: dict[str, float] | None = None
+    best_loss: float | None = None  # the lowest so far: see `DivergenceDetector`
+    diverged_since: int | None = None  # the step, if the run has diverged
 
     @classmethod
     def of(

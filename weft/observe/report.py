@@ -19,7 +19,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from weft.files import replace_bytes
+from weft.files import describe_cause, replace_bytes
 from weft.job import WeftError
 from weft.observe.curves import COLOURS, charts_of, curves_section, data_of, kept
 from weft.observe.history import History
@@ -85,6 +85,7 @@ def report_page(
             f"<header>\n<h1>{escape(title or ', '.join(names))}</h1>",
             f'<p class="faint">written {told}{again}</p>',
             headline(runs, names, states),
+            *damage(runs, names),
             *([] if any(map(len, runs)) else ["<p>No step has been recorded yet.</p>"]),
             f'<nav aria-label="Parts of this page">{" ".join(links)}</nav>\n</header>',
             "<main>",
@@ -119,7 +120,7 @@ def facts(run: History, state: str) -> Iterator[tuple[str, str, str]]:
     if not len(run):
         return
     step = run.last("step") or 0.0
-    yield "step", "step", f"{step:,.0f} of {run.steps:,}"
+    yield "step", "step", f"{step:,.0f}" + f" of {run.steps:,}" * bool(run.steps)
     for key, read, label, text in (
         ("loss", run.last, "loss", "{:.4f}"),
         ("eval_loss", run.last, "held-out loss", "{:.4f}"),
@@ -133,7 +134,7 @@ def facts(run: History, state: str) -> Iterator[tuple[str, str, str]]:
     if (value := run.goodput()) is not None:
         yield "goodput", "goodput", f"{value:.1%}"
         yield "seconds", "time", duration(sum(run.seconds().values()))
-    if state == "running" and (seconds := run.steady("step_seconds")) is not None:
+    if state == "running" and run.steps and (seconds := run.steady("step_seconds")) is not None:
         left = (run.steps - step) * seconds / max(0.05, run.goodput() or 1.0)
         yield "left", "time left, about", duration(left)
 
@@ -155,10 +156,29 @@ def headline(
         return "\n".join([*lines, f'<dl class="tiles">{"".join(tiles)}</dl>' * bool(tiles)])
     labels = dict.fromkeys(label for of_run in each for _, label, _ in of_run)
     rows = []
+    states = [
+        (f"{state}, diverged" * bool(run.divergence()) or state, why)
+        for run, (state, why) in zip(runs, states, strict=True)
+    ]
     for name, (state, _), of_run in zip(names, states, each, strict=True):
         by_label = {label: text for _, label, text in of_run}
         rows.append([name, state, *(by_label.get(label, "") for label in labels)])
     return table(["run", "state", *labels], rows, numbers=range(2, 2 + len(labels)))
+
+
+def damage(runs: Sequence[History], names: Sequence[str]) -> Iterator[str]:
+    """Say which files of the runs cannot be read, and why."""
+    for run, name in zip(runs, names, strict=True):
+        run.marks()  # reads the events
+        whose = f"{name}: " * (len(runs) > 1)
+        for file, why in run.unreadable.items():
+            text = f"{whose}{file} cannot be read: {why}. What it says is left out."
+            yield f'<p class="damage">{escape(text)}</p>'
+        for file, count in (("metrics.jsonl", run.damaged), ("events.jsonl", run.damaged_events)):
+            if count:
+                lines = "1 line is" if count == 1 else f"{count:,} lines are"
+                text = f"{whose}{file}: {lines} damaged and left out."
+                yield f'<p class="damage">{escape(text)}</p>'
 
 
 def time_section(runs: Sequence[History], names: Sequence[str]) -> list[Section]:
@@ -220,7 +240,9 @@ def configuration_section(runs: Sequence[History], names: Sequence[str]) -> Sect
     """The keys that differ, between runs or from the recipe, and all of them folded away."""
     jobs = [{f"{s}.{k}": v for s, keys in run.job.items() for k, v in keys.items()} for run in runs]
     every = list(dict.fromkeys(key for job in jobs for key in job))
-    shown = [[json.dumps(job[key]) if key in job else "" for job in jobs] for key in every]
+    shown = [
+        [json.dumps(job[key], default=str) if key in job else "" for job in jobs] for key in every
+    ]
     if len(runs) > 1:
         differ = [n for n, values in enumerate(shown) if len(set(values)) > 1]
         head = ["key", *names]
@@ -265,6 +287,7 @@ class Report:
         self._run: History | None = None
         self._thread = threading.Thread()
         self._next = 0.0
+        self._reported = False
 
     def write(self, record: StepRecord) -> None:
         if time.monotonic() >= self._next and not self._thread.is_alive():
@@ -285,8 +308,10 @@ class Report:
             page = report_page([self._run], later=[LATER], running=running)
             replace_bytes(self._folder / FILE, page)
         except Exception as error:
-            # A full disk, no plotly, whatever it is: no reason to lose a run.  It is told once.
-            if self._next < float("inf"):
-                kind = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
-                self._say(f"warning: no {FILE}: {kind}{error}")
-            self._next = float("inf")
+            # A full disk, no plotly, anything: no reason to lose a run.  It is reported once, and
+            # the next page is tried all the same.
+            if not self._reported:
+                cause = str(error) if isinstance(error, WeftError) else describe_cause(error)
+                path = self._folder / FILE
+                self._say(f"warning: {path} cannot be written: {cause}. Training continues")
+            self._reported = True

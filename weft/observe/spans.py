@@ -24,12 +24,16 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic_core import from_json
 from torch.profiler import record_function
 
+from weft.files import open_regular, replace_bytes
+from weft.observe.log import MAX_WAITING_BYTES, LogBuffer
 from weft.resilience import faults
 
 FILE_BYTES = 2**20
 WAITING_EVENTS = 2000  # for being written, at most
+MAX_MICROSECONDS = 10**17  # since the epoch; a later time is damage
 END = b"\n]\n"
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -46,14 +50,21 @@ class Spans:
         self.ranges = False  # whether spans are also torch.profiler's
         self._path, self._rank = path, rank
         self._events: list[dict[str, Any]] = []
+        self._buffer: LogBuffer[bytes] | None = None
+        self._is_open = False
         self._end = 0  # of what is in the file, but for `END`
         # Two clocks: one that never jumps, and what it says of the epoch.
         self._epoch = time.time_ns() - time.perf_counter_ns()
         self._thread = threading.get_ident()
         self._phase: span | None = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._open(path)
+            self._buffer = LogBuffer(
+                str(path),
+                self._write,
+                lambda text: print(text, flush=True),
+                size=len,
+                limit=MAX_WAITING_BYTES,
+            )
         _current = self
         faults.listeners.append(self._pass)
         self._pass("start", None)
@@ -86,33 +97,38 @@ class Spans:
 
     def flush(self) -> None:
         """Write what is noted."""
-        if self._path is None or not self._events:
+        if self._buffer is None or not self._events:
             return
-        text = "".join(f",\n{encode(event)}" for event in self._events).encode()
+        self._buffer.write("".join(f",\n{encode(event)}" for event in self._events).encode())
         self._events.clear()
-        try:
-            with self._path.open("r+b") as file:
-                file.seek(self._end)
-                file.write(text + END)  # over the old end
-            self._end += len(text)
-            if self._end > FILE_BYTES:
-                self._open(self._path)
-        except OSError as error:  # a full disk is no reason to lose a run
-            print(f"warning: {self._path}: no more spans are written: {error}", flush=True)
-            self._path = None
+
+    def _write(self, text: bytes) -> None:
+        """Write some events over the old end of the file."""
+        assert self._path is not None
+        if not self._is_open:
+            self._open(self._path)
+            self._is_open = True
+        with self._path.open("r+b", buffering=0) as file:
+            file.seek(self._end)
+            data, done = text + END, 0
+            while done < len(data):
+                done += file.write(data[done:]) or 0
+        self._end += len(text)
+        self._is_open = self._end <= FILE_BYTES
 
     def _open(self, path: Path) -> None:
-        """Go on in the file that is there, unless it is full, or torn where a rank was killed."""
+        """Continue the file that is there, unless it is full, or torn where a rank was killed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            text = path.read_bytes()
-            if len(text) <= FILE_BYTES and text.endswith(END):
+            text = path.read_bytes() if path.stat().st_size <= FILE_BYTES else b""
+            if text.endswith(END):
                 self._end = len(text) - len(END)
                 return
             os.replace(path, path.with_suffix(".old.json"))
         about = {"name": f"rank {self._rank} (times of the host)"}
         head = {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": about}
         text = b"[\n" + json.dumps(head).encode()
-        path.write_bytes(text + END)
+        replace_bytes(path, text + END)
         self._end = len(text)
 
     def close(self) -> None:
@@ -123,6 +139,8 @@ class Spans:
             self._phase.__exit__()
         _current = None
         self.flush()
+        if self._buffer is not None:
+            self._buffer.close()
 
 
 _current: Spans | None = None
@@ -171,16 +189,34 @@ def spans_path(folder: Path, rank: int) -> Path:
 def read_spans(folder: Path, rank: int) -> list[dict[str, Any]]:
     """What rank ``rank`` of the run in ``folder`` noted, the renamed file first.
 
-    An event is a line; one that is being written, or was cut off, is left out.
+    An event is a line; one that is being written, or is damaged, is left out, and so is a file that
+    cannot be read.
     """
     path = spans_path(folder, rank)
     found = []
     for each in (path.with_suffix(".old.json"), path):
-        for line in each.read_text("utf-8", "replace").splitlines() if each.is_file() else ():
+        try:
+            with open_regular(each) as file:
+                text = file.read(2 * (FILE_BYTES + MAX_WAITING_BYTES))
+        except OSError:
+            continue
+        for line in text.splitlines():
             try:
-                event = json.loads(line.strip("[],"))
+                event = from_json(line.strip(b"[],"))
             except ValueError:
                 continue
-            if event["ph"] == "X":
+            if _is_span(event):
                 found.append(event)
     return found
+
+
+def _is_span(event: Any) -> bool:
+    if not isinstance(event, dict) or event.get("ph") != "X":
+        return False
+    times, args = (event.get("ts"), event.get("dur")), event.get("args")
+    return (
+        isinstance(event.get("name"), str)
+        and all(type(value) is int and 0 <= value < MAX_MICROSECONDS for value in times)
+        and isinstance(args, dict)
+        and type(args.get("step")) is int
+    )

@@ -14,7 +14,6 @@ are told the first one.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.job import steps_of
-from weft.observe.jsonl import drop_later, read_records
+from weft.observe.jsonl import JsonlFile, is_number, read_records
 from weft.parallel.dtensor import local_of
 
 # In the order in which a step comes by.
@@ -127,16 +126,28 @@ class Statistics:
         }
         self._params = params
         self._seen: dict[tuple[str, str], list[tuple[int, Sums]]] = {}  # tokens, and their sums
+        self._file: JsonlFile | None = None  # on rank 0, of chosen steps
         self._nonfinite: dict[int, str] = {}  # in the chosen steps that have any, the first one
 
     def wants(self, step: int) -> bool:
         """Whether a step is a chosen one."""
         return any(step in steps for steps in self._steps)
 
-    def back_to(self, step: int) -> None:
-        """The run goes on from there: drop the rows of later steps, which it takes again."""
-        if dist.get_rank() == 0:
-            drop_later(self._path, step)
+    def back_to(self, step: int, warn: Callable[[str], object]) -> None:
+        """Begin after ``step``: drop the rows of later steps, which are taken again.
+
+        Args:
+            warn: reports that the file cannot be written.
+        """
+        self.close()
+        if dist.get_rank() == 0 and (self._steps or self._path.exists()):
+            self._file = JsonlFile(self._path, step, warn)
+
+    def close(self) -> None:
+        """Write what waits."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def forward(self, step: int, rows: Sequence[int]) -> AbstractContextManager[None]:
         """What the layers give inside is of this step, if it is a chosen one.
@@ -170,9 +181,8 @@ class Statistics:
         dist.broadcast_object_list(first, src=0)
         if first[0]:
             self._nonfinite[step] = first[0]
-        if dist.get_rank() == 0:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        if self._file is not None:
+            self._file.append(rows)
 
     def _take(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
@@ -281,5 +291,14 @@ def _share(row: Mapping[str, Any]) -> str:
 
 
 def read_statistics(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run's statistics.jsonl; none if it has none."""
-    return read_records(run / "statistics.jsonl")
+    """Return the rows of a run's statistics.jsonl; none if it has none, without damaged ones."""
+    return [row for row in read_records(run / "statistics.jsonl") if _is_row(row)]
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    numbers = ("order", "count", "mean", "rms", "most", "nonfinite")
+    return (
+        row.get("kind") in KINDS
+        and isinstance(row.get("name"), str)
+        and all(is_number(row.get(name)) for name in numbers)
+    )

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from weft.escaping import escape_controls, raw_stream
 from weft.observe.record import StepRecord
 
 
@@ -18,16 +19,18 @@ class _QuietConsole(Console):
         self.quiet = True  # the base class ends the process
 
     def print(self, *objects: Any, **options: Any) -> None:
+        shown = (escape_controls(one) if isinstance(one, str) else one for one in objects)
         try:
-            super().print(*objects, **options)
+            super().print(*shown, **options)
         except OSError:
             # A full disk behind a redirection is no reason to lose a run: its files have it all.
             self.quiet = True
 
 
 def quiet_console(file: TextIO, quiet: bool = False) -> Console:
-    """A console that prints text as it is, and falls silent when its reader goes away."""
-    return _QuietConsole(file=file, highlight=False, markup=False, quiet=quiet)
+    """A console that prints text as it is, but for control characters, which are shown escaped, and
+    falls silent when its reader goes away."""
+    return _QuietConsole(file=raw_stream(file), highlight=False, markup=False, quiet=quiet)
 
 
 class Terminal:
@@ -43,7 +46,7 @@ class Terminal:
             self._progress = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 BarColumn(bar_width=20),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[text]}", markup=False),
                 TimeRemainingColumn(elapsed_when_finished=True),
                 console=console,
             )
@@ -58,7 +61,7 @@ class Terminal:
             text += f"  MFU {record.mfu:.1%}"
         text += "".join(f"  {name} {mean:.3f}" for name, mean in (record.metrics or {}).items())
         if self._progress is not None:
-            self._progress.update(self._task, completed=record.step, text=text)
+            self._progress.update(self._task, completed=record.step, text=escape_controls(text))
         else:
             rate = (record.step - self._resumed) / max(1e-9, time.monotonic() - self._began)
             left = (self._steps - record.step) / rate

@@ -13,10 +13,13 @@ import os
 import posixpath
 import re
 import secrets
+import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any
 
+from weft.files import append_bytes
 from weft.job import Job, flatten
 from weft.observe.record import StepRecord, scalars
 
@@ -28,26 +31,34 @@ class TensorBoard:
     """Event files in ``tensorboard/``, under names that its users expect."""
 
     def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
-        # Writes event files without TensorBoard itself (a web server) being installed.
-        from tensorboardX import SummaryWriter
-        from tensorboardX.proto.summary_pb2 import Summary
+        # Its formats only: a full disk ends the thread of its own writer, and then blocks ours.
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.record_writer import masked_crc32c
 
-        # A name of its own for each start: the default repeats within a second, and overwrites.
-        self._writer = SummaryWriter(
-            str(folder / "tensorboard"),
-            purge_step=resumed_step + 1,
-            flush_secs=10,
-            filename_suffix=f".from-step-{resumed_step + 1}",
-        )
-        self._summary = Summary
+        self._event, self._crc = Event, masked_crc32c
+        suffix = f"{time.time():.6f}.{socket.gethostname()}.from-step-{resumed_step + 1}"
+        self._path = folder / "tensorboard" / f"events.out.tfevents.{suffix}"
+        start = SessionLog(status=SessionLog.START)  # readers forget later steps
+        first = Event(wall_time=time.time(), file_version="brain.Event:2")
+        again = Event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
+        self._head = self._framed(first) + self._framed(again)
 
     def write(self, record: StepRecord) -> None:
         # All in one event: one for each costs ten times as much.
         values = [{"tag": name, "simple_value": value} for name, value in scalars(record).items()]
-        self._writer.file_writer.add_summary(self._summary(value=values), record.step, record.time)
+        event = self._event(wall_time=record.time, step=record.step, summary={"value": values})
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        append_bytes(self._path, self._head + self._framed(event), lines=False)
+        self._head = b""
 
-    def close(self) -> None:
-        self._writer.close()
+    def close(self) -> None: ...
+
+    def _framed(self, event: Any) -> bytes:
+        """An event as it stands in a file: its length, data, and the checksums of both."""
+        data: bytes = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        sums = [struct.pack("<I", self._crc(part)) for part in (length, data)]
+        return length + sums[0] + data + sums[1]
 
 
 class WeightsAndBiases:
@@ -123,11 +134,14 @@ class MLflow:
         from mlflow.entities import Metric
 
         at = int(1000 * record.time)
-        self._waiting.extend(
-            Metric(allowed(name), value, at, record.step) for name, value in scalars(record).items()
-        )
+        values = scalars(record).items()
+        self._waiting += [Metric(allowed(name), value, at, record.step) for name, value in values]
         if time.monotonic() >= self._next:
-            self._send()
+            try:
+                self._send()
+            except BaseException:  # the caller brings this record again
+                del self._waiting[-min(len(values), len(self._waiting)) :]
+                raise
 
     def close(self) -> None:
         self._send()

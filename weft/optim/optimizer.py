@@ -17,8 +17,9 @@ from weft.optim.muon import Muon
 from weft.parallel.dtensor import local_of
 from weft.parallel.private import skip_where
 
-# (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay, and
-# whether they are the matrices of the blocks.
+# (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay, the names
+# of their parameters, whether they are the matrices of the blocks, and whether these or stacks of
+# them, whose moments may be kept in low precision.
 BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
 
 
@@ -50,19 +51,29 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer over the parameters in groups: with weight decay or without, and matrices.
 
+    Embeddings, head and gains are in groups with ``low_precision`` false.
+
     Args:
         params: (name in the whole model, parameter).
         decays: whether weight decay applies to the parameter of that name.
         in_blocks: those of the repeated blocks; of two dims they are matrices, not tables.
     """
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool, bool], dict[str, nn.Parameter]] = {}
     for name, param in params:
         decay = optim.weight_decay if decays(name) else 0.0
-        groups.setdefault((decay, param.dim() == 2 and param in in_blocks), []).append(param)
+        stacked = param.dim() >= 2 and param in in_blocks
+        key = (decay, stacked and param.dim() == 2, stacked)
+        groups.setdefault(key, {})[name] = param
     return build(
         [
-            {"params": some, "weight_decay": decay, "matrices": matrices}
-            for (decay, matrices), some in groups.items()
+            {
+                "params": list(some.values()),
+                "names": list(some),
+                "weight_decay": decay,
+                "matrices": matrices,
+                "low_precision": low_precision,
+            }
+            for (decay, matrices, low_precision), some in groups.items()
         ],
         optim,
     )

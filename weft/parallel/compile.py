@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.parallel.private import on_compiling, recompile_reasons
+from weft.parallel.private import num_captured_graphs, on_compiling, recompile_reasons
 
 
 def compile_blocks(blocks: Sequence[nn.Module], cache: str, whole: bool = True) -> None:
@@ -33,15 +33,28 @@ def compile_blocks(blocks: Sequence[nn.Module], cache: str, whole: bool = True) 
         block.forward = torch.compile(block.forward, fullgraph=whole)
 
 
-def tell_compiling(say: Callable[[str], None]) -> None:
-    """From now on tell whenever something is compiled: how long it took, and why it was again."""
-    began, reasons = 0.0, recompile_reasons()
+NOTHING_COMPILED = (
+    "compile.enable=true has no effect: torch.compile captured no graph of any block in the first "
+    "step, so the blocks run as they are. Set compile.enable to false, or leave out what breaks "
+    "the graph: parallel.cp, remat.kind, or operators of the model's own"
+)
+
+
+def tell_compiling(say: Callable[[str], None]) -> Callable[[], int]:
+    """From now on tell whenever something is compiled: how long it took, and why it was again.
+
+    Returns:
+        How many graphs of blocks were captured since.
+    """
+    began, reasons, graphs, before = 0.0, recompile_reasons(), 0, 0
 
     def start() -> None:
-        nonlocal began
-        began = time.monotonic()
+        nonlocal began, before
+        began, before = time.monotonic(), num_captured_graphs()
 
     def end(backward: bool) -> None:
+        nonlocal graphs
+        graphs += 0 if _subject[-1] else num_captured_graphs() - before
         what = f"the {'backward' if backward else 'forward'} pass of a block"
         why = f", again: {reasons[-1]}" if reasons else ""
         if why.endswith("grad_mode"):
@@ -50,6 +63,7 @@ def tell_compiling(say: Callable[[str], None]) -> None:
         say(f"compiled {_subject[-1] or what} in {time.monotonic() - began:.1f} s{why}")
 
     on_compiling(start, end)
+    return lambda: graphs
 
 
 _subject = [""]

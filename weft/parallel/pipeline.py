@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.parallel.private import (
+    gather_for_split_backward,
     greet_others_only,
     keeping_gathered,
     receive_for_backward,
@@ -85,6 +86,7 @@ def build_schedule(
     for each in stages:
         greet_others_only(each)
         receive_for_backward(each)
+        gather_for_split_backward(each)
         if plan.gradient_sync == "microbatch":
             reduce_each_microbatch(each)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}

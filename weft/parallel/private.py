@@ -65,6 +65,13 @@ def on_compiling(start: Callable[[], None], end: Callable[[bool], None]) -> None
     )
 
 
+def num_captured_graphs() -> int:
+    """Return how many graphs torch.compile has captured in this process; 0 if it never ran."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def recompile_reasons() -> list[str]:
     """A list that gets, from now on, why each function is compiled again, in a line."""
     found: list[str] = []
@@ -211,7 +218,7 @@ def quiet_import(module: str) -> Any:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether it stands for values that it holds in 8 bits, as torchao's tensors do."""
+    """Whether it stands for values that it holds in 8 bits, as moments and torchao's tensors do."""
     return type(tensor) is not Tensor and hasattr(tensor, "codes")
 
 
@@ -395,6 +402,27 @@ def receive_for_backward(stage: Any) -> None:
             stage.has_backward = before
 
     stage._prepare_forward_infra = prepare_for_backward
+
+
+def gather_for_split_backward(stage: Any) -> None:
+    """Gather a pipeline stage's parameters before each half of a split backward pass.
+
+    Both halves (input gradients, then weight gradients) find the leaves of the autograd graph
+    through the stage's parameters.  Of a unit that FSDP has resharded, since its own forward pass
+    or by that of another microbatch, those are the shards, which are no part of the graph: torch
+    drops the weight gradients without an error.
+    """
+    backward = stage.backward_maybe_with_nosync
+    modules: list[Any] = list(stage.submod.modules())
+    units: list[Any] = [module for module in modules if isinstance(module, FSDPModule)]
+
+    def gather_and_run_backward(kind: str, arguments: Any, last_backward: bool = False) -> Any:
+        if kind != "full":
+            for handle in [unit.unshard(async_op=True) for unit in units]:
+                handle.wait()
+        return backward(kind, arguments, last_backward)
+
+    stage.backward_maybe_with_nosync = gather_and_run_backward
 
 
 def reduce_each_microbatch(stage: Any) -> None:

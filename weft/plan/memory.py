@@ -7,18 +7,40 @@ saves of the microbatches under way, without recomputation or with all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from weft.job import Job
+from weft.job import Job, Problem
 from weft.models import Family
 from weft.models.family import Unit
-from weft.plan.lora import frozen_of
+from weft.plan.layout import Degrees, divisors, either
+from weft.plan.lora import frozen_of, is_target
+from weft.plan.matrices import cut_of, matrices_of
 
 # Of a device's memory: the rest is for the CUDA context, communication buffers, fragments.
 USABLE = 0.9
-# Of both moments of a parameter.
-MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2}
+# Of both moments of a parameter; 8bit: of a matrix of the blocks, see `weft.optim.lean`.
+MOMENT_BLOCK = 32  # neighbors in a row that share two bytes
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "8bit": 2 + 2 / MOMENT_BLOCK}
+
+
+def moment_bytes(job: Job, model: Any, family: Family) -> float:
+    """Return the bytes of AdamW's moments for a trained parameter, on the mean.
+
+    Args:
+        model: the family's configuration.
+    """
+    packed = MOMENT_BYTES[job.optim.states]
+    if job.optim.states != "8bit":
+        return packed
+    if job.lora.rank:  # of its two matrices one has rows of that length
+        return packed if job.lora.rank % MOMENT_BLOCK == 0 else (packed + 8) / 2
+    if family.units is None:
+        return 8  # on the safe side
+    first, *blocks, last = family.units(model, job.train.seq_len)
+    inside = sum(unit.params for unit in blocks)
+    outside = first.params + last.params
+    return (packed * inside + 8 * outside) / (inside + outside)
 
 
 def state_bytes_per_param(
@@ -40,7 +62,7 @@ def state_bytes_per_param(
         kept_gradients: whole gradients add up over microbatches before they are reduced.
         compute_bytes: of one weight in forward and backward.
     """
-    sharded = 4 + 4 + MOMENT_BYTES[job.optim.states]  # weight, gradient, AdamW's moments
+    sharded = 4 + 4 + moment_bytes(job, model, family)  # weight, gradient, AdamW's moments
     trained = sharded / shards + compute_bytes * kept_gathered + 4 * kept_gradients
     if shards == 1 and compute_bytes == 4:
         trained = sharded
@@ -49,6 +71,27 @@ def state_bytes_per_param(
         return trained
     whole = frozen.weight_bytes * (1 / shards + (kept_gathered and shards > 1))
     return whole + frozen.trained * trained
+
+
+def check_moments(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+    """Which rows tensor parallelism must not cut: their blocks would be others on each layout."""
+    if job.optim.states != "8bit" or degrees.tp == 1:
+        return
+    wrong = {}
+    for matrix in matrices_of(model, family):
+        if job.lora.rank and not is_target(matrix.name, job.lora):
+            continue
+        rows = cut_of(matrix.name, family) == "row" and matrix.inputs % MOMENT_BLOCK == 0
+        if rows and matrix.inputs % (degrees.tp * MOMENT_BLOCK):
+            wrong[matrix.name.rpartition(".")[2]] = matrix.inputs
+    for kind, inputs in wrong.items():
+        rule = (
+            f"cuts the {inputs} inputs of {kind} into parts that are no multiples of "
+            f"{MOMENT_BLOCK}, the numbers that share a scale under optim.states 8bit"
+        )
+        good = [n for n in divisors(inputs // MOMENT_BLOCK) if n < degrees.tp]
+        remedy = f"use {either(good)}, or optim.states bfloat16"
+        yield Problem("parallel.tp", degrees.tp, rule, remedy, ("optim.states", "model.preset"))
 
 
 def rank_bytes(

@@ -19,10 +19,11 @@ from typing import Any, Literal, NamedTuple
 from weft.job import InvalidJob, Job, Problem, difference, recipe_names
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import CPU, Device, device_called, device_named, peak_flops
+from weft.plan.effects import Setting, effect_warnings, schedule_warnings
 from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
 from weft.plan.layout import DEGREE_KEYS, Degrees, check_layout, find_degrees, fixed
 from weft.plan.lora import check_lora, check_stages, trained
-from weft.plan.memory import state_bytes_per_param
+from weft.plan.memory import check_moments, state_bytes_per_param
 from weft.plan.pipeline import PipelinePlan, num_microbatches, remat_warnings, resolve_pipeline
 from weft.plan.placement import AXES, PLACEMENTS, groups, placement_warnings, ranks_per_node
 from weft.plan.rules import (
@@ -226,6 +227,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     emulated = float8 != "none" and not has_float8(float8, machine.capability)
     problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += check_lora(job, model, family, degrees)
+    problems += check_moments(job, model, family, degrees)
     problems += check_sections(job, family, degrees)
     way, found = _find_way(job, model, family, degrees, lora.params, compute_bytes)
     problems += found
@@ -234,7 +236,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
 
     peak = peak_flops(machine.device_name) if compute == "bfloat16" else None
     adapters = lora.params if job.lora.rank else 0
-    return Plan(
+    plan = Plan(
         run_dir=_run_dir(job, recipe, base or job),
         device=machine.device,
         world_size=world,
@@ -281,8 +283,20 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
             *placement_warnings(degrees.sizes, local_world, PLACEMENTS[parallel.placement]),
             *float8_warnings(job, machine.device, degrees.pp, emulated),
             *remat_warnings(job, model, family, way.pipeline),
+            *schedule_warnings(job),
         ),
     )
+    setting = Setting(
+        job=job,
+        degrees=degrees,
+        nodes=max(1, world // local_world),
+        local_world=local_world,
+        node_shards=plan.shard_ranks_per_node,
+        accumulation=plan.accumulation,
+        reshard=plan.reshard_after_forward,
+        compute=compute,
+    )
+    return replace(plan, warnings=(*plan.warnings, *effect_warnings(setting)))
 
 
 def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | None = None) -> Plan:

@@ -13,7 +13,6 @@ later plan for the device goes by it.
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 import tomllib
 from collections.abc import Callable
@@ -23,10 +22,10 @@ from typing import Literal
 
 import tomli_w
 
-from weft.files import replace_text
+from weft.files import read_json, reading, replace_text
 from weft.job import InvalidJob, Job, Problem, read_job
 from weft.observe.history import WARMING, no_run
-from weft.observe.jsonl import read_records
+from weft.observe.jsonl import is_number, read_records
 from weft.plan.cost import Hardware, Step, step_seconds
 from weft.plan.devices import (
     CPU,
@@ -115,17 +114,21 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
     job, _, problems = read_job(str(folder / "job.toml"))
     if problems:
         raise InvalidJob(problems)
-    environment = json.loads((folder / "environment.json").read_text("utf-8"))
-    planned = json.loads((folder / "plan.json").read_text("utf-8"))
-    device = planned["device"]
-    name = environment["devices"][0] if device == "cuda" else CPU
-    memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs do not tell
+    environment, planned = (read_json(folder / f"{n}.json") for n in ("environment", "plan"))
+    with reading(folder / "plan.json"):
+        device: Literal["cpu", "cuda"] = "cuda" if planned["device"] == "cuda" else "cpu"
+        here, world = planned["local_world_size"], planned["world_size"]
+        if not all(type(size) is int and 0 < size < 1 << 20 for size in (here, world)):
+            raise ValueError("local_world_size and world_size must be whole numbers")
+    with reading(folder / "environment.json"):
+        name = str(environment["devices"][0]) if device == "cuda" else CPU
+        memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs do not tell
     machine = Machine(
         device,
-        devices=planned["local_world_size"],
+        devices=here,
         device_name=name,
-        world_size=planned["world_size"],
-        local_world_size=planned["local_world_size"],
+        world_size=world,
+        local_world_size=here,
         memory_bytes=memory,
     )
     if known := machine.known:
@@ -149,7 +152,12 @@ def read_run(folder: Path) -> Run:
         return InvalidJob([Problem("--calibrate", str(folder), rule, remedy)])
 
     job, plan, machine = planned_again(folder, "--calibrate")
-    records = read_records(folder / "metrics.jsonl")
+    needed = ("step_seconds", "data_seconds", "memory_peak_gib")
+    records = [
+        record
+        for record in read_records(folder / "metrics.jsonl")
+        if isinstance(record.get("seconds"), dict) and all(is_number(record.get(n)) for n in needed)
+    ]
     # Of the last start only: an earlier one may have had another layout.
     starts = [r["seconds"].get("restarting", 0.0) for r in records]
     last = [r for r, start in zip(records, starts, strict=True) if start == starts[-1]][WARMING:]
@@ -159,7 +167,7 @@ def read_run(folder: Path) -> Run:
     if machine.known is None:
         rule = f"ran on {machine.device_name!r}, of which nothing is known"
         raise missing(rule, "add it to clusters.toml: benchmarks/device.py measures it")
-    environment = json.loads((folder / "environment.json").read_text("utf-8"))
+    environment = read_json(folder / "environment.json")
     return Run(
         folder,
         job,
@@ -168,7 +176,7 @@ def read_run(folder: Path) -> Run:
         statistics.median(r["step_seconds"] - r["data_seconds"] for r in last),
         len(last),
         max(r["memory_peak_gib"] for r in records) * GIB,
-        environment["torch"],
+        str(environment.get("torch")),
     )
 
 

@@ -5,7 +5,6 @@ A run is planned again on the machine that it says it ran on, and traced; that t
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,10 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import mode
+from typing import Any
 
-from weft.job import InvalidJob, Job
+from weft.files import read_json, reading
+from weft.job import Job, WeftError
 from weft.observe.history import History
 from weft.observe.html import Section, table
 from weft.observe.spans import read_spans
@@ -61,7 +62,7 @@ def predict(run: History) -> Predicted:
     """Plan a run again and trace it."""
     try:
         job, plan, machine = planned_again(run.folder, "run")
-    except InvalidJob as error:
+    except WeftError as error:
         return Predicted(run, why=f"It cannot be planned again: {error}")
     try:
         seen = forecast(job, plan, machine, device_of(plan, machine))
@@ -141,11 +142,20 @@ def profiled(folder: Path) -> tuple[str, dict[str, float]] | None:
     if not found:
         return None
     path = max(found)[1]
-    summary = json.loads(path.read_text("utf-8"))
-    ranks = [rank["seconds"] for rank in summary["ranks"] if "seconds" in rank]
-    names = dict.fromkeys(name for seconds in ranks for name in seconds)
-    means = {n: sum(seconds.get(n, 0.0) for seconds in ranks) / len(ranks) for n in names}
+    try:
+        with reading(path):
+            ranks = [rank["seconds"] for rank in read_json(path)["ranks"] if "seconds" in rank]
+            names = dict.fromkeys(name for seconds in ranks for name in seconds)
+            means = {n: sum(seconds.get(n, 0.0) for seconds in ranks) / len(ranks) for n in names}
+            bool(sum(means.values()))
+    except WeftError:
+        return None  # a damaged profile is left out
     return (path.parent.name, means) if sum(means.values()) else None
+
+
+def _is_action(args: dict[str, Any]) -> bool:
+    types = {"stage": int, "microbatch": int, "kind": str}
+    return all(type(args.get(name)) is kind for name, kind in types.items())
 
 
 def timeline(folder: Path, plan: Plan) -> tuple[int, list[Span]] | None:
@@ -158,7 +168,7 @@ def timeline(folder: Path, plan: Plan) -> tuple[int, list[Span]] | None:
         if all(index == 0 for axis, index in at.items() if axis != "pp")
     ]
     actions = {
-        rank: [event for event in read_spans(folder, rank) if "stage" in event["args"]]
+        rank: [event for event in read_spans(folder, rank) if _is_action(event["args"])]
         for rank in pipeline
     }
     counts = {

@@ -39,7 +39,6 @@ from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.offload import Moved
-from weft.parallel.private import quiet_import
 from weft.parallel.private_watch import fake_process_group, ranks_of_group
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
@@ -88,9 +87,6 @@ def build_fake(job: Job, plan: Plan, mode: FakeTensorMode) -> tuple[Built, Plan]
         What is trained, and the plan with the CPU in the place of its device.
     """
     plan = replace(plan, device="cpu")
-    if job.optim.states == "8bit":  # torchao makes its tables of codes once, from values
-        tables = quiet_import("torchao.optim.subclass_8bit")
-        tables.get_qmap_signed(), tables.get_qmap_unsigned()
     rank = Rank(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"))
     real: Callable[..., None] = setup.allocate
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Literal
 
 from weft.job import Job
+from weft.models import load_family
 from weft.models.llama import DecoderConfig
 from weft.models.moe import MoeConfig
 from weft.plan.decoder import Layout, Sizes
 from weft.plan.devices import Device
-from weft.plan.memory import MOMENT_BYTES
+from weft.plan.memory import moment_bytes
 from weft.plan.resolve import Plan
 from weft.plan.timetable import is_file
 from weft.train.loss import chunk_tokens
@@ -72,7 +73,7 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
         sequence_parallel=job.parallel.sequence_parallel,
         tp_overlap="async" if job.parallel.async_tp else "exposed",
         gradient_bytes=4 if plan.reduce_dtype == "float32" else 2,
-        state_bytes=8 + MOMENT_BYTES[job.optim.states],
+        state_bytes=8 + moment_bytes(job, plan.model, load_family(job.model.kind)),
         kept_bytes=4.0 if whole and zero == 3 else 0.0,
         chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens
         and job.train.objective == "next_token",

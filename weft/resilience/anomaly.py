@@ -25,6 +25,10 @@ the second run would be wrong on GPUs, whose atomic additions come in any order.
 A window that follows only accepted values would refuse a lasting change of level for ever: after
 ``anomaly_limit`` steps in a row the run stops and says so.
 
+*A finite divergence.*  A loss that is finite can still be lost: `DivergenceDetector` compares what
+is recorded with the lowest loss of the run and with guessing.  It warns and changes nothing, under
+every policy: whether the run is worth its price from there on is for people to decide.
+
 Left out: a verdict on the device with the host a step behind.  It would hide the wait under
 ``skip`` and ``rewind``, for a loop in which what is known lags behind what is done.
 """
@@ -48,6 +52,9 @@ WHAT = ("loss", "gradient norm")
 TO_SIGMA = 1.4826  # a normal distribution's standard deviation, by its median absolute deviation
 LEAST = 0.005  # of the median: the least deviation
 UNSEEN = 1000  # steps without a record before the host waits for the device all the same
+# Of a finite divergence, see `DivergenceDetector`: nats, a share, a share of guessing, a norm.
+LEAST_RISE, LOST_SHARE, DEAD_LOSS, DEAD_NORM = 1.0, 0.5, 0.95, 1e-3
+BAD_RECORDS, BAD_STEPS = 3, 20
 ROUNDING = 1e-3  # by which a rank's own result may differ between two runs of a step
 
 
@@ -256,6 +263,103 @@ class Watch:
                         "--optim.lr, --precision.compute float32, or --resilience.anomaly skip"
                     )
         return values[len(WHAT) * len(unseen) :]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A run that has lost what it had learned, or learns nothing; losses in nats per token."""
+
+    since: int  # step of the first record that showed it
+    loss: float
+    grad_norm: float
+    best: float  # the lowest loss of the run
+    guess: float  # the loss of guessing: the logarithm of the vocabulary
+    begins: bool = False  # this record is the first to say so
+
+    def __str__(self) -> str:
+        since = f"since step {self.since}"
+        if _is_dead(self.loss, self.grad_norm, self.guess):
+            why = (
+                f"the loss stays at {self.loss:.2f} {since}, no better than guessing "
+                f"({self.guess:.2f}), and the gradient norm is {self.grad_norm:.2g}: the model no "
+                "longer learns"
+            )
+        else:
+            why = (
+                f"the loss is {self.loss:.2f} and has been high {since}; the lowest was "
+                f"{self.best:.2f}, and guessing gives {self.guess:.2f}"
+            )
+        return (
+            f"diverged: {why}. Try a lower --optim.lr or more --optim.warmup_steps, and check the "
+            "data; a checkpoint from before that step can be used with weft rollback"
+        )
+
+
+def _is_dead(loss: float, grad_norm: float, guess: float) -> bool:
+    return loss >= DEAD_LOSS * guess and grad_norm < DEAD_NORM
+
+
+def divergence_of(
+    record: Mapping[str, Any] | None, objective: str, vocab_size: int
+) -> Divergence | None:
+    """Return the divergence that a record tells of; None if there is none, or it is damaged."""
+    names = ("diverged_since", "loss", "grad_norm", "best_loss")
+    values = [(record or {}).get(name) for name in names]
+    if objective != "next_token" or not all(isinstance(value, int | float) for value in values):
+        return None
+    since, loss, grad_norm, best = map(float, values)  # type: ignore[arg-type]
+    return Divergence(int(since), loss, grad_norm, best, math.log(vocab_size))
+
+
+class DivergenceDetector:
+    """Tell from the records of a run whether it has diverged, though every value is finite.
+
+    A record is *bad* in two cases.  The loss is more than `LEAST_RISE` nats above the lowest of the
+    run, and has lost more than `LOST_SHARE` of the way from guessing to there.  Or the loss is that
+    of guessing and the gradient is zero to `DEAD_NORM`: of text, whose tokens are not equally
+    frequent, the gradient of a model that guesses is not small.  `BAD_RECORDS` bad ones in a row
+    over `BAD_STEPS` steps are a divergence; at the end of the run the last two are enough.
+
+    The lowest loss is a median of three records, so that one easy batch does not count.
+    """
+
+    def __init__(self, guess: float | None) -> None:
+        """``guess``: the loss of guessing; None: the objective has none, and nothing is judged."""
+        self._guess = guess
+        self.back_to(None)
+
+    def back_to(self, record: Mapping[str, Any] | None) -> None:
+        """Know what the detector knew at a record; None: before the first one."""
+        best, since = (record or {}).get("best_loss"), (record or {}).get("diverged_since")
+        self.best: float | None = best if isinstance(best, float) else None
+        self._since: int | None = since if isinstance(since, int) else None
+        self._reported = self._since is not None
+        self._count = BAD_RECORDS if self._reported else 0
+        self._records = 0 if self.best is None else 1
+        self._newest: deque[float] = deque(maxlen=3)
+
+    def check(self, step: int, loss: float, grad_norm: float, end: bool) -> Divergence | None:
+        """Judge a record; ``end``: the last one of the run."""
+        if self._guess is None or not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return None
+        self._records += 1
+        self._newest.append(loss)
+        if self.best is None:
+            self.best = loss
+        elif len(self._newest) == 3:
+            self.best = min(self.best, statistics.median(self._newest))
+        rise = max(LEAST_RISE, LOST_SHARE * (self._guess - self.best))
+        if not (loss > self.best + rise or _is_dead(loss, grad_norm, self._guess)):
+            self._since, self._count, self._reported = None, 0, False
+            return None
+        self._since = step if self._since is None else self._since
+        self._count += 1
+        lasts = self._count >= BAD_RECORDS and step - self._since >= BAD_STEPS
+        ends = end and self._count >= min(2, self._records - 1) > 0
+        if not (self._reported or lasts or ends):
+            return None
+        begins, self._reported = not self._reported, True
+        return Divergence(self._since, loss, grad_norm, self.best, self._guess, begins)
 
 
 def _changed(first: Trial, second: Trial) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """Stopping in good order: finish the step, save, and say that the rest is still to be done.
 
 Schedulers announce the end of an allocation by a signal: SIGTERM, or SIGUSR1 as Slurm's
-``--signal`` can send some minutes before.  A handler only raises a flag, so a signal does no harm
-wherever it comes, in the middle of a save, an evaluation or a compilation.  The flag is looked at
-once a step, by all ranks together: it may have been raised on one of them only, and they must stop
-after the same step.  Their sum runs on the CPU while the step is computed, so that nobody waits
-for it; a signal that comes during a step therefore takes effect at the end of the next one.
+``--signal`` can send some minutes before; Ctrl-C is SIGINT.  A handler only raises a flag, so a
+signal does no harm wherever it comes, in the middle of a save, an evaluation or a compilation.  The
+flag is looked at once a step, by all ranks together: it may have been raised on one of them only,
+and they must stop after the same step.  Their sum runs on the CPU while the step is computed, so
+that nobody waits for it; a signal that comes during a step therefore takes effect at the end of the
+next one.
 
 Handlers are set before anything heavy is imported: this file imports torch when it is there.
 """
@@ -16,7 +17,7 @@ import signal
 import time
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 # The signal that came last, for people.
 _came: list[str] = []
@@ -37,24 +38,29 @@ class Wishes:
         self._flags: Any = None
         self._work: Any = None
 
-    def ask(self, save: bool, busy: bool) -> None:
-        """At the beginning of a step: every rank tells the others what it wants."""
+    def ask(self, save: bool, busy: bool, failed: bool) -> None:
+        """Send what this rank wants to the others, at the beginning of a step; a collective.
+
+        Args:
+            failed: this rank has no data for the step, which must not be applied.
+        """
         import torch
         import torch.distributed as dist
 
         stop = bool(_came) or (self._deadline is not None and time.monotonic() > self._deadline)
-        self._flags = (stop, save, busy)
+        self._flags = (stop, save, busy, failed)
         if dist.get_world_size() > 1:
             self._flags = torch.tensor(self._flags, dtype=torch.int32)
             self._work = dist.all_reduce(self._flags, async_op=True)
 
-    def answer(self) -> tuple[bool, bool, bool]:
-        """At the end of the step: whether to stop, to save, and whether any is busy saving.
+    def answer(self) -> tuple[bool, bool, bool, bool]:
+        """Return, at the end of the step, what any rank wants; the same on all ranks.
 
-        The same on all ranks.
+        Returns:
+            Stop; save; a rank is busy saving; a rank has failed.
         """
         if self._work is not None:
             self._work.wait()
             self._work, self._flags = None, self._flags.tolist()
-        stop, save, busy = self._flags
-        return bool(stop), bool(save), bool(busy)
+        stop, save, busy, failed = self._flags
+        return bool(stop), bool(save), bool(busy), bool(failed)

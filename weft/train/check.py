@@ -199,8 +199,6 @@ def check_names(job: Job) -> Iterator[Problem]:
         rule, remedy = "needs torchao", "pip install 'weft[torchao]'"
         if (recipe := job.precision.float8) != "none":
             yield Problem("precision.float8", recipe, rule, remedy)
-        if (states := job.optim.states) == "8bit":
-            yield Problem("optim.states", states, rule, remedy)
     for name in TRACKERS:
         if name in job.observe.sinks and importlib.util.find_spec(name) is None:
             yield Problem("observe.sinks", name, f"needs {name}", f"pip install 'weft[{name}]'")

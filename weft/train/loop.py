@@ -28,19 +28,22 @@ from weft.checkpoint.store import Saver
 from weft.data.loader import Ahead, Batch, Loader, samples_of
 from weft.data.store import SplitName
 from weft.data.text import Text
-from weft.job import Job
+from weft.job import Job, WeftError
+from weft.models import load_family
 from weft.observe.backward import naming_backward
+from weft.observe.log import tolerate
 from weft.observe.memory import OutOfMemory, is_out_of_memory, out_of_memory
 from weft.observe.profile import Profile
 from weft.observe.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
-from weft.parallel.compile import graph_break, tell_compiling
+from weft.parallel.compile import NOTHING_COMPILED, graph_break, tell_compiling
 from weft.plan.resolve import Plan
 from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
 from weft.resilience.faults import at as reach
 from weft.resilience.signals import Wishes
+from weft.train.epochs import repetition_warnings
 from weft.train.folder import write_plan
 from weft.train.position import home_of, resume, rewind
 from weft.train.recorder import Journal, Recorder, TrainingError, due
@@ -48,6 +51,9 @@ from weft.train.references import with_references
 from weft.train.replica_groups import join
 from weft.train.setup import Rank, build, open_statistics
 from weft.train.step import batch_to, held_out
+
+# Of reading a batch, on this rank alone; not RuntimeError, which torch and CUDA raise.
+DATA_ERRORS = (OSError, WeftError, LookupError, ValueError)
 
 GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once
 
@@ -72,8 +78,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     say = journal.say
 
     # ---- what is trained, and from where on
-    if job.compile.enable:
-        tell_compiling(say)
+    graphs = tell_compiling(say) if job.compile.enable else None
     with naming("building the model", partial(out_of_memory, job, plan, rank.device, {})):
         built = build(job, plan, rank)
     parts, mesh, engine, optimizer, decay = built
@@ -98,18 +103,24 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     )
     ahead = Ahead(loader, rank.device, threaded=rank.device.type == "cuda")
 
+    def warn(text: str) -> None:
+        journal.note("warning", at.step, text, warning=True)
+
     # ---- and what goes on around it
     groups = join(job, plan, text, rank, say)
     statistics = open_statistics(job, plan, mesh, parts)
     recorder = Recorder(job, plan, text, rank, built, statistics, journal)
     section = job.checkpoint
-    saver = Saver(home, section.keep, background=section.background, local=section.local, say=say)
+    saver = Saver(home, section.keep, background=section.background, local=section.local, say=warn)
     saves = Saves(section, at.step, say)
     profile = Profile(job, plan, rank.device, say)
     wishes = Wishes(job.resilience.time_limit)
     watch = Watch(job.resilience, at.watch, statistics.where)
     stages = mesh.group("pp") if plan.pp > 1 else None
     check, first = job.resilience.replica_check, at.step
+    blocks = [block for part in parts for block in load_family(job.model.kind).blocks(part)]
+    batches: list[Batch] = []
+    failure: Exception | None = None
 
     def compute(step: int, batches: list[Batch]) -> Trial:
         """Loss and gradients of a step, and what all ranks have to know of them."""
@@ -162,7 +173,9 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         profile,
     ):
         if rank.rank == 0:
-            write_plan(folder, plan)
+            repeated = repetition_warnings(job, text, samples_in["train"])
+            with tolerate(folder / "plan.json", say):
+                write_plan(folder, replace(plan, warnings=(*plan.warnings, *repeated)))
         recorder.open_at(at.step)
         resumed = f"goes on from step {at.step}" if at.step else "starts"
         journal.note("start", at.step, f"{resumed} on {plan.world_size} ranks")
@@ -176,18 +189,36 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 recorder.spent("productive")
                 profile.turn()
                 recorder.spent("saving")
-            wishes.ask(save=saver.wants_again(), busy=saver.busy())
             with naming(f"step {step}", no_memory):
-                with recorder.clock.waiting_for_data():
-                    reach("step", step=step)
-                    rows = ahead.batch(at.samples, groups.place, groups.count)
-                    batches = [batch_to(batch, rank.device) for batch in rows]
+                try:
+                    with recorder.clock.waiting_for_data():
+                        reach("step", step=step)
+                        rows = ahead.batch(at.samples, groups.place, groups.count)
+                        batches = [batch_to(batch, rank.device) for batch in rows]
+                except DATA_ERRORS as error:
+                    # The other ranks compute: so does this one, on the batch before, and nobody
+                    # applies it.  Other replica groups would: they go on without this one instead.
+                    if not batches or job.resilience.lighthouse != "none":
+                        raise
+                    failure = error
+                wishes.ask(saver.wants_again(), saver.busy(), failed=failure is not None)
 
                 reach("forward_backward")
                 trial, anomaly = watch.examine(step, partial(compute, step, batches))
-                stop, again, busy = wishes.answer()
+                stop, again, busy, failed = wishes.answer()
                 if not groups.committed():
                     continue  # a group was lost: with those that are left, the same step again
+                if failed:
+                    drop(params)
+                    watch.check()  # nothing is saved after a step that was not finite
+                    if check:
+                        compare_replicas(parts, optimizer)
+                    warn(f"a rank has no data for step {step}: saving step {at.step}, then ending")
+                    saver.save_last(parts, optimizer, at.manifest(plan, text))
+                    if failure is not None:
+                        failure.add_note(f"step {at.step} is saved")
+                        raise failure
+                    break
                 samples = at.samples + job.train.global_batch
                 if anomaly is not None:
                     recorder.anomaly(anomaly, step, range(at.samples, samples))
@@ -215,6 +246,10 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 statistics.parameters(step)
                 at = replace(at, step=step, samples=samples, watch=watch.state())
                 recorder.clock.count_step()
+                if graphs is not None:
+                    if blocks and not graphs():
+                        say(f"warning: {NOTHING_COMPILED}")
+                    graphs = None
                 if step % GARBAGE_STEPS == 0:
                     gc.collect(1)
 
@@ -228,14 +263,15 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                 held = evaluate if evaluating else None
                 seconds = recorder.write(at, lr, trial, watch, groups.count, held)
                 if groups.leads and (saving or keeping):
-                    saver.save(parts, optimizer, at.manifest(plan, text), home=saving)
+                    if stopping:
+                        saver.save_last(parts, optimizer, at.manifest(plan, text))
+                    else:
+                        saver.save(parts, optimizer, at.manifest(plan, text), home=saving)
                     watch.saved()
                 if groups.leads and saving:
                     saves.saved(step, saver.stall_seconds, saver.write_seconds, seconds)
                     cost = f"saving it held training up for {saver.stall_seconds:.2g} s"
                     journal.note("checkpoint", step, cost)
-                if stopping:
-                    saver.wait()
                 recorder.spent("saving")
                 if stop:
                     break

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from weft.checkpoint.manifest import (
     DamagedCheckpoint,
     checkpoint_step,
     checkpoints,
+    from_rank_0,
+    resumed_step,
 )
 from weft.checkpoint.state import frozen_parameters
 from weft.checkpoint.storage import open_folder
-from weft.checkpoint.store import Saver, set_aside
+from weft.checkpoint.store import Saver, quarantined, set_aside
 from weft.data.text import Text
 from weft.plan.resolve import Plan
 
@@ -70,55 +73,101 @@ def resume(
     warn: Callable[[str], None],
     frozen: bool = True,
 ) -> Position:
-    """Load the newest sound checkpoint in ``folder``; the start of the run if there is none at all.
+    """Load the newest intact checkpoint of a run; return where the run is then.
 
-    A damaged one is renamed, so that it is out of the way and not lost.  Weights that are not
-    trained come from that of step 0, which has all.
+    Damaged checkpoints are renamed once an intact one is loaded, never before: until then they are
+    all that is left of the run.  Weights that are not trained come from the checkpoint of step 0,
+    which has all weights.
 
     Args:
-        frozen: whether they are to be loaded, too.
-        local: the value of checkpoint.local; what lies there is taken if it is as new or newer.
-        warn: told what is damaged, on every rank.
+        folder: the run's checkpoints.
+        local: the value of checkpoint.local; the nodes' state is taken if it is as new or newer.
+        warn: called with what is damaged, on every rank.
+        frozen: load the weights that are not trained, too.
 
     Raises:
-        CheckpointError: if all are damaged: to start from scratch is not for weft to decide.
+        CheckpointError: if the run has trained steps and none of its checkpoints is intact: every
+            time, until a person decides to start over.
     """
     # One decision for all ranks, each of which might see the folder at another moment.
-    found = [checkpoints(folder)[::-1] if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(found, src=0)
-    at_home = found[0]
-    base = base_of(at_home, parts)
+    found, resumed, lost = from_rank_0(lambda: _survey(folder), f"{folder}: could not be read")
+    base = base_of(found, parts)
     if frozen and base is None and any(True for _ in frozen_parameters(parts)):
         rule = "the weights that adapters are trained to are random: there is no checkpoint"
         warn(f"{rule} of step 0, as weft import makes one")
-    if base is not None:
-        at_home = [path for path in at_home if path != base]
-        if frozen:
-            load_frozen(base, parts)
+    if base is not None and frozen:
+        load_frozen(base, parts)
+    at_home = [path for path in found if path != base]
     # Before the first one it is not known whether what lies there is of the same model and text.
-    on_nodes = local_folder(local, folder) if at_home else None
-    kept = [(on_nodes, *each) for each in kept_steps(on_nodes, folder)] if on_nodes else []
-    for path in at_home:
-        while kept and kept[-1][1] >= checkpoint_step(path):
-            try:
-                manifest = load_local(*kept.pop(), parts, optimizer)
-            except CheckpointError as error:
-                warn(f"{error}; taking the one before")
-            else:
-                return _position(manifest, base)
+    on_nodes = local_folder(local, folder) if at_home or resumed else None
+    kept = kept_steps(on_nodes, folder) if on_nodes else []
+    sources: list[_Source] = [
+        *(_Source(checkpoint_step(path), "", partial(load, path), path) for path in at_home),
+        *(
+            _Source(
+                step, f"step {step} kept by the nodes: ", partial(load_local, on_nodes, step, epoch)
+            )
+            for step, epoch in kept
+            if on_nodes is not None
+        ),
+    ]
+    damaged: list[Path] = []
+    for source in sorted(sources, key=lambda each: (each.step, each.path is None), reverse=True):
+        if source.step == 0 and (lost or resumed):
+            break  # initial weights are none of the work
         try:
-            manifest = load(path, parts, optimizer)
-        except DamagedCheckpoint as error:
-            dist.barrier()  # nobody reads it any more
-            if dist.get_rank() == 0:
-                set_aside(path, "damaged")
+            manifest = source.load(parts, optimizer)
+        except CheckpointError as error:
+            if source.path is not None and not isinstance(error, DamagedCheckpoint):
+                raise  # it cannot be read, which says nothing of what was written
+            lost.append(f"{source.name}{error}")
+            damaged += [source.path] if source.path is not None else []
             warn(f"damaged: {error}; taking the one before")
-        else:
-            return _position(manifest, base)
-    if at_home:
-        rule = "every checkpoint is damaged; nothing was started"
-        raise CheckpointError(f"{folder}: {rule}: move the folder away to start from scratch")
+            continue
+        dist.barrier()  # nobody reads the damaged ones any more
+        if dist.get_rank() == 0:
+            for path in damaged:
+                set_aside(path, "damaged")
+        if source.step < resumed:
+            rule = f"the run was resumed at step {resumed} before, and no checkpoint of it is left"
+            warn(f"warning: {rule}: resuming at step {source.step}")
+        return _position(manifest, base)
+    if resumed and not lost:
+        lost.append(f"the run was resumed at step {resumed}, and no checkpoint of it is left")
+    if lost:
+        raise CheckpointError(_refusal(folder, lost))
     return Position(0, 0, base="" if base is None else base.name)
+
+
+class _Source(NamedTuple):
+    """A state that a run may be resumed from."""
+
+    step: int
+    name: str  # for people, where the error does not have it
+    load: Callable[[list[nn.Module], Optimizer], Mapping[str, Any]]
+    path: Path | None = None  # None: on the nodes
+
+
+def _survey(folder: Path) -> tuple[list[Path], int, list[str]]:
+    """Return the run's checkpoints, newest first, and what else shows that the run has trained.
+
+    Returns:
+        The checkpoints; the step of the newest lease; what was renamed as damaged.
+    """
+    renamed = [
+        f"{path}: renamed by an earlier start because it is damaged" for path in quarantined(folder)
+    ]
+    return checkpoints(folder)[::-1], resumed_step(folder), renamed
+
+
+def _refusal(folder: Path, lost: Sequence[str]) -> str:
+    """Return the message for a run whose work is there and cannot be loaded."""
+    listed = "".join(f"\n  {each}" for each in lost)
+    return (
+        f"{folder}: none of the run's checkpoints is intact; nothing was started, renamed or "
+        f"deleted:{listed}\n  Put an intact copy back. Or give this work up: `weft rollback "
+        "RUN_DIR 0`, and the same command starts the run from step 1. Or use another --run.dir."
+    )
 
 
 def base_of(found: Sequence[Path], parts: Sequence[nn.Module]) -> Path | None:

@@ -20,17 +20,18 @@ from torch import Tensor
 from weft.data.text import Text
 from weft.job import Job, WeftError
 from weft.models import load_family
-from weft.observe.events import Kind, note_event
+from weft.observe.events import EventLog, Kind
 from weft.observe.gradients import LayerNorms
-from weft.observe.jsonl import read_records
+from weft.observe.jsonl import MAX_STEP, Tail, add_anomalies, read_tail
 from weft.observe.ledger import Ledger
+from weft.observe.log import tolerate
 from weft.observe.memory import expected_of, memory_peak_gib
 from weft.observe.record import Clock, StepRecord, spreads
 from weft.observe.sinks import Sink, open_sinks
 from weft.observe.sources import Means, SourceLosses, listed
 from weft.observe.statistics import Statistics
 from weft.plan.resolve import Plan
-from weft.resilience.anomaly import Anomaly, Trial, Watch
+from weft.resilience.anomaly import Anomaly, DivergenceDetector, Trial, Watch
 from weft.resilience.faults import at as reach
 from weft.resilience.heartbeat import measured
 from weft.resilience.stragglers import Probe, Stragglers, every_rank
@@ -47,7 +48,8 @@ class Journal:
 
     def __init__(self, folder: Path, rank: Rank, console: Console) -> None:
         self.folder, self.console, self._first = folder, console, rank.rank == 0
-        self.ledger = Ledger(self.recorded())
+        self._events = EventLog(folder, self.say)
+        self.ledger = Ledger(self.tail().last)
 
     def say(self, text: str) -> None:
         """On the terminal."""
@@ -57,13 +59,22 @@ class Journal:
     def note(self, kind: Kind, step: int, text: str, warning: bool = False) -> None:
         """Something happened after ``step``; on the terminal only if it is a warning."""
         if self._first:
-            note_event(self.folder, kind, step, text)
+            self._events.note(kind, step, text)
         if warning:
             self.say(f"warning: {text}")
 
-    def recorded(self) -> list[dict[str, Any]]:
-        """The records of the run so far, on the rank that has them."""
-        return read_records(self.folder / "metrics.jsonl") if self._first else []
+    def tail(self, step: int = MAX_STEP) -> Tail:
+        """Return what the run has recorded around ``step``, on the rank that writes."""
+        path = self.folder / "metrics.jsonl"
+        return read_tail(path, step) if self._first else Tail(None, None, [])
+
+    def flush(self) -> None:
+        """Write events that could not be written before."""
+        self._events.flush()
+
+    def close(self) -> None:
+        """Report events that are lost; later ones still can be noted."""
+        self._events.close()
 
 
 class Recorder:
@@ -96,8 +107,11 @@ class Recorder:
         self._sources = SourceLosses(text.shares, rank.device)
         self._metrics = Means(engine.objective.metrics, rank.device)
         self._stragglers = Stragglers()
+        of_tokens = job.train.objective == "next_token"
+        self._learning = DivergenceDetector(math.log(plan.model.vocab_size) if of_tokens else None)
         self._expected = expected_of(journal.folder)
         self._anomalies: list[dict[str, Any]] = []  # that are not recorded yet
+        self._recorded: list[dict[str, Any]] = []  # that are, of steps that may be done again
         self._norms: list[Tensor] = []
         self._worst: list[Tensor] = []
         self._stack = ExitStack()
@@ -107,8 +121,15 @@ class Recorder:
     def open_at(self, step: int) -> None:
         """Begin, or go back to ``step``: what was written of later ones is taken back."""
         self._stack.close()
-        self._journal.ledger.back_to(step, self._journal.recorded())
-        self._statistics.back_to(step)
+        tail = self._journal.tail(step)
+        self._journal.ledger.back_to(tail.last, tail.kept)
+        self._learning.back_to(tail.kept)
+        # An anomaly stays in the records though its step is taken back: see `drop_later`.
+        self._recorded += tail.anomalies
+        if tail.kept is None:
+            self._anomalies[:0] = tail.anomalies
+            self._recorded = []
+        self._statistics.back_to(step, self._journal.say)
         self._sources.forget()
         self._metrics.forget()
         if self._rank.rank == 0:
@@ -122,6 +143,12 @@ class Recorder:
     def close(self) -> None:
         """End the sinks."""
         self._stack.close()
+        if self._anomalies and self._rank.rank == 0:
+            path = self._journal.folder / "metrics.jsonl"
+            with tolerate(path, self._journal.say):
+                add_anomalies(path, self._anomalies)
+        self._statistics.close()
+        self._journal.close()
 
     def spent(self, kind: str) -> None:
         """The time until now was of this kind, and not of a step."""
@@ -199,6 +226,9 @@ class Recorder:
         if probe:
             compute_seconds = probe.seconds()
         table = every_rank((data_seconds, compute_seconds, *self._place, memory_peak_gib(device)))
+        diverged = self._learning.check(at.step, loss, grad_norm, at.step >= self._job.train.steps)
+        if diverged is not None and diverged.begins:
+            self._journal.note("divergence", at.step, str(diverged), warning=True)
         slow = partial(self._journal.note, "slow rank", at.step, warning=True)
         slow_rank, slow_ratio = self._stragglers.judge(
             at.step, times[0], [row[:-1] for row in table], slow
@@ -216,7 +246,7 @@ class Recorder:
             causal_flops_per_token=plan.causal_flops_per_token,
             peak_flops=plan.peak_flops,
             memory_peak_gib=max(row[-1] for row in table),
-            anomalies=self._anomalies or None,
+            anomalies=self._new_anomalies(at.step) or None,
             slow_rank=slow_rank,
             slow_ratio=slow_ratio,
             expected_memory_gib=self._expected.get("memory_gib"),
@@ -226,13 +256,26 @@ class Recorder:
             grad_norms=dict(zip(layers, norms, strict=True)) or None,
             source_losses=self._sources.named(of_sources),
             metrics=self._metrics.named(of_metrics),
+            best_loss=self._learning.best,
+            diverged_since=None if diverged is None else diverged.since,
             **(self._held_out(at.step, evaluate) if evaluate else {}),
             seconds=dict(self._journal.ledger.seconds),
         )
         self._anomalies = []
         for sink in self._sinks:
             sink.write(record)
+        self._journal.flush()
         return times[0]
+
+    def _new_anomalies(self, step: int) -> list[dict[str, Any]]:
+        """Return those that are not recorded yet: a resumed run may meet the same ones again."""
+        new = []
+        for one in self._anomalies:
+            if one not in self._recorded:
+                new.append(one)
+                self._recorded.append(one)
+        self._recorded = [one for one in self._recorded if one["step"] > step]
+        return new
 
     def _held_out(self, step: int, evaluate: Callable[[], float]) -> dict[str, Any]:
         """Of a record what tells of the held-out text."""

@@ -1,0 +1,359 @@
+"""Run every pair of techniques and write the tables of docs/composability.md.
+
+    python benchmarks/composability.py [--minutes M] [--only PATTERN] [--changed]
+    python benchmarks/composability.py --write      only write the page from what is recorded
+
+A cell is one job that has both techniques.  It is trained for three steps on gloo ranks of this
+machine, beside one process, by the code of ``weft verify``: it *works* if losses, gradient norms,
+every gradient and every update agree; it is *refused* if weft refuses the job before it starts, and
+the reason is kept; anything else is a defect.  Two settings of one key make no pair.
+
+Outcomes are kept in benchmarks/composability.json, one entry for each pair, so that a run that was
+interrupted continues, and so that tests can compare the refusals with today's rules in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import itertools
+import json
+import math
+import multiprocessing
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.compare.shrink import plan_of_recipe
+from weft.compare.verify import read_recipe, verify
+from weft.files import write_json
+from weft.job import InvalidJob, WeftError
+
+RESULTS = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).parent.parent / "docs" / "composability.md"
+RECIPE = "demo"
+RANKS = 16
+STEPS = 3
+
+Overrides = dict[str, str]
+
+# What every cell has unless a technique says otherwise.
+BASE: Overrides = {
+    "run.device": "cpu",
+    "model.tied_embeddings": "false",
+    # Sizes that every degree here divides, so that no refusal is one of size.
+    "model.dim": "256",
+    "model.num_heads": "8",
+    "model.num_kv_heads": "4",
+    "model.ffn_dim": "512",
+    "model.num_layers": "8",
+    "train.global_batch": "32",
+    "train.microbatch": "1",
+    "train.seq_len": "256",
+}
+AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A choice that a recipe can make, as the keys that make it."""
+
+    name: str
+    group: str
+    overrides: Overrides
+
+
+def _axis(name: str, degree: int, **more: str) -> Overrides:
+    return {f"parallel.{name}": str(degree)} | {f"parallel.{key}": more[key] for key in more}
+
+
+TECHNIQUES = [
+    Technique("HSDP (replicas)", "data", _axis("dp_replicate", 2)),
+    Technique("FSDP, ZeRO-3", "data", _axis("dp_shard", 2, reshard_after_forward="always")),
+    Technique(
+        "FSDP, ZeRO-2",
+        "data",
+        _axis("dp_shard", 2, reshard_after_forward="never", gradient_sync="microbatch"),
+    ),
+    Technique("reshard over some ranks", "data", _axis("dp_shard", 4, reshard_after_forward="2")),
+    Technique("hierarchical gather", "data", _axis("dp_shard", 4, hierarchical_gather="true")),
+    Technique("parameter persistence", "data", _axis("dp_shard", 2, persist_below="100")),
+    Technique("CPU offload", "data", _axis("dp_shard", 2, cpu_offload="true")),
+    Technique("TP, sequence parallel", "model", _axis("tp", 2)),
+    Technique("TP, plain", "model", _axis("tp", 2, sequence_parallel="false")),
+    Technique("PP GPipe", "model", _axis("pp", 2, schedule="GPipe")),
+    Technique("PP 1F1B", "model", _axis("pp", 2, schedule="1F1B")),
+    Technique("PP Interleaved1F1B", "model", _axis("pp", 2, schedule="Interleaved1F1B")),
+    Technique("PP zero bubble", "model", _axis("pp", 2, schedule="InterleavedZeroBubble")),
+    Technique("PP ZBV", "model", _axis("pp", 2, schedule="ZBVZeroBubble")),
+    Technique("PP DualPipeV", "model", _axis("pp", 2, schedule="DualPipeV")),
+    Technique("CP ring", "model", _axis("cp", 2, context="ring")),
+    Technique("CP all-gather", "model", _axis("cp", 2, context="allgather")),
+    Technique("CP Ulysses", "model", _axis("cp", 2, context="ulysses")),
+    Technique(
+        "EP",
+        "model",
+        {"model.kind": "moe", "model.preset": "toy-moe"} | _axis("dp_shard", 2, ep="2"),
+    ),
+    Technique("AC full", "memory", {"remat.kind": "full"}),
+    Technique("AC selective", "memory", {"remat.kind": "selective"}),
+    Technique("AC memory budget", "memory", {"remat.kind": "budget"}),
+    Technique("activation offload", "memory", {"remat.offload": "true"}),
+    Technique("torch.compile", "speed", {"compile.enable": "true"}),
+    Technique("bfloat16", "precision", {"precision.compute": "bfloat16"}),
+    Technique(
+        "bfloat16 reduction",
+        "precision",
+        {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"},
+    ),
+    Technique(
+        "float8 tensorwise",
+        "precision",
+        {"precision.float8": "tensorwise", "precision.float8_small": "true"},
+    ),
+    Technique(
+        "float8 rowwise",
+        "precision",
+        {"precision.float8": "rowwise", "precision.float8_small": "true"},
+    ),
+    Technique(
+        "MXFP8", "precision", {"precision.float8": "mxfp8", "precision.float8_small": "true"}
+    ),
+    Technique("MoE", "model kind", {"model.kind": "moe", "model.preset": "toy-moe"}),
+    Technique("tied embeddings", "model kind", {"model.tied_embeddings": "true"}),
+    Technique("packed documents", "data kind", {"data.packing": "documents"}),
+    Technique("chat (SFT)", "data kind", {"data.format": "chat"}),
+    Technique("DPO", "data kind", {"data.format": "preferences", "train.objective": "dpo"}),
+    Technique("LoRA", "tuning", {"lora.rank": "4"}),
+    Technique("QLoRA nf4", "tuning", {"lora.rank": "4", "lora.quantize": "nf4"}),
+    Technique("QLoRA int8", "tuning", {"lora.rank": "4", "lora.quantize": "int8"}),
+    Technique("Muon", "optimizer", {"optim.kind": "muon"}),
+    Technique("bfloat16 states", "optimizer", {"optim.states": "bfloat16"}),
+    Technique("8-bit states", "optimizer", {"optim.states": "8bit"}),
+    Technique(
+        "world-size-invariant sums",
+        "order",
+        {"train.canonical": "true", "train.microbatch": "auto"},
+    ),
+]
+
+
+def pairs() -> Iterator[tuple[Technique, Technique]]:
+    """Yield every technique with itself and with each that comes later."""
+    yield from itertools.combinations_with_replacement(TECHNIQUES, 2)
+
+
+def pair_key(first: Technique, second: Technique) -> str:
+    """Return the name of a pair in the results."""
+    return first.name if first is second else f"{first.name} + {second.name}"
+
+
+def combine(first: Technique, second: Technique) -> Overrides | None:
+    """Return the overrides of a job with both techniques; None if they set one key differently.
+
+    Of a degree the larger one counts: it is a size, and not a choice between techniques.
+    """
+    combined = dict(first.overrides)
+    for name, value in second.overrides.items():
+        before = combined.get(name, value)
+        if name.removeprefix("parallel.") in AXES:
+            value = str(max(int(before), int(value)))
+        elif value != before:
+            return None
+        combined[name] = value
+    combined = {**BASE, **combined}
+    degrees = {axis: int(combined.get(f"parallel.{axis}", "1")) for axis in AXES}
+    combined["parallel.dp_shard"] = str(degrees["dp_shard"])
+    combined["run.workers"] = str(math.prod(degrees.values()))
+    return combined
+
+
+def refusals(overrides: Overrides) -> list[str]:
+    """Return why weft refuses a job; empty if it accepts it."""
+    try:
+        plan_of_recipe(read_recipe(RECIPE, list(overrides.items())))
+    except InvalidJob as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def run_pair(overrides: Overrides) -> dict[str, Any]:
+    """Verify one job.  Return its outcome (works, refused, wrong or failed) and the reason."""
+    if problems := refusals(overrides):
+        return {"outcome": "refused", "reason": "; ".join(problems)}
+    try:
+        job = read_recipe(RECIPE, list(overrides.items()))
+        report = verify(job, ranks=RANKS, steps=STEPS, keep=list(overrides))
+    except InvalidJob as error:
+        return {"outcome": "refused", "reason": str(error)}
+    except WeftError as error:
+        return {"outcome": "failed", "reason": str(error)}
+    return {
+        "outcome": "works" if report.holds else "wrong",
+        "reason": "; ".join(report.notes) if report.holds else report.reason,
+        "difference": report.reached,
+    }
+
+
+def _run_apart(overrides: Overrides, pipe: Any) -> None:
+    pipe.send(run_pair(overrides))
+
+
+def run_in_process(overrides: Overrides) -> dict[str, Any]:
+    """Verify one job in a forked process, so that no cache or thread outlives it."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run_apart, args=(overrides, theirs))
+    process.start()
+    theirs.close()
+    try:
+        outcome: dict[str, Any] = ours.recv()
+    except EOFError:
+        outcome = {"outcome": "failed", "reason": "the process died"}
+    process.join()
+    return outcome
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Return the recorded outcome of every pair."""
+    if not RESULTS.exists():
+        return {}
+    found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text("utf-8"))["pairs"]
+    return found
+
+
+def _save(outcomes: dict[str, dict[str, Any]]) -> None:
+    order = [pair_key(*pair) for pair in pairs()]
+    record = {
+        "command": "python benchmarks/composability.py",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "pairs": {name: outcomes[name] for name in order if name in outcomes},
+    }
+    write_json(RESULTS, record, indent=1)
+
+
+def run(only: str, minutes: float, changed: bool) -> None:
+    """Run the pairs whose name matches ``only`` and that have no outcome yet.
+
+    Args:
+        changed: run those again, too, that were defects or whose refusal no longer holds.
+    """
+    outcomes = read_results()
+    end = time.monotonic() + 60 * minutes
+    for pair in pairs():
+        name = pair_key(*pair)
+        overrides = combine(*pair)
+        if not fnmatch.fnmatch(name, only) or not _is_due(outcomes.get(name), overrides, changed):
+            continue
+        if time.monotonic() > end:
+            break
+        begin = time.monotonic()
+        if overrides is None:
+            outcomes[name] = {"outcome": "exclusive", "reason": "two settings of one key"}
+        else:
+            outcomes[name] = run_in_process(overrides)
+        _save(outcomes)
+        found = outcomes[name]
+        if found["outcome"] != "exclusive":
+            seconds = time.monotonic() - begin
+            line = f"{name:60} {found['outcome']:8} {seconds:5.1f} s  {found['reason'][:150]}"
+            print(line, flush=True)
+
+
+def _is_due(known: dict[str, Any] | None, overrides: Overrides | None, changed: bool) -> bool:
+    if known is None or not changed or overrides is None:
+        return known is None
+    if known["outcome"] in ("wrong", "failed"):
+        return True
+    reasons = refusals(overrides)
+    if known["outcome"] == "refused":
+        return bool("; ".join(reasons) != known["reason"])
+    return bool(reasons)
+
+
+# --------------------------------------------------------------------------- the page
+
+CELLS = {"works": "✓", "refused": "✗", "exclusive": "·", "wrong": "WRONG", "failed": "FAILED"}
+
+
+def page(outcomes: dict[str, dict[str, Any]]) -> str:
+    """Return docs/composability.md."""
+    counts = Counter(found["outcome"] for found in outcomes.values())
+    record = json.loads(RESULTS.read_text("utf-8"))
+    lines = [
+        "# Which techniques work together",
+        "",
+        "Every pair of these techniques was trained for three steps on gloo ranks and compared "
+        "with one process: losses, gradient norms, every gradient and every update. "
+        f"{counts['works']} pairs work, {counts['refused']} are refused before the start, and "
+        f"{counts['exclusive']} are two settings of one key, which make no pair. "
+        "A refusal is an error message that names the key, the reason and a remedy; nothing is "
+        "started.",
+        "",
+        f"`python benchmarks/composability.py` made this page on {record['date']} with PyTorch "
+        f"{record['torch']}, Python {record['python']}, on CPU. It was not run on a GPU.",
+        "",
+        "- ✓ works: agrees with one process.",
+        "- ✗ refused: the reasons follow the table.",
+        "- · two settings of one key.",
+        "",
+    ]
+    numbers = {technique.name: n for n, technique in enumerate(TECHNIQUES, 1)}
+    lines += ["| | |" + "".join(f" {n} |" for n in numbers.values())]
+    lines += ["|---|---|" + "---|" * len(numbers)]
+    for row in TECHNIQUES:
+        cells = []
+        for column in TECHNIQUES:
+            ordered = sorted((row, column), key=lambda each: numbers[each.name])
+            found = outcomes.get(pair_key(ordered[0], ordered[1]))
+            cells.append(CELLS[found["outcome"]] if found else "?")
+        lines.append(f"| {numbers[row.name]} | {row.name} | " + " | ".join(cells) + " |")
+    lines += ["", "## Why pairs are refused", "", "| pair | reason |", "|---|---|"]
+    for name, found in outcomes.items():
+        if found["outcome"] == "refused":
+            lines.append(f"| {name} | {_escape(found['reason'])} |")
+    defects = [n for n, found in outcomes.items() if found["outcome"] in ("wrong", "failed")]
+    if defects:
+        lines += ["", "## Defects", "", "| pair | what was seen |", "|---|---|"]
+        lines += [f"| {name} | {_escape(outcomes[name]['reason'])} |" for name in defects]
+    lines += ["", "## The keys of each technique", "", "| technique | keys |", "|---|---|"]
+    for technique in TECHNIQUES:
+        keys = " ".join(f"`{name} = {value}`" for name, value in technique.overrides.items())
+        lines.append(f"| {technique.name} | {keys} |")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main() -> None:
+    """Parse the command line and run or write."""
+    kind = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
+    parser.add_argument("--only", default="*", help="run pairs whose name matches this pattern")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many minutes")
+    parser.add_argument(
+        "--changed", action="store_true", help="run defects, and pairs that rules changed, again"
+    )
+    parser.add_argument("--write", action="store_true", help="write docs/composability.md and stop")
+    options = parser.parse_args()
+    if not options.write:
+        run(options.only, options.minutes, options.changed)
+    outcomes = read_results()
+    PAGE.write_text(page(outcomes), "utf-8")
+    print(dict(Counter(found["outcome"] for found in outcomes.values())))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,127 @@
+"""What AdamW's moments in fewer bytes do to training, on tokens of which most are rare.
+
+One process on the CPU.  A small Llama learns a Zipf-distributed Markov chain, once with each kind
+of moments: torch.optim.AdamW in float32, weft's `optim.states`, and torchao's AdamW8bit, run
+without its compiler.  All start from the same weights and see the same tokens.  Told are the loss
+on new tokens at the end; how far all weights are from float32's in the end, and the most that one
+entry moved in one step, in learning rates (bias-corrected AdamW moves the first step by one).
+
+    .venv/bin/python benchmarks/moments.py [--steps 300] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterator
+from datetime import date
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from weft.job import OptimSection
+from weft.models import load_family
+from weft.models.llama import LlamaConfig
+from weft.optim.optimizer import adamw, build_optimizer
+from weft.parallel.init import init_params
+from weft.parallel.private import quiet_import
+
+CONFIG = LlamaConfig(
+    num_layers=2,
+    dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_dim=192,
+    vocab_size=4096,
+    max_seq_len=64,
+    tied_embeddings=False,
+)
+ROWS, LR = 16, 3e-3
+KINDS = ("float32", "bfloat16", "8bit", "torchao")
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    """Rows of a chain: half of the tokens follow from the one before, half are Zipf's."""
+    draw = torch.Generator().manual_seed(seed)
+    follows = torch.randperm(CONFIG.vocab_size, generator=torch.Generator().manual_seed(7))
+    weights = 1 / torch.arange(1, CONFIG.vocab_size + 1).float()
+    while True:
+        size = ROWS * (CONFIG.max_seq_len + 1)
+        rows_BT = torch.multinomial(weights, size, True, generator=draw).view(ROWS, -1)
+        for t in range(1, rows_BT.shape[1]):
+            known_B = torch.rand(ROWS, generator=draw) < 0.5
+            rows_BT[:, t] = torch.where(known_B, follows[rows_BT[:, t - 1]], rows_BT[:, t])
+        yield rows_BT
+
+
+def loss_of(model: nn.Module, rows_BT: Tensor) -> Tensor:
+    logits_BTV = model(rows_BT[:, :-1], None, None)
+    return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten())
+
+
+def optimizer_of(kind: str, model: nn.Module) -> Any:
+    family = load_family("llama")
+    section = OptimSection(lr=LR, states="float32" if kind == "torchao" else kind)  # type: ignore[arg-type]
+    inside = {param for block in family.blocks(model) for param in block.parameters()}
+    named = model.named_parameters()
+    optimizer = build_optimizer(named, section, adamw, family.decays, inside)
+    if kind != "torchao":
+        return optimizer
+    groups = [
+        {"params": group["params"], "weight_decay": group["weight_decay"]}
+        for group in optimizer.param_groups
+    ]
+    return quiet_import("torchao.optim").AdamW8bit(groups, lr=LR, betas=(0.9, 0.95))
+
+
+def new_model(seed: int) -> nn.Module:
+    family = load_family("llama")
+    model = family.build(CONFIG)
+    init_params(model.named_parameters(), seed, lambda name: family.init_of(name, CONFIG))
+    return model
+
+
+def trained(kind: str, seed: int, steps: int) -> tuple[dict[str, Tensor], float, float]:
+    """Weights, loss on new tokens, and the most that an entry moved in a step, in rates."""
+    model = new_model(seed)
+    optimizer, most = optimizer_of(kind, model), 0.0
+    tokens = batches(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, next(tokens)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = [param.detach().clone() for param in model.parameters()]
+        with mock.patch.object(torch, "compile", lambda function, **options: function):
+            optimizer.step()
+        moved = zip(model.parameters(), before, strict=True)
+        most = max(most, *((p.detach() - old).abs().max().item() / LR for p, old in moved))
+    new = batches(1_000_000 + seed)
+    with torch.no_grad():
+        losses = [loss_of(model, next(new)).item() for _ in range(20)]
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+    return weights, statistics.fmean(losses), most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    print(f"{date.today()}, torch {torch.__version__}, {options.steps} steps, lr {LR}")
+    print("| moments | seed | loss on new tokens | weights off, of their way | largest move / lr |")
+    print("|---|---|---|---|---|")
+    for seed in range(options.seeds):
+        found = {kind: trained(kind, seed, options.steps) for kind in KINDS}
+        first = dict(new_model(seed).named_parameters())
+        exact, _, _ = found["float32"]
+        way = math.sqrt(sum((exact[name] - first[name]).square().sum().item() for name in exact))
+        for kind, (weights, loss, most) in found.items():
+            off = sum((weights[name] - exact[name]).square().sum().item() for name in exact)
+            print(f"| {kind} | {seed} | {loss:.4f} | {math.sqrt(off) / way:.3f} | {most:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

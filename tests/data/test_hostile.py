@@ -1,0 +1,195 @@
+"""Files from elsewhere: small ones that would become huge, and every kind with bytes changed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from tests.harness import run_ranks
+from weft.data.cache import Progress, open_verified
+from weft.data.chat import load_template
+from weft.data.prepare import prepare
+from weft.data.text import open_text, write_mixture
+from weft.data.tokenizer import load_tokenizer, separator_id, train_tokenizer
+from weft.job import DataSection, InvalidJob
+
+MUTATIONS = 40  # of each file, in the default suite
+
+
+def silent(progress: Progress) -> None:
+    pass
+
+
+def write_parquet(file: Path) -> None:
+    text = pa.array(["x" * 500_000]).take(pa.array([0] * 3000))
+    pq.write_table(pa.table({"text": text}), file, compression="zstd")
+
+
+def write_zst(file: Path) -> None:
+    with file.open("wb") as stream:
+        compress = zstandard.ZstdCompressor(level=19).compressobj()
+        stream.write(compress.compress(b'{"text": "'))
+        for _ in range(700):
+            stream.write(compress.compress(b"x" * (1 << 20)))
+        stream.write(compress.flush())
+
+
+def write_gz(file: Path) -> None:
+    with gzip.open(file, "wb", 9) as stream:
+        stream.write(b'{"text": "')
+        for _ in range(300):
+            stream.write(b"x" * (1 << 20))
+
+
+BOMBS: dict[str, Callable[[Path], None]] = {
+    "a.parquet": write_parquet,
+    "a.jsonl.zst": write_zst,
+    "a.jsonl.gz": write_gz,
+}
+
+
+def refusal_and_growth(path: str) -> tuple[str, float]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidJob) as caught:
+        prepare(DataSection(path=path), Path(path).parent / "cache")
+    return str(caught.value), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_prepare_decompression_bomb_is_refused_in_bounded_memory(name: str, tmp_path: Path) -> None:
+    BOMBS[name](tmp_path / name)
+    assert (tmp_path / name).stat().st_size < 400_000
+    [(refusal, gigabytes)] = run_ranks(refusal_and_growth, 1, str(tmp_path / name))
+    assert "a decompression bomb" in refusal or "is longer than 256 MiB" in refusal
+    assert name in refusal
+    assert gigabytes < 0.6
+
+
+# --------------------------------------------------------------------------- changed bytes
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """A file with some bytes changed, cut out, repeated or cut off."""
+    content = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        place = rng.randrange(len(content)) if content else 0
+        kind = rng.randrange(5)
+        if kind == 0 and content:
+            content[place] ^= 1 << rng.randrange(8)
+        elif kind == 1 and content:
+            content[place] = rng.choice((0, 9, 34, 45, 48, 57, 91, 123, 127, 255))
+        elif kind == 2:
+            del content[place : place + rng.choice((1, 4, 64))]
+        elif kind == 3:
+            content[place:place] = content[place : place + rng.choice((1, 8, 200))]
+        elif rng.random() < 0.3:
+            del content[place:]
+        else:
+            content[place : place + 1] = rng.choice((b"-1", b"1e999", b"null", b"[[[", b"9" * 40))
+    return bytes(content)
+
+
+ROWS = [{"text": f"text number {n}, of some words\n" * 3} for n in range(40)]
+
+
+def write_sources(folder: Path) -> dict[str, Path]:
+    """A small file of each format."""
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    table = pa.Table.from_pylist(ROWS)
+    files = {n: folder / f"a.{n}" for n in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow")}
+    files["jsonl"].write_bytes(lines)
+    files["jsonl.gz"].write_bytes(gzip.compress(lines, mtime=0))
+    files["jsonl.zst"].write_bytes(zstandard.ZstdCompressor().compress(lines))
+    pq.write_table(table, files["parquet"])
+    feather.write_feather(table, files["arrow"], compression="uncompressed")
+    return files
+
+
+def prepared_or_refused(section: DataSection, cache: Path) -> bool:
+    """Nothing but a store or an `InvalidJob` comes out, and no half of a store is left."""
+    try:
+        store = prepare(section, cache)
+    except InvalidJob:
+        assert not list(cache.glob("stores/*/*.tmp"))
+        return False
+    stream = store.tokens("train")
+    assert len(stream) == store.manifest.train.tokens
+    return True
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"])
+def test_prepare_changed_bytes_are_read_or_refused(kind: str, tmp_path: Path) -> None:
+    train_tokenizer([row["text"] for row in ROWS], 280).save(str(tmp_path / "tokenizer.json"))
+    source = write_sources(tmp_path)[kind]
+    data, rng = source.read_bytes(), random.Random(kind)
+    found = []
+    for number in range(MUTATIONS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        file = folder / source.name
+        file.write_bytes(mutated(data, rng))
+        section = DataSection(path=str(file), tokenizer=str(tmp_path / "tokenizer.json"))
+        found.append(prepared_or_refused(section, folder / "cache"))
+        shutil.rmtree(folder)
+    assert False in found  # something was refused
+
+
+@pytest.mark.parametrize("name", ["store.json", "tokenizer.json", "document_tokens.json"])
+def test_open_store_changed_bytes_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    train_tokenizer([row["text"] for row in ROWS], 280).save(str(tmp_path / "tokenizer.json"))
+    section = DataSection(
+        path=str(write_sources(tmp_path)["jsonl"]), tokenizer=str(tmp_path / "tokenizer.json")
+    )
+    store = prepare(section, tmp_path / "cache")
+    file = store.path / name
+    data, rng = file.read_bytes(), random.Random(name)
+    for _ in range(MUTATIONS):
+        file.write_bytes(mutated(data, rng))
+        try:
+            opened = open_verified(store.path, tmp_path / "cache", silent)
+            tokenizer, _ = load_tokenizer(store.path / "tokenizer.json")
+            separator_id(tokenizer, store.path / "tokenizer.json")
+        except InvalidJob:
+            continue
+        assert len(opened.tokens("train")) == opened.manifest.train.tokens
+
+
+def test_open_text_changed_mixture_is_read_or_refused(tmp_path: Path) -> None:
+    section = DataSection(path=str(write_sources(tmp_path)["jsonl"]), vocab_size=280)
+    store = prepare(section, tmp_path / "cache")
+    mixture = write_mixture({"a": 1.0, "b": 2.0}, [store, store], tmp_path / "m").path
+    file, rng = mixture / "mixture.json", random.Random(0)
+    data = file.read_bytes()
+    for _ in range(MUTATIONS):
+        file.write_bytes(mutated(data, rng))
+        try:
+            open_text(mixture)
+        except InvalidJob:
+            continue
+
+
+def test_load_template_changed_bytes_are_read_or_refused(tmp_path: Path) -> None:
+    train_tokenizer(["some words"], 280).save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "eos_token": "x",
+    }
+    data, rng = json.dumps(config).encode(), random.Random(0)
+    section = DataSection(format="chat", tokenizer=str(tmp_path / "tokenizer.json"))
+    for _ in range(MUTATIONS):
+        (tmp_path / "tokenizer_config.json").write_bytes(mutated(data, rng))
+        try:
+            load_template(section)
+        except InvalidJob:
+            continue
