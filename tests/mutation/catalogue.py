@@ -810,8 +810,8 @@ FAULTS: list[Fault] = [
         "optimizer",
         "Muon moves the tables, too",
         "optim/optimizer.py",
-        "param.dim() == 2 and param in in_blocks",
-        "param.dim() == 2",
+        "key = (decay, stacked and param.dim() == 2, stacked)",
+        "key = (decay, param.dim() == 2, stacked)",
         OPTIMIZER,
     ),
     Fault(
