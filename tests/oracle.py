@@ -198,7 +198,10 @@ class Reader:
 
     def _window(self, number: int) -> Row:
         begin, size = number * self.seq_len, self.seq_len
-        tokens, targets = self.stream[begin : begin + size], self.stream[begin + 1 : begin + size + 1]
+        tokens, targets = (
+            self.stream[begin : begin + size],
+            self.stream[begin + 1 : begin + size + 1],
+        )
         documents, positions = np.zeros(size, np.int64), np.arange(size)
         targets = targets.copy()
         if self.apart:
@@ -444,12 +447,14 @@ def loss_of(model: nn.Module, rows: Rows, job: Job, references: Tensor | None) -
 
 
 # Quantiles of the normal distribution: arXiv:2305.14314, appendix E.
+# fmt: off
 LEVELS = (
-    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]
-    + [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0]
-    + [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
-    + [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
 )
+# fmt: on
 
 
 def rounded(matrix: Tensor, kind: str) -> Tensor:
@@ -798,7 +803,11 @@ def oracle_of(weft: Weft) -> nn.Module:
         for name, param in ours.items():
             theirs_of(model, name).copy_(whole_of(weft, name, param))
         for name, buffer in buffers.items():
-            if name.endswith("expert_bias") and job.model.kind == "moe" and config.score != "softmax":
+            if (
+                name.endswith("expert_bias")
+                and job.model.kind == "moe"
+                and config.score != "softmax"
+            ):
                 theirs_of(model, name).copy_(buffer)
     return model.float().train()
 
@@ -884,7 +893,10 @@ class _Comparison:
             for param in params:
                 param.grad = None
             loss = engine.forward_backward(batches)
-            here = {name: whole(p.grad).clone() for name, p in self.params.items()}
+            here = {
+                name: torch.zeros_like(whole(p)) if p.grad is None else whole(p.grad).clone()
+                for name, p in self.params.items()
+            }
             known = None if references is None else _known(references, rows)
             yield from self._gradients(step, rows, known, loss.item(), here)
             yield from self._metrics(step, rows, known)
@@ -893,7 +905,8 @@ class _Comparison:
             lr = learning_rate(step, self.job.train.steps, self.job.optim, self.built.decay)
             if abs(lr - rate(step, self.job)) > 1e-9 * self.job.optim.lr:
                 yield Departure(
-                    "learning rate", f"step {step}: {lr} is not {rate(step, self.job)}",
+                    "learning rate",
+                    f"step {step}: {lr} is not {rate(step, self.job)}",
                     "optim/schedule.py",
                 )
             set_learning_rate(self.built.optimizer, lr)
@@ -934,7 +947,8 @@ class _Comparison:
                 off = abs(float(value.std()) / expected - 1)
                 if off > 5 / math.sqrt(2 * value.numel()) or value.abs().max() > edge * std * 1.001:
                     yield Departure(
-                        "initial", f"{name}: std {float(value.std()):.4g}, not {expected:.4g}",
+                        "initial",
+                        f"{name}: std {float(value.std()):.4g}, not {expected:.4g}",
                         "parallel/init.py",
                     )
                 if abs(float(value.mean())) > 5 * std / math.sqrt(value.numel()):
@@ -1047,9 +1061,7 @@ class _Comparison:
         """The module that departs, and where."""
         if name := self._forward(rows):
             return name, "forward"
-        factors = [
-            float((grads[n] * exact[n]).sum() / exact[n].square().sum()) for n in grads
-        ]
+        factors = [float((grads[n] * exact[n]).sum() / exact[n].square().sum()) for n in grads]
         alike = max(factors) - min(factors) < 1e-3 * abs(max(factors))
         dpo = self.job.train.objective == "dpo"
         if loss_off:
@@ -1119,9 +1131,7 @@ class _Comparison:
         inner: Any = self.theirs
         inner = inner.base_model.model if hasattr(self.theirs, "peft_config") else inner
         theirs = inner.model.rotary_emb(torch.zeros(1), rows.positions)
-        same = all(
-            torch.allclose(a, b, atol=1e-5) for a, b in zip((cos, sin), theirs, strict=True)
-        )
+        same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip((cos, sin), theirs, strict=True))
         return "models/layers.py" if same else "models/llama.py"
 
     def _update(self, step: int, grads: dict[str, Tensor], norm: float) -> Iterator[Departure]:
@@ -1168,7 +1178,9 @@ class _Comparison:
         for name, buffer in buffers.items():
             off = float((buffer - moved[name]).abs().max())
             if off > 1e-6 and not self.low:
-                yield Departure("balance", f"step {step}: {name} is off by {off}", "optim/balance.py")
+                yield Departure(
+                    "balance", f"step {step}: {name} is off by {off}", "optim/balance.py"
+                )
             theirs_of(self.theirs, name).copy_(buffer)
 
     def _biases(self, rows: Rows) -> dict[str, Tensor]:
@@ -1177,7 +1189,9 @@ class _Comparison:
         for name, chosen in self.chosen.items():
             bias = theirs_of(self.theirs, name)
             loads = torch.bincount(chosen.flatten(), minlength=len(bias)).double()
-            moved[name] = bias + self.plan.model.balance_rate * (loads.mean() - loads).sign().float()
+            moved[name] = (
+                bias + self.plan.model.balance_rate * (loads.mean() - loads).sign().float()
+            )
         return moved
 
     @property
@@ -1191,9 +1205,13 @@ class _Comparison:
     def _evaluation(self) -> Iterator[Departure]:
         if self.job.train.objective == "dpo":
             return
+
         def batches() -> Iterator[Batch]:
             return evaluation_batches(
-                self.weft.mixtures["validation"], self.job.train.eval_sequences, 0, 1,
+                self.weft.mixtures["validation"],
+                self.job.train.eval_sequences,
+                0,
+                1,
                 self.plan.microbatch,
             )
 

@@ -18,6 +18,7 @@ CALLED_BY_OTHERS = {
     "find_class",  # pickle.Unpickler
     "on_broken_pipe",  # rich.console.Console
     "setup_context",  # torch.autograd.Function
+    "writelines",  # io.TextIOBase
     "eot_token_id",  # lm_eval's TemplateLM, from here on
     "_loglikelihood_tokens",
     "loglikelihood_rolling",
@@ -71,7 +72,11 @@ WORDS = {
 # Of a decision or a change that is history: what was called so then.
 HISTORY = ("docs/decisions/", "CHANGELOG.md")
 # Files of other projects.
-OTHERS = {"docs/task_guide.md", "benchmarks/llama3_h100_202412_torchtitan.md"}
+OTHERS = {
+    "docs/task_guide.md",
+    "benchmarks/llama3_h100_202412_torchtitan.md",
+    "docs/composability.md",  # which benchmarks/composability.py writes
+}
 
 
 def exists(name: str) -> bool:

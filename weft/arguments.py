@@ -403,16 +403,16 @@ The recipe is shrunk to test size: few narrow layers, short rows, a small vocabu
 --ranks processes on this machine's CPU.  What makes its layout is kept: every axis of more than one
 rank where there are ranks enough, schedule and stages, microbatches, context method, resharding,
 tied embeddings, grouped heads.  No text and no GPU is needed.  Both train on the same noise from
-the same weights, by the code that trains, in float32; losses, gradient norms and every gradient
-must agree within 1e-4.  If something does not, the answer tells where it departs first.
+the same weights, by the code that trains, in float32.  Losses, gradient norms, every gradient and
+every update must agree to rounding; how much that is, is measured (docs/verify.md).  If something
+does not agree, the report names where it departs first.
 
   weft verify llama3-405b
   weft verify mine.toml --parallel.tp 2 --parallel.schedule ZBVZeroBubble --ranks 4
 
 Any key is overridden as --section.key value; 'weft train --help' lists them.  These are honoured
-if given so, and replaced otherwise: --compile.enable true, --precision.compute bfloat16 (within
-5e-2 then), --precision.float8 tensorwise (within 1e-1: where a number falls on the edge between two
-of float8, the smallest difference is a large one).
+if given so, and replaced otherwise: --compile.enable true, --precision.compute bfloat16,
+--precision.float8 tensorwise and the other keys of precision.
 
 --resume-layout saves a checkpoint after half of the steps, loads it into another layout, and
 compares the rest of the steps with one process, too: weights, optimizer states and updates.  Its

@@ -1,10 +1,11 @@
 """``python -m tests.mutation``: plant every fault of the catalogue, and tell which checks find it.
 
-    --only TEXT        faults whose kind, name or file has it
-    --precision bf16   or float8: numeric faults, by the checks that have a precision
-    --json FILE        a line for each fault; those that are in it already are not planted again
-    --seconds N        stop after so long; the same command goes on
-    --baseline         only run the battery without a fault
+--only A,B         faults whose kind, name or file has one of these texts
+--checks A,B       checks whose name has one of these
+--precision bf16   or float8: numeric faults, by the checks that have a precision
+--json FILE        a line for each fault; those that are in it already are not planted again
+--seconds N        stop after so long; the same command goes on
+--baseline         only run the battery without a fault
 """
 
 from __future__ import annotations
@@ -16,10 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 from tests.mutation.catalogue import FAULTS
 from tests.mutation.runner import (
@@ -45,6 +42,8 @@ def main() -> int:
     parser.add_argument("--baseline", action="store_true")
     options = parser.parse_args()
     began = time.monotonic()
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"):
+        os.environ[name] = "1"
     import_heavy()
     work = Path(tempfile.gettempdir()) / "weft-mutation"
     work.mkdir(exist_ok=True)
@@ -52,7 +51,8 @@ def main() -> int:
 
     state, result = forked(_prepare, options.precision, timeout=300)
     assert state == "done", result
-    checks = {name: source for name, source in result.items() if options.checks in name}
+    words = options.checks.split(",")
+    checks = {n: source for n, source in result.items() if any(word in n for word in words)}
     base = baseline(options.precision, checks, work, print_now)
     if options.baseline:
         print_now(f"{len(checks)} checks find nothing; {sum(base.seconds.values()):.0f} s")
@@ -64,7 +64,7 @@ def main() -> int:
     chosen = [
         fault
         for fault in FAULTS
-        if options.only in f"{fault.kind} {fault.name} {fault.file}"
+        if any(w in f"{fault.kind} {fault.name} {fault.file}" for w in options.only.split(","))
         and (not options.precision or fault.file.startswith(NUMERIC))
     ]
     for fault in chosen:

@@ -298,18 +298,30 @@ TECHNIQUES: dict[str, Technique] = {
     "offload": _key("parallel/offload.py", remat__offload="true"),
     "chunks": _key("train/loss.py"),
     "lora": _key("parallel/lora.py", lora__rank="4"),
-    "nf4": _key("parallel/quantize.py", lora__rank="4", lora__quantize="nf4", model__dim="256",
-                model__num_heads="4", model__num_kv_heads="2", model__ffn_dim="256"),
-    "dpo": _key("train/objective.py", data__format="preferences", data__tokenizer="none",
-                train__objective="dpo"),
+    "nf4": _key(
+        "parallel/quantize.py",
+        lora__rank="4",
+        lora__quantize="nf4",
+        model__dim="256",
+        model__num_heads="4",
+        model__num_kv_heads="2",
+        model__ffn_dim="256",
+    ),
+    "dpo": _key(
+        "train/objective.py",
+        data__format="preferences",
+        data__tokenizer="none",
+        train__objective="dpo",
+    ),
     "canonical": _key("train/step.py", train__canonical="true", train__microbatch="1"),
     "muon": _key("optim/muon.py", optim__kind="muon"),
     "bfloat16 states": _key("optim/lean.py", optim__states="bfloat16"),
     "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),
     "qwen3": _key("models/qwen3.py", model__kind="qwen3", model__preset="toy"),
     "ep": _key("parallel/expert.py", parallel__ep="2"),
-    "float8": _key("parallel/float8.py", precision__float8="tensorwise",
-                   precision__float8_small="true"),
+    "float8": _key(
+        "parallel/float8.py", precision__float8="tensorwise", precision__float8_small="true"
+    ),
     "bfloat16": _key("parallel/shard.py", precision__compute="bfloat16"),
 }
 
@@ -396,7 +408,13 @@ def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str
                 _measure, 1, name, case.one_job, case.one_plan, folder, None, timeout=timeout
             )
             many = run_ranks(
-                _measure, case.plan.world_size, name, case.job, case.plan, folder, None,
+                _measure,
+                case.plan.world_size,
+                name,
+                case.job,
+                case.plan,
+                folder,
+                None,
                 timeout=timeout,
             )
         except RanksFailed as error:
@@ -445,9 +463,7 @@ def blame(techniques: Sequence[str], text: str, precision: str, timeout: float) 
     return TECHNIQUES[vanishes[0]].module
 
 
-def _still_wrong(
-    without: str, techniques: Sequence[str], precision: str, timeout: float
-) -> bool:
+def _still_wrong(without: str, techniques: Sequence[str], precision: str, timeout: float) -> bool:
     rest = [name for name in techniques if name != without]
     if without in ("tp4", "dp_shard4") and len(techniques) < 3:
         return False

@@ -16,6 +16,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,10 +127,8 @@ def fixtures(folder: Path) -> None:
         return
     with tempfile.TemporaryDirectory(dir=folder) as text:
         made = make_store(make_text(Path(text)), folder / "cache")
-    try:
+    with suppress(FileExistsError):  # somebody else has made the same
         (folder / "store").symlink_to(made)
-    except FileExistsError:
-        pass  # somebody else has made the same
 
 
 def store_path() -> Path:
@@ -201,6 +200,12 @@ def check_loader() -> None:
     seen = [r for c in range(0, 204, 12) for b in loader.batch(c) for r in b.tokens_BT.tolist()]
     every = {tuple(sources[0].stream.window(np.array([10 * n]), 10)[0].tolist()) for n in range(69)}
     expect({tuple(row) for row in seen[:69]} == every, "an epoch is not whole", module)
+    walking = Loader(mixture, 7, 12, 1, 3, 2)
+    for consumed in range(0, 120, 12):
+        fresh = Loader(mixture, 7, 12, 1, 3, 2).batch(consumed)
+        pairs = zip(walking.batch(consumed), fresh, strict=True)
+        same = all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in pairs)
+        expect(same, "batches after others are others", module)
     ahead = Ahead(loader, torch.device("cpu"), threaded=True)
     for consumed in (0, 12, 24, 0, 12):
         mine, theirs = ahead.batch(consumed, 0, 1), loader.batch(consumed)
@@ -215,9 +220,7 @@ def check_evaluation_rows() -> None:
     mixture = Mixture([_windows(430, 10, 0, 100, 1), _windows(230, 10, 100, 200, 2)], (0.75, 0.25))
     lengths = [42, 22]
     for dp, micro, wanted in itertools.product((1, 2, 3), (1, 2, 4), (5, 8, 16)):
-        every = [
-            list(evaluation_batches(mixture, wanted, rank, dp, micro)) for rank in range(dp)
-        ]
+        every = [list(evaluation_batches(mixture, wanted, rank, dp, micro)) for rank in range(dp)]
         expect(len({len(batches) for batches in every}) == 1, "numbers of batches differ", module)
         shapes = {batch.tokens_BT.shape for batches in every for batch in batches}
         expect(len(shapes) == 1, "shapes differ", module)
@@ -323,7 +326,8 @@ def check_packing() -> None:
                 room.append(min(fits) - length)
             else:
                 room.append(32 - length)
-        expect(len(rows) == len(room), f"{len(rows)} rows, best fit has {len(room)}", module)
+        left = sorted(32 - lengths[row].sum() for row in rows)
+        expect(left == sorted(room), f"{len(rows)} rows, best fit has {len(room)}", module)
     # Conversations that are too long: left out, or cut at their end.
     corpus = draw_corpus("chat", 40, 100, 30, 3)
     with tempfile.TemporaryDirectory() as folder:
@@ -421,14 +425,28 @@ def check_arithmetic() -> None:
         ("qwen3", {"head_dim": 10, "tied_embeddings": False}, "models/qwen3.py"),
         (
             "moe",
-            {"head_dim": 10, "num_experts": 5, "active_experts": 2, "expert_dim": 12,
-             "shared_experts": 1, "dense_layers": 1, "tied_embeddings": False},
+            {
+                "head_dim": 10,
+                "num_experts": 5,
+                "active_experts": 2,
+                "expert_dim": 12,
+                "shared_experts": 1,
+                "dense_layers": 1,
+                "tied_embeddings": False,
+            },
             "models/moe.py",
         ),
     ):
         family = load_family(kind)
-        sizes = {"num_layers": 3, "dim": 24, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 20,
-                 "vocab_size": 50, "max_seq_len": 64}
+        sizes = {
+            "num_layers": 3,
+            "dim": 24,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_dim": 20,
+            "vocab_size": 50,
+            "max_seq_len": 64,
+        }
         preset = next(iter(family.presets))
         config: Any
         config, problems = resolve_model(kind, preset, sizes | fields)
@@ -459,7 +477,8 @@ def check_arithmetic() -> None:
         for name in shapes:
             expect(
                 family.decays(name) == decays(name, torch.empty(shapes[name], device="meta")),
-                f"weight decay of {name}", "models/llama.py",
+                f"weight decay of {name}",
+                "models/llama.py",
             )
         if kind == "llama":
             section = LoraSection.model_validate({"rank": 3, "targets": ["q_proj", "up_proj"]})
@@ -475,9 +494,18 @@ def check_arithmetic() -> None:
             half = 4 * active + attention * 32 / 64 + 6 * adapters
             expect(near(found.causal_flops_per_token, half), "half of them", "plan/lora.py")
     record = StepRecord.of(
-        tokens_per_step=1000, times=(0.5, 0.1), devices=4, flops_per_token=6e9,
-        causal_flops_per_token=5e9, peak_flops=1e13, step=1, loss=1.0, grad_norm=1.0, lr=0.1,
-        tokens=1000, memory_peak_gib=1.0,
+        tokens_per_step=1000,
+        times=(0.5, 0.1),
+        devices=4,
+        flops_per_token=6e9,
+        causal_flops_per_token=5e9,
+        peak_flops=1e13,
+        step=1,
+        loss=1.0,
+        grad_norm=1.0,
+        lr=0.1,
+        tokens=1000,
+        memory_peak_gib=1.0,
         seconds={"productive": 3.0, "saving": 1.0},
     )
     module = "observe/record.py"
@@ -596,7 +624,9 @@ def check_loop() -> None:
             batches = Loader(mixture, job.train.seed, size, 0, 1, 3).batch((step - 1) * size)
             tokens = torch.cat([b.tokens_BT for b in batches])
             rows = Rows(
-                tokens, torch.cat([b.targets_BT for b in batches]), torch.zeros_like(tokens),
+                tokens,
+                torch.cat([b.targets_BT for b in batches]),
+                torch.zeros_like(tokens),
                 torch.arange(tokens.shape[1]).expand_as(tokens),
             )
             model.zero_grad()
@@ -610,13 +640,17 @@ def check_loop() -> None:
             expect(near(record["grad_norm"], norm, 1e-3), f"norm of step {step}", module)
             of_layers = math.sqrt(sum(v * v for v in record["grad_norms"].values()))
             expect(near(of_layers, norm, 1e-3), "norms of layers", "observe/gradients.py")
-            block = math.sqrt(sum(
-                float(g.square().sum()) for n, g in grads.items() if n.startswith("layers.1.")
-            ))
-            expect(near(record["grad_norms"]["layers.1"], block, 1e-3), "a layer's norm",
-                   "observe/gradients.py")
-            expect(record["tokens"] == step * size * job.train.seq_len, "tokens",
-                   "train/recorder.py")
+            block = math.sqrt(
+                sum(float(g.square().sum()) for n, g in grads.items() if n.startswith("layers.1."))
+            )
+            expect(
+                near(record["grad_norms"]["layers.1"], block, 1e-3),
+                "a layer's norm",
+                "observe/gradients.py",
+            )
+            expect(
+                record["tokens"] == step * size * job.train.seq_len, "tokens", "train/recorder.py"
+            )
             with torch.no_grad():
                 for n, p in updates.params.items():
                     theirs_of(model, n).copy_(p)
@@ -624,18 +658,26 @@ def check_loop() -> None:
                 found = list(evaluation_batches(held, job.train.eval_sequences, 0, 1, 100))
                 tokens = torch.cat([b.tokens_BT for b in found])
                 rows = Rows(
-                    tokens, torch.cat([b.targets_BT for b in found]), torch.zeros_like(tokens),
+                    tokens,
+                    torch.cat([b.targets_BT for b in found]),
+                    torch.zeros_like(tokens),
                     torch.arange(tokens.shape[1]).expand_as(tokens),
                 )
                 with torch.no_grad():
                     there = (rows.targets != NONE).sum()
                     expected = (losses_of(model, rows).sum() / there).item()
                 expect(near(record["eval_loss"], expected, 1e-4), "evaluation", "train/step.py")
-        expect([("eval_loss" in r) for r in records] == [False, True, False, True],
-               "steps that are evaluated", "train/recorder.py")
+        expect(
+            [("eval_loss" in r) for r in records] == [False, True, False, True],
+            "steps that are evaluated",
+            "train/recorder.py",
+        )
         saved = checkpoints(folder / "checkpoints")
-        expect([p.name for p in saved] == ["step-00000002", "step-00000004"], "what is saved",
-               "checkpoint/interval.py")
+        expect(
+            [p.name for p in saved] == ["step-00000002", "step-00000004"],
+            "what is saved",
+            "checkpoint/interval.py",
+        )
         state = read_by_hand(saved[-1])
         for n, p in updates.params.items():
             way = float((p.detach() - params[n]).norm())
@@ -682,9 +724,15 @@ def check_mixture_loop() -> None:
             (home / "mixture" / "mixture.json").write_text(json.dumps(listed))
             shutil.copy(store_path() / "tokenizer.json", home / "mixture")
         dist.barrier()
-        keys = [*LOOP, ("run.dir", str(home / "run")), ("parallel.dp_shard", "2"),
-                ("data.mixture", '{"a" = 0.7, "b" = 0.3}'), ("train.microbatch", "3"),
-                ("train.steps", "2"), ("data.packing", "documents")]
+        keys = [
+            *LOOP,
+            ("run.dir", str(home / "run")),
+            ("parallel.dp_shard", "2"),
+            ("data.mixture", '{"a" = 0.7, "b" = 0.3}'),
+            ("train.microbatch", "3"),
+            ("train.steps", "2"),
+            ("data.packing", "documents"),
+        ]
         train_rank(keys, str(home / "mixture"))
         if rank:
             return
@@ -694,16 +742,19 @@ def check_mixture_loop() -> None:
         for step, record in enumerate(_records(home / "run"), 1):
             size = job.train.global_batch
             [batch] = Loader(mixture, job.train.seed, size, 0, 1, size).batch((step - 1) * size)
-            counts = [
-                int((batch.targets_BT[batch.sources_B == s] != IGNORE).sum()) for s in (0, 1)
-            ]
+            counts = [int((batch.targets_BT[batch.sources_B == s] != IGNORE).sum()) for s in (0, 1)]
             losses = [record["source_losses"].get(n, 0.0) for n in ("a", "b")]
             mean = sum(c * v for c, v in zip(counts, losses, strict=True)) / sum(counts)
             of_layers = math.sqrt(sum(v * v for v in record["grad_norms"].values()))
-            expect(near(record["grad_norm"], of_layers, 1e-4), "norms of layers",
-                   "observe/gradients.py")
+            expect(
+                near(record["grad_norm"], of_layers, 1e-4),
+                "norms of layers",
+                "observe/gradients.py",
+            )
             rate_told = record["tokens_per_second"] * record["step_seconds"]
-            expect(near(rate_told, size * job.train.seq_len), "tokens per second", "plan/resolve.py")
+            expect(
+                near(rate_told, size * job.train.seq_len), "tokens per second", "plan/resolve.py"
+            )
             expect(near(record["loss"], mean, 1e-4), "losses of sources", "observe/sources.py")
         last = _records(home / "run")[-1]
         mean = 0.7 * last["source_eval_losses"]["a"] + 0.3 * last["source_eval_losses"]["b"]
@@ -722,8 +773,11 @@ def check_references() -> None:
     from weft.train.references import log_probs
 
     job = small_job(
-        ("run.dir", "/nonexistent"), ("parallel.dp_shard", "2"), ("train.objective", "dpo"),
-        ("data.format", "preferences"), ("model.tied_embeddings", "false"),
+        ("run.dir", "/nonexistent"),
+        ("parallel.dp_shard", "2"),
+        ("train.objective", "dpo"),
+        ("data.format", "preferences"),
+        ("model.tied_embeddings", "false"),
     )
     rank = dist.get_rank()
     plan = resolve(job, Machine("cpu", devices=2, world_size=2))
@@ -755,9 +809,7 @@ def check_moments() -> None:
     for beta2 in (0.999,):
         param = nn.Parameter(torch.zeros(4096))
         group: dict[str, Any] = {"params": [param], "weight_decay": 0.0}
-        optimizer = LeanAdamW(
-            [group], lr=1e-4, betas=(0.9, beta2), eps=1e-8, states="bfloat16"
-        )
+        optimizer = LeanAdamW([group], lr=1e-4, betas=(0.9, beta2), eps=1e-8, states="bfloat16")
         for step in range(120):
             param.grad = torch.ones(4096) if step < 20 else torch.full((4096,), 1e-3)
             optimizer.step()
@@ -775,8 +827,12 @@ def check_statistics() -> None:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     try:
-        keys = [("run.dir", folder[0]), ("parallel.tp", "2"), ("model.tied_embeddings", "false"),
-                ("debug.statistics", "1")]
+        keys = [
+            ("run.dir", folder[0]),
+            ("parallel.tp", "2"),
+            ("model.tied_embeddings", "false"),
+            ("debug.statistics", "1"),
+        ]
         job = small_job(*keys)
         plan = resolve(job, Machine("cpu", devices=2, world_size=2))
         built = build(job, plan, Rank(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
@@ -839,11 +895,23 @@ FROM_TO = [
     ([], [("parallel.dp_shard", "3")]),
     ([("optim.kind", "muon"), ("parallel.dp_shard", "2")], [("optim.kind", "muon")]),
     (
-        [("model.kind", "moe"), ("model.preset", "toy-moe"), ("model.head_dim", "8"),
-         ("model.num_experts", "4"), ("model.expert_dim", "16"), ("parallel.dp_shard", "2"),
-         ("parallel.ep", "2")],
-        [("model.kind", "moe"), ("model.preset", "toy-moe"), ("model.head_dim", "8"),
-         ("model.num_experts", "4"), ("model.expert_dim", "16"), ("parallel.dp_replicate", "2")],
+        [
+            ("model.kind", "moe"),
+            ("model.preset", "toy-moe"),
+            ("model.head_dim", "8"),
+            ("model.num_experts", "4"),
+            ("model.expert_dim", "16"),
+            ("parallel.dp_shard", "2"),
+            ("parallel.ep", "2"),
+        ],
+        [
+            ("model.kind", "moe"),
+            ("model.preset", "toy-moe"),
+            ("model.head_dim", "8"),
+            ("model.num_experts", "4"),
+            ("model.expert_dim", "16"),
+            ("parallel.dp_replicate", "2"),
+        ],
     ),
 ]
 
@@ -975,8 +1043,9 @@ def check_damage() -> None:
             saver.save(built.parts, built.optimizer, {"step": step, "samples": 12})
             saver.wait()
         kept = [path.name for path in checkpoints(Path(name))]
-        expect(kept == [f"step-0000000{n}" for n in (2, 3, 4)], f"kept: {kept}",
-               "checkpoint/store.py")
+        expect(
+            kept == [f"step-0000000{n}" for n in (2, 3, 4)], f"kept: {kept}", "checkpoint/store.py"
+        )
         path = checkpoints(Path(name))[-1]
         shard = path / "shard-00000.bin"
         whole = bytearray(shard.read_bytes())
@@ -1041,8 +1110,14 @@ def check_export() -> None:
     rows = Rows(tokens, tokens, torch.zeros_like(tokens), torch.arange(24).expand_as(tokens))
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        keys = [("model.rope_scaling", "true"), ("model.rope_theta", "500"), ("model.rope_original_context", "16"),
-                ("model.dim", "64"), ("train.steps", "2"), ("train.eval_interval", "0")]
+        keys = [
+            ("model.rope_scaling", "true"),
+            ("model.rope_theta", "500"),
+            ("model.rope_original_context", "16"),
+            ("model.dim", "64"),
+            ("train.steps", "2"),
+            ("train.eval_interval", "0"),
+        ]
         job = _train(home / "run", *keys)
         (home / "run" / "job.toml").write_text(to_toml(job, "demo", job))
         shutil.copy(store_path() / "tokenizer.json", home / "run")
@@ -1066,9 +1141,16 @@ def check_export() -> None:
             off = (ours(tokens) - expected).abs().max() / expected.abs().max()
         expect(off < 1e-5, f"imported logits are off by {off}", "interchange/huggingface.py")
         # Adapters to what was imported.
-        lora = [*keys, ("lora.rank", "4"), ("lora.alpha", "32"), ("model.ffn_dim", "64"),
-                ("optim.warmup_steps", "0"), ("optim.lr", "0.05"), ("lora.quantize", "int8"),
-                ("lora.rank_stabilized", "true")]
+        lora = [
+            *keys,
+            ("lora.rank", "4"),
+            ("lora.alpha", "32"),
+            ("model.ffn_dim", "64"),
+            ("optim.warmup_steps", "0"),
+            ("optim.lr", "0.05"),
+            ("lora.quantize", "int8"),
+            ("lora.rank_stabilized", "true"),
+        ]
         lora = [pair for pair in lora if pair[0] != "model.ffn_dim"]
         job = _train(home / "again", *lora, ("run.dir", str(home / "again")))
         (home / "again" / "job.toml").write_text(to_toml(job, "demo", job))
@@ -1130,7 +1212,7 @@ def check_generate() -> None:
                 blame = "models/cache.py" if cached else "inference/model.py"
                 expect(list(row.ids) == ids, f"greedy tokens, cached {cached}", blame)
     torch.manual_seed(0)
-    logits = torch.randn(50) * 2
+    logits = torch.randn(50)
     row = Row("", [3, 7, 7], 0, torch.Generator().manual_seed(0), "")
 
     def shares(**options: Any) -> Tensor:
@@ -1161,7 +1243,7 @@ def check_generate() -> None:
     ):
         off = (shares(**options) - expected).abs().sum()
         allowed = 2.5 * (expected * (1 - expected) / 3000).sqrt().sum()
-        expect(off < allowed, f"{what}: shares are off by {off:.3f}", module)
+        expect(off <= allowed + 1e-6, f"{what}: shares are off by {off:.3f}", module)
 
 
 @check("losses of text")
@@ -1188,9 +1270,7 @@ def check_losses() -> None:
             allowed = ("data.", "train.")
             job, plan = lay_out(found, [("data.packing", packing)], [], allowed, generating=False)
             rank = Rank(0, 0, 1, torch.device("cpu"))
-            [loss] = losses_on(
-                found, job, plan, text, EVERY, rank, False, lambda progress: None
-            )
+            [loss] = losses_on(found, job, plan, text, EVERY, rank, False, lambda progress: None)
             told = loss.to_dict()
             count = (len(tokens) - 1) // 32 * 32
             inputs = torch.from_numpy(tokens[:count].reshape(-1, 32))

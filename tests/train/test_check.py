@@ -14,7 +14,7 @@ from weft.job import Job
 from weft.launch.start import describe_text
 from weft.observe.terminal import quiet_console
 from weft.plan.resolve import Machine, resolve
-from weft.train.check import MOST_EPOCHS, repetition_warnings
+from weft.train.epochs import MOST_EPOCHS, repetition_warnings
 
 
 def warned(job: Job, text: Text) -> list[str]:

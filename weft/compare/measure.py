@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,9 +202,10 @@ class Noise:
     """Multiply what is computed by 1 + u eps, u uniform between -1 and 1.
 
     Of what a module with weights gives, and of the gradient of that, by the eps of the dtype that
-    is computed in, or of float8 where a product is; of gradients of weights by that of the dtype
-    that they are reduced in; of the optimizer's states by that of theirs.  So one process differs
-    from itself about as much as another order of the same sums does.
+    is computed in; of gradients of weights by that of the dtype that they are reduced in; of the
+    optimizer's states by that of theirs.  So one process differs from itself about as much as
+    another order of the same sums does.  Gradients that go into a product in float8 have its eps:
+    their scales depend on which rows and tokens are multiplied at once.
     """
 
     def __init__(self, job: Job, plan: Plan, seed: int) -> None:
@@ -221,13 +221,13 @@ class Noise:
         for part in parts:
             for module in part.modules():
                 if next(module.parameters(recurse=False), None) is not None:
-                    linear = isinstance(module, nn.Linear) and type(module) is not nn.Linear
-                    eps = FLOAT8_EPS if self._float8 and linear else self._compute
-                    module.register_forward_hook(partial(self._hook, eps))
+                    module.register_forward_hook(self._hook)
 
-    def _hook(self, eps: float, module: nn.Module, args: Any, out: Any) -> Any:
+    def _hook(self, module: nn.Module, args: Any, out: Any) -> Any:
+        float8 = self._float8 and isinstance(module, nn.Linear) and type(module) is not nn.Linear
         rounded: Any = _Rounded.apply
-        return rounded(out, self, eps) if isinstance(out, Tensor) else out
+        eps = (self._compute, FLOAT8_EPS if float8 else self._compute)
+        return rounded(out, self, *eps) if isinstance(out, Tensor) else out
 
     def of(self, x: Tensor, eps: float) -> Tensor:
         """Return ``x`` with noise."""
@@ -251,13 +251,13 @@ class Noise:
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, noise: Noise, eps: float) -> Tensor:
-        ctx.noise, ctx.eps = noise, eps
+    def forward(ctx: Any, x: Tensor, noise: Noise, eps: float, eps_of_gradient: float) -> Tensor:
+        ctx.noise, ctx.eps = noise, eps_of_gradient
         return noise.of(x, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.noise.of(grad, ctx.eps), None, None
+        return ctx.noise.of(grad, ctx.eps), None, None, None
 
 
 # --------------------------------------------------------------------------- tensors

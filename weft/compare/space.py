@@ -285,6 +285,8 @@ def draw_job(seed: int, index: int, pinned: Mapping[str, str], ranks: int) -> Dr
     pairs = goals(seed)
     goal = pairs[index % len(pairs)]
     wanted: Draw = dict(pinned)
+    for key, text in pinned.items():
+        _include(wanted, key, text, rng)
     for name in goal:
         key, values = techniques()[name]
         _include(wanted, key, rng.choice(values), rng)
@@ -299,7 +301,7 @@ def draw_job(seed: int, index: int, pinned: Mapping[str, str], ranks: int) -> Dr
         overrides.setdefault("parallel.ep", "2")
     overrides = ALWAYS | {"train.seed": str(rng.randrange(4))} | overrides
     drawn = Drawn({}, {}, goal)
-    drawn.overrides, case = _settle(overrides, [pinned, wanted], ranks, rng, drawn.refusals)
+    drawn.overrides, case = _settle(overrides, [pinned, dict(wanted)], ranks, rng, drawn.refusals)
     if rng.random() < 1 / 3:
         drawn.resume = _draw_resume(case, ranks, rng)
     return drawn

@@ -57,7 +57,8 @@ from weft.predict.check import Expected, expect, note
 from weft.predict.sections import sections
 from weft.resilience.anomaly import divergence_of
 from weft.resilience.signals import STOP_SIGNALS, listen
-from weft.train.check import check_text, epochs_of, repetition_warnings
+from weft.train.check import check_text
+from weft.train.epochs import epochs_of, repetition_warnings
 from weft.train.folder import owning, unwritable
 from weft.train.loop import train
 from weft.train.position import home_of

@@ -19,7 +19,7 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.storage import open_folder
 from weft.data.conversations import check_chat
-from weft.data.loader import Mixture, check_length
+from weft.data.loader import check_length
 from weft.data.own import is_own
 from weft.data.packing import check_conversations
 from weft.data.source import STDLIB, check_path
@@ -53,9 +53,6 @@ FIXED = (
 )
 # Before the first step of a run on imported weights, only what those hang on.
 FIXED_AT_0 = ("model.", "data.tokenizer")
-# Passes over the same text up to which repeated data are worth nearly as much as new data:
-# Muennighoff et al., "Scaling Data-Constrained Language Models", arXiv:2305.16264.
-MOST_EPOCHS = 4.0
 # What sinks need that weft does not bring.
 TRACKERS = ("wandb", "mlflow")
 
@@ -305,28 +302,3 @@ def check_text(job: Job, plan: Plan, text: Text) -> None:
         break
     if problems:
         raise InvalidJob(problems)
-
-
-def epochs_of(job: Job, text: Text, samples: Mixture) -> Iterator[tuple[str, int, float]]:
-    """Each source's name, its sequences, and how often the whole run sees each of them.
-
-    Args:
-        samples: the train samples of ``text``.
-    """
-    needed = job.train.steps * job.train.global_batch
-    for source, rows in zip(text.sources, samples.sources, strict=True):
-        name = source.name if text.shares else Path(source.store.manifest.source).name
-        yield name, len(rows), source.share * needed / max(1, len(rows))
-
-
-def repetition_warnings(job: Job, text: Text, samples: Mixture) -> Iterator[str]:
-    """Name every source that a run would see more than `MOST_EPOCHS` times."""
-    for name, count, epochs in epochs_of(job, text, samples):
-        if epochs > MOST_EPOCHS:
-            yield (
-                f"the run sees {name} {epochs:,.1f} times (epochs): it has {count:,} sequences of "
-                f"{job.train.seq_len:,} tokens, and {epochs * count:,.0f} are trained on. From "
-                f"about {MOST_EPOCHS:g} epochs on repeated data teach less and less. Use more "
-                "text, a smaller train.steps or train.global_batch"
-                + (", or a smaller weight in data.mixture." if text.shares else ".")
-            )

@@ -43,7 +43,7 @@ from weft.resilience.anomaly import Trial, Watch, gather
 from weft.resilience.faults import arm
 from weft.resilience.faults import at as reach
 from weft.resilience.signals import Wishes
-from weft.train.check import repetition_warnings
+from weft.train.epochs import repetition_warnings
 from weft.train.folder import write_plan
 from weft.train.position import home_of, resume, rewind
 from weft.train.recorder import Journal, Recorder, TrainingError, due

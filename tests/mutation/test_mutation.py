@@ -1,0 +1,84 @@
+"""The planted faults are still faults, and the battery finds them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutation.catalogue import FAULTS
+from tests.mutation.score import found_share, named_share, report
+
+ROOT = Path(__file__).parent.parent.parent
+AIMS = {"": (0.98, 0.9), "bf16": (0.9, 0.0), "float8": (0.9, 0.0)}  # found; module named
+
+# Of different kinds; found by one process and by formulas, in a second or two each.
+OFTEN = (
+    "a token sees the one after it",
+    "embeddings decay",
+    "keys are not rotated",
+    "all microbatches count as the first",
+    "the rejected answer is preferred",
+    "every epoch is in the same order",
+    "warm-up begins a step late",
+    "int8 over 128",
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_catalogue_each_right_text_is_there_once(fault: Any) -> None:
+    source = (ROOT / "weft" / fault.file).read_text("utf-8")
+    assert source.count(fault.right) == 1, "the code is another: plant the fault where it is now"
+    compile(source.replace(fault.right, fault.wrong), fault.file, "exec")
+
+
+def test_catalogue_names_are_different_and_neighbors_are_files() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 150
+    for fault in FAULTS:
+        for file in fault.near:
+            assert (ROOT / "weft" / file).is_file(), fault.name
+
+
+def plant(folder: Path, *arguments: str) -> list[Any]:
+    """Outcomes of a run of the command."""
+
+    class Line:
+        def __init__(self, values: dict[str, Any]) -> None:
+            self.__dict__.update(values)
+
+        check: str
+        named: bool
+
+    log = folder / "outcomes.jsonl"
+    command = [sys.executable, "-m", "tests.mutation", "--json", str(log), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [Line(json.loads(line)) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_mutation_some_faults_are_found_and_named(tmp_path: Path) -> None:
+    found = plant(tmp_path, "--only", ",".join(OFTEN), "--checks", "oracle: llama,oracle: q,order")
+    assert len(found) == len(OFTEN)
+    missed = [each.name for each in found if not each.check or not each.named]
+    assert not missed, report(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("precision", AIMS)
+def test_mutation_score_reaches_the_aims(precision: str, tmp_path: Path) -> None:
+    arguments: Sequence[str] = ["--precision", precision] if precision else []
+    found = plant(tmp_path, *arguments)
+    share, named = AIMS[precision]
+    assert found_share(found) >= share, report(found)
+    assert named_share(found) >= named, report(found)
