@@ -3,7 +3,7 @@
 A test belongs to the first of these tiers that fits what it starts:
 
     unit    nothing beside pytest's own process
-    ranks   worlds of forked ranks (`tests/harness.py`)
+    ranks   worlds of forked ranks (`tests/harness.py`, and those of ``weft verify``)
     system  any other process: weft's own command, torchrun, Slurm, a server, a browser
 
 The tier is derived from the code that a test and its fixtures reach in ``tests/``.  What a test
@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import multiprocessing.util
 import os
-import platform
 import sys
 import types
 from collections import defaultdict
@@ -37,7 +36,7 @@ TIERS = ("unit", "ranks", "system")
 EVENTS = {
     "tests.world": "ranks",
     "os.exec": "system",
-    "os.fork": "system",
+    "os.fork": "ranks",  # as `weft verify` makes its ranks
     "os.forkpty": "system",
     "os.posix_spawn": "system",
     "os.system": "system",
@@ -46,10 +45,13 @@ EVENTS = {
 # Names that start a process where a test's code uses them.
 STARTERS = {"Popen", "fork", "posix_spawn", "subprocess"}
 WEFT_STARTERS = {
-    ("weft.compare.experiment", "compare"),
-    ("weft.compare.verify", "verify"),
-    ("weft.predict.search", "search"),
+    ("weft.compare.experiment", "compare"): "system",
+    ("weft.compare.fuzz", "fuzz"): "ranks",
+    ("weft.compare.ranks", "run_ranks"): "ranks",
+    ("weft.compare.verify", "verify"): "ranks",
+    ("weft.predict.search", "search"): "system",
 }
+FACTS = ("git", "uname")  # commands that a run asks for a fact, in milliseconds: no tier of theirs
 SHOWN = 15  # slowest tests in the summary
 
 
@@ -76,10 +78,10 @@ def derive_tier(functions: Iterable[Callable[..., Any]]) -> str:
             ):
                 return "system"
             module = str(getattr(value, "__module__", ""))
-            if (module, name) in WEFT_STARTERS:
-                return "system"
             if value is harness.run_ranks:
                 found = "ranks"
+            elif (module, name) in WEFT_STARTERS:
+                found = max(found, WEFT_STARTERS[module, name], key=TIERS.index)
             elif module.startswith("tests."):
                 members = vars(value).values() if isinstance(value, type) else [value]
                 stack += (getattr(each, "__func__", each) for each in members)
@@ -145,6 +147,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     needed = EVENTS.get(event)
     if needed is None or os.getpid() != _process:
         return
+    if event == "subprocess.Popen" and arguments[0] in FACTS:
+        return
     if event == "subprocess.Popen" and "tests.harness" in arguments[1]:
         needed = "ranks"  # the server of worlds
     global _started
@@ -166,7 +170,6 @@ _spawnv_passfds = multiprocessing.util.spawnv_passfds
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    platform.processor()  # asks `uname` once, whichever test comes first
     multiprocessing.util.spawnv_passfds = _spawn
     sys.addaudithook(_audit)
     if not hasattr(config, "workerinput"):

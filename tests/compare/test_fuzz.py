@@ -146,6 +146,7 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
     assert "DOES NOT HOLD: step 1" in capsys.readouterr().out
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished jobs are in the log, and are not run again; a crash is one, with its command."""
@@ -205,6 +206,7 @@ def test_fuzz_every_mistake_at_once(capsys: pytest.CaptureFixture[str]) -> None:
 LAYOUT = ["--parallel.tp", "2", "--parallel.dp_shard", "1"]
 
 
+@pytest.mark.ranks
 def test_resume_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--steps", "2", "--resume-layout", "parallel.dp_shard=2,remat.kind=full"]
     assert main(["verify", "demo", *LAYOUT, *words]) == 0
@@ -248,11 +250,13 @@ def check_all(count: int, seed: int, log: Path, ranks: int) -> None:
     assert result["agreed"] == count
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_twenty_random_jobs_agree(tmp_path: Path) -> None:
     check_all(20, 20, tmp_path / "log.jsonl", ranks=4)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_hundred_jobs_of_a_fresh_seed_agree(tmp_path: Path) -> None:

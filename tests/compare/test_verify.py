@@ -81,11 +81,13 @@ def check_holds(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.out
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("arguments", LAYOUTS, ids=" ".join)
 def test_layouts(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     check_holds(capsys, "demo", "--parallel.dp_shard", "1", *arguments)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("arguments", OTHERS, ids=" ".join)
@@ -93,6 +95,7 @@ def test_more_layouts(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     check_holds(capsys, "demo", *arguments)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", recipe_names())
@@ -100,12 +103,14 @@ def test_shipped_recipes(recipe: str, capsys: pytest.CaptureFixture[str]) -> Non
     check_holds(capsys, recipe)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     check_holds(capsys, "demo", *TP2, "--compile.enable", "true", "--steps", "1")
 
 
+@pytest.mark.ranks
 def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """The layout, what was shrunk, a line per step, the verdict; or one JSON object."""
     arguments = ["demo", "--parallel.dp_shard", "64", "--train.global_batch", "128"]
@@ -127,6 +132,7 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(step["forward"])[:3] == ["before layers.0", "in layers.0", "before layers.1"]
 
 
+@pytest.mark.ranks
 def test_a_model_and_an_optimizer_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,6 +371,7 @@ def test_verify_fault_in_few_bits_is_found(
     assert reason in report.reason
 
 
+@pytest.mark.ranks
 def test_a_break_gives_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,6 +402,7 @@ def break_the_second_step(built: Built, plan: Plan) -> None:
 # --------------------------------------------------------------------------- ranks
 
 
+@pytest.mark.ranks
 def test_a_failing_rank_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,6 +498,7 @@ def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith('run.cluster = "8xH100": is not a cluster')
 
 
+@pytest.mark.ranks
 def test_a_schedule_from_a_file_keeps_its_ranks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

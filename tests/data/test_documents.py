@@ -74,6 +74,7 @@ def test_every_document_is_in_one_split_whole(tmp_path: Path) -> None:
     assert store.manifest.train.bytes == sum(len(text.encode()) for text in train)
 
 
+@pytest.mark.system
 def test_processes_make_what_one_makes(tmp_path: Path, several_processes: None) -> None:
     folder = tmp_path / "data"
     folder.mkdir()

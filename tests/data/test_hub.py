@@ -35,6 +35,7 @@ def test_saved_to_disk(tmp_path: Path) -> None:
         prepare(section(tmp_path / "saved", field="txt"), tmp_path / "c")
 
 
+@pytest.mark.system
 def test_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = texts(400)
     folder = tmp_path / "set"

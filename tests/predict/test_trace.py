@@ -204,13 +204,15 @@ def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 # Blocks, microbatches, layout.
 LARGER = [
     (9, 6, "dp_shard2"),
-    (9, 6, "tp2"),
+    (6, 5, "tp2"),  # of more than four one is enough: see RECORDED
     (9, 1, "dp_shard2 remat.kind=selective"),
-    (12, 6, "dp_shard2 pp2"),
+    (10, 5, "dp_shard2 pp2"),
     (7, 1, "cp2 context=allgather"),
     (5, 5, "dp_shard2 optim.kind=muon"),
 ]
 MORE = [
+    (9, 6, "tp2"),
+    (12, 6, "dp_shard2 pp2"),
     (20, 8, "pp2 schedule=Interleaved1F1B precision.compute=bfloat16"),
     (4, 7, "dp_shard2"),
     (9, 5, "dp_shard2 tp2 optim.kind=muon"),
