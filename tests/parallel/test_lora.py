@@ -369,6 +369,14 @@ def test_the_plan_counts_what_is_trained() -> None:
             [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers", "[0,2]")],
             "the first stage, without blocks, has no adapter to train",
         ),
+        (
+            [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers", "[2,0]")],
+            "rank 1 of the pipeline, without blocks, has no adapter to train",
+        ),
+        (
+            [("lora.rank", "8"), ("parallel.pp", "2"), ("model.num_layers", "1")],
+            "parallel.pp = 2: rank 1 of the pipeline, without blocks, has no adapter to train",
+        ),
     ],
 )
 def test_what_is_refused(keys: Overrides, expected: str) -> None:

@@ -121,7 +121,23 @@ def check_lora(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterat
 
 
 def check_stages(job: Job, pipeline: PipelinePlan | None) -> Iterator[Problem]:
-    """The first stage must have something to train: torch computes gradients of its output."""
-    if job.lora.rank and pipeline is not None and not pipeline.stages[0].blocks:
-        rule = "the first stage, without blocks, has no adapter to train"
-        yield Problem("pipeline.layers", job.pipeline.layers, rule, "give it a block")
+    """Yield what a pipeline of adapters lacks.
+
+    torch computes gradients of the first stage's output, which must have something to train, and
+    every rank has an optimizer, which must have a parameter.
+    """
+    if not job.lora.rank or pipeline is None:
+        return
+    key, remedy = "pipeline.layers", "give it a block"
+    value: object = list(job.pipeline.layers)
+    if not value:
+        key, remedy = "parallel.pp", "use fewer ranks, or more layers"
+        value = len(pipeline.held)
+    if not pipeline.stages[0].blocks:
+        yield Problem(
+            key, value, "the first stage, without blocks, has no adapter to train", remedy
+        )
+    for rank, stages in enumerate(pipeline.held):
+        if pipeline.stages[0] not in stages and not any(stage.blocks for stage in stages):
+            rule = f"rank {rank} of the pipeline, without blocks, has no adapter to train"
+            yield Problem(key, value, rule, remedy)
