@@ -57,10 +57,7 @@ def main() -> int:
     if options.baseline:
         print_now(f"{len(checks)} checks find nothing; {sum(base.seconds.values()):.0f} s")
         return 0
-    done: dict[str, Outcome] = {}
-    if options.json and options.json.exists():
-        lines = [json.loads(line) for line in options.json.read_text().splitlines()]
-        done = {line["name"]: Outcome(**line) for line in lines}
+    done = read_log(options.json)
     chosen = [
         fault
         for fault in FAULTS
@@ -68,6 +65,7 @@ def main() -> int:
         and (not options.precision or fault.file.startswith(NUMERIC))
     ]
     for fault in chosen:
+        done |= read_log(options.json)  # several may work at it
         if fault.name in done:
             continue
         if time.monotonic() - began > options.seconds:
@@ -86,6 +84,14 @@ def main() -> int:
     print_now(report([done[f.name] for f in chosen if f.name in done]))
     print_now(f"tree {tree_hash()}")
     return 0
+
+
+def read_log(path: Path | None) -> dict[str, Outcome]:
+    """What was found out before, by fault."""
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["name"]: Outcome(**line) for line in lines}
 
 
 def _prepare(precision: str) -> dict[str, str]:

@@ -313,7 +313,9 @@ TECHNIQUES: dict[str, Technique] = {
         data__tokenizer="none",
         train__objective="dpo",
     ),
-    "canonical": _key("train/step.py", train__canonical="true", train__microbatch="1"),
+    "canonical": _key(
+        "train/step.py", train__canonical="true", train__microbatch="1", run__device="cpu"
+    ),
     "muon": _key("optim/muon.py", optim__kind="muon"),
     "bfloat16 states": _key("optim/lean.py", optim__states="bfloat16"),
     "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),

@@ -810,8 +810,8 @@ FAULTS: list[Fault] = [
         "optimizer",
         "Muon moves the tables, too",
         "optim/optimizer.py",
-        "param.dim() == 2 and param in in_blocks",
-        "param.dim() == 2",
+        "key = (decay, stacked and param.dim() == 2, stacked)",
+        "key = (decay, param.dim() == 2, stacked)",
         OPTIMIZER,
     ),
     Fault(
@@ -1510,6 +1510,14 @@ FAULTS: list[Fault] = [
         "checkpoint/fingerprint.py",
         "(sums_R * (2 * step * number_R)).sum()",
         "(sums_R * (0 * number_R)).sum()",
+        SAVED,
+    ),
+    Fault(
+        "checkpoint",
+        "a checkpoint is written in its place",
+        "checkpoint/store.py",
+        'temporary = final.with_name(f".tmp-{final.name}-{unique}")',
+        "temporary = final",
         SAVED,
     ),
     Fault(

@@ -648,9 +648,6 @@ def check_loop() -> None:
                 "a layer's norm",
                 "observe/gradients.py",
             )
-            expect(
-                record["tokens"] == step * size * job.train.seq_len, "tokens", "train/recorder.py"
-            )
             with torch.no_grad():
                 for n, p in updates.params.items():
                     theirs_of(model, n).copy_(p)
@@ -667,6 +664,9 @@ def check_loop() -> None:
                     there = (rows.targets != NONE).sum()
                     expected = (losses_of(model, rows).sum() / there).item()
                 expect(near(record["eval_loss"], expected, 1e-4), "evaluation", "train/step.py")
+        told_tokens = [record["tokens"] for record in records]
+        expected_tokens = [step * size * job.train.seq_len for step in (1, 2, 3, 4)]
+        expect(told_tokens == expected_tokens, "tokens", "train/recorder.py")
         expect(
             [("eval_loss" in r) for r in records] == [False, True, False, True],
             "steps that are evaluated",
@@ -1030,6 +1030,26 @@ for _source, _target in FROM_TO:
     CHECKS[_name] = _find_between(_source, _target)
     _functions = (save_layout, load_layout, _compare_states, _step)
     SOURCES[_name] = f"{_source}{_target}{[inspect.getsource(each) for each in _functions]}"
+
+
+@check("unfinished checkpoints")
+def check_unfinished() -> None:
+    """Until it is whole, a checkpoint is not there under its name."""
+    from weft.checkpoint import store
+
+    commit, seen = store._commit, []
+
+    def watched(temporary: Path, final: Path, manifest: Any) -> None:
+        seen.append(final.exists())
+        commit(temporary, final, manifest)
+
+    store._commit = watched
+    _, _, built = _built([])
+    with tempfile.TemporaryDirectory() as name:
+        saver = Saver(Path(name), 2)
+        saver.save(built.parts, built.optimizer, {"step": 1, "samples": 12})
+        saver.wait()
+    expect(seen == [False], "half a checkpoint has its name", "checkpoint/store.py")
 
 
 @check("damaged checkpoints")

@@ -311,18 +311,23 @@ def _try_fault(fault: Fault, checks: Sequence[str], precision: str, timeout: flo
     return "", "", ""
 
 
+LATER = ("checkpoint", "statistics", "resumed", "references", "damaged", "unfinished")
+
+
+def stage_of(name: str) -> int:
+    """Of a check by its name: 0 in one process, 1 layouts, 2 checkpoints and records of layouts."""
+    kind, _, rest = name.partition(": ")
+    return 1 if kind == "layout" else 2 * rest.startswith(LATER)
+
+
 def run_fault(fault: Fault, precision: str, base: Baseline) -> Outcome:
     """Plant a fault, and try the checks that execute it."""
     began = time.monotonic()
     function = function_of(fault)
     checks = [name for name in base.seconds if function is None or function in base.functions[name]]
-    # As cheap as they are, but what is one process's first: it names the module best.
+    # One process first, then layouts, then what begins with them: so the module is named best.
     order = list(base.seconds)
-    group = {
-        name: ("oracle", "formula", "layout", "check").index(name.split(":")[0]) // 2
-        for name in checks
-    }
-    checks.sort(key=lambda name: (group[name], base.seconds[name], order.index(name)))
+    checks.sort(key=lambda name: (stage_of(name), base.seconds[name], order.index(name)))
     check = text = module = ""
     if checks:
         try:

@@ -33,6 +33,7 @@ KEYS = {
     "time",
     "seconds",
     "goodput",
+    "best_loss",
 }
 
 

@@ -36,7 +36,7 @@ from weft.compare.verify import read_recipe, verify
 from weft.job import InvalidJob, WeftError
 from weft.resilience.process import die_with_parent
 
-TIMEOUT = 120.0  # seconds for the ranks of a job; compiling takes its time
+TIMEOUT, COMPILE_TIMEOUT = 120.0, 600.0  # seconds for the ranks of a job, and of one that compiles
 WORKERS = 2
 SHRINK_RUNS = 60  # at most, of one failure
 
@@ -98,7 +98,7 @@ def try_job(overrides: Mapping[str, str], resume: Mapping[str, str], settings: S
             keep=list(overrides),
             resume=list(resume.items()),
             tamper=settings.tamper,
-            timeout=TIMEOUT,
+            timeout=COMPILE_TIMEOUT if overrides.get("compile.enable") == "true" else TIMEOUT,
         )
         if not report.holds:
             status = "failed"

@@ -77,6 +77,7 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
                 if reading is None
                 else _prepare(part, reading, given, cache, SHARD_BYTES, report)
             )
+    refuse(problems)
     for path, store in zip(section.mixture, stores, strict=True):
         if store.manifest.separator != given.separator:
             rule = (

@@ -75,6 +75,7 @@ def with_references(
         if dist.get_rank() == 0:
             content = io.BytesIO()
             np.save(content, found.numpy())
+            file.parent.mkdir(parents=True, exist_ok=True)
             write_durably(file, content.getbuffer())
     parts = iter(torch.split(found, lengths))
     return {
