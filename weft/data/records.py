@@ -421,8 +421,11 @@ def _parquet(file: File, stream: BinaryIO, columns: Sequence[str] = ()) -> Any:
     import pyarrow.parquet as pq
 
     try:
+        about = pq.read_metadata(stream)
+        plain = {about.schema.column(place).path for place in range(about.num_columns)}
         # A text that comes again and again is held once.
-        return pq.ParquetFile(stream, read_dictionary=list(columns))
+        repeated = [name for name in columns if name in plain]
+        return pq.ParquetFile(stream, metadata=about, read_dictionary=repeated)
     except (pa.ArrowException, OSError) as error:
         raise _wrong(file, f"is not a Parquet file: {error}") from error
 
