@@ -444,7 +444,9 @@ def generate(options: argparse.Namespace) -> int:
 
         def say(*texts: str, end: str = "\n") -> None:
             if rank.rank == 0:
-                print(*texts, end=end, flush=True)
+                # What a model has written reaches files and pipes as it is.
+                out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)
+                print(*texts, end=end, flush=True, file=out)
 
         growing = len(prompts) < 2 and not options.json
         if growing and not options.chat:

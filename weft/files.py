@@ -141,10 +141,10 @@ def read_text(path: Path) -> str:
         ValueError: if it is not UTF-8.
     """
     with open_regular(path) as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB", str(path))
-    return data.decode("utf-8")
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB", str(path))
+        return file.read(size).decode("utf-8")
 
 
 def append_bytes(path: Path, data: bytes, lines: bool = True) -> None:

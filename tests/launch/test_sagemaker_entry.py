@@ -195,6 +195,7 @@ def test_the_first_cause_and_the_first_word(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for rank, when, kind in ((0, 11.0, "RuntimeError"), (1, 10.0, "MemoryError"), (2, 1.0, "Old")):
         report = {"rank": rank, "time": when, "kind": kind, "message": "m", "traceback": "t"}
+        report |= {"foreseen": False, "transient": True, "where": ""}
         (tmp_path / f"logs/rank-{rank}.error.json").write_text(json.dumps(report))
     assert first_cause(tmp_path, 1, ["a warning\n"], 5.0).startswith("rank 1: MemoryError: m\n\nt")
     assert first_cause(tmp_path, 1, ["last word\n"], 20.0) == "last word"

@@ -115,10 +115,10 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(
     assert not [name for name in os.listdir(folder / "checkpoints") if name.startswith(".tmp")]
 
 
-def test_the_last_save_must_not_fail(store_path: Path, tmp_path: Path) -> None:
+def test_last_save_one_failed_write_is_tried_again(store_path: Path, tmp_path: Path) -> None:
     change = fault(site="checkpoint.written", rank=1, passing=4, kind="error")
-    with pytest.raises(RankError, match=r"step-00000008: could not be written: .*No space left"):
-        run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(tmp_path)), *change], str(store_path))
+    run_ranks(train_rank, 2, [*STEPS, ("run.dir", str(tmp_path)), *change], str(store_path))
+    assert checkpoints(tmp_path / "checkpoints")[-1].name == "step-00000008"
 
 
 def test_corrupt_gradients_are_noticed(store_path: Path, tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def measure(
         if step == save:
             with naming("the checkpoint"):
                 saver = Saver(checkpoints, keep=1)
-                saver.save(built.parts, built.optimizer, {"step": step, "samples": 0})
+                consumed = step * job.train.global_batch
+                saver.save(built.parts, built.optimizer, {"step": step, "samples": consumed})
                 saver.wait()
     try:
         eval_loss = built.engine.evaluate(_held_out(job, plan, built.mesh))

@@ -306,8 +306,11 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         "torch": torch.__version__,
         "imported": str(source),
     }
+    # A cache of models has links where the files of a model are.
+    entries = {name: weights[their_name(name)] for name in expected}
     parts = (
-        (name, shape, read_tensor(*weights[their_name(name)])) for name, shape in expected.items()
+        (name, expected[name], read_tensor(path.resolve(), entry))
+        for name, (path, entry) in entries.items()
     )
     message = f"importing {source.name}"
     with publishing(run_dir) as folder:
