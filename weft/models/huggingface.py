@@ -194,7 +194,7 @@ def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
     if theirs.window is not None:
         known.add("sliding_window")
         window, longest = tree.get("sliding_window", theirs.window), fields["max_seq_len"]
-        if window is not None and not (type(longest) is type(window) is int and window >= longest):
+        if type(longest) is type(window) is int and window < longest:
             rule = f"is narrower than max_position_embeddings = {longest}, and weft has no windows"
             remedy = "set max_position_embeddings to the window: rows up to it are the same model"
             problems.append(problem("sliding_window", window, rule, remedy))
