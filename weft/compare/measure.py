@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ from weft.data.store import TokenStream
 from weft.job import Job
 from weft.models import load_family
 from weft.observe.statistics import watching
+from weft.optim.lean import LeanAdamW
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.parallel.dtensor import local_of, shard_offsets
@@ -244,10 +245,16 @@ class Noise:
     @torch.no_grad()
     def round_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Add noise to the optimizer's states, where they are rounded."""
+        packed = False
         for state in optimizer.state.values() if self._states else ():
-            for value in (local_of(value) for key, value in state.items() if key != "step"):
-                whole = value.dequantize() if is_quantized(value) else value
-                value.copy_(self.of(whole, self._states))
+            for key in [key for key in state if key != "step"]:
+                value = local_of(state[key])
+                if is_quantized(value):
+                    state[key], packed = self.of(value.dequantize(), self._states), True
+                else:
+                    value.copy_(self.of(value, self._states))
+        if packed:
+            cast(LeanAdamW, optimizer).adopt()  # as if it had been loaded
 
 
 class _Rounded(torch.autograd.Function):
