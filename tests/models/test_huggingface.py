@@ -118,7 +118,10 @@ NONE = object()  # the field is taken out
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ['rope_type = "yarn"']),
         ({"rope_scaling": {"rope_type": "llama3"}}, [".factor: is missing"] + 3 * ["is missing"]),
         ({"rope_scaling": LLAMA3 | {"beta_fast": 1}}, ["beta_fast = 1: is nothing that 'llama3'"]),
-        ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, ["rope_scaling.factor = 0.5: must be a number from 1"]),
+        (
+            {"rope_scaling": LLAMA3 | {"factor": 0.5}},
+            ["rope_scaling.factor = 0.5: must be a number from 1"],
+        ),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, ["scaling.high_freq_factor = 1.0"]),
         ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling.factor = 2.0: is nothing"]),
         ({"rope_scaling": "llama3"}, ["must be an object"]),
