@@ -2,7 +2,7 @@
 
 One process on the CPU.  A small Llama learns a Zipf-distributed Markov chain, once with each kind
 of moments: torch.optim.AdamW in float32, weft's `optim.states`, and torchao's AdamW8bit, run
-without its compiler.  All start from the same weights and see the same tokens.  Reported are the loss
+without its compiler.  All start from the same weights and see the same tokens.  Shown are the loss
 on new tokens at the end; how far all weights are from float32's in the end, and the most that one
 entry moved in one step, in learning rates (bias-corrected AdamW moves the first step by one).
 
