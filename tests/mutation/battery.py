@@ -15,21 +15,18 @@ finds is a `Finding`, which names the module of weft where it takes the fault to
 
 from __future__ import annotations
 
-import importlib
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from tests import oracle as oracle_module
 from tests.oracle import Case, departures, make_case
-from weft.compare import measure as measuring
 from weft.compare.ranks import RanksFailed, run_ranks
-from weft.compare.shrink import Case as Layout
-from weft.compare.shrink import plan_of_recipe, shrink
-from weft.compare.verify import compare, read_recipe
+from weft.compare.verify import read_recipe, verify
 from weft.job import InvalidJob, WeftError
 
 Overrides = list[tuple[str, str]]
@@ -165,6 +162,10 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
     "qlora int8": ({**DENSE, **LORA, "lora__quantize": "int8"}, "text"),
     "muon": ({**DENSE, "optim__kind": "muon", "optim__weight_decay": 0.5}, "text"),
     "bfloat16 moments": ({**DENSE, "optim__states": "bfloat16"}, "text"),
+    "moments of eight bits": (
+        {**DENSE, "optim__states": "8bit", "model__dim": 64, "model__ffn_dim": 64},
+        "text",
+    ),
     "chunks of logits": ({**DENSE, "train__seq_len": 32}, "text"),
     "chunks of logits, tied": ({"train__seq_len": 32, "model__tied_embeddings": True}, "text"),
     "full remat, offload": ({**DENSE, "remat__kind": "full", "remat__offload": True}, "text"),
@@ -194,18 +195,16 @@ def oracle_case(name: str, precision: str) -> Case:
     return make_case(name, 5, text, **keys)
 
 
-def patched(name: str) -> None:
-    """Set the constants that a check of this name wants to be small."""
-    for word, values in PATCHES.items():
-        if word in name:
-            for path, value in values.items():
-                module, _, attribute = path.rpartition(".")
-                setattr(importlib.import_module(module), attribute, value)
+def patches(name: str) -> list[tuple[str, Any]]:
+    """The constants that a check of this name wants to be small."""
+    return [pair for word, values in PATCHES.items() if word in name for pair in values.items()]
 
 
 def _first_departure(name: str, precision: str) -> Any:
-    patched(name)
-    found = next(departures(oracle_case(name, precision)), None)
+    with pytest.MonkeyPatch.context() as patch:
+        for path, value in patches(name):
+            patch.setattr(path, value)
+        found = next(departures(oracle_case(name, precision)), None)
     return None if found is None else tuple(found)
 
 
@@ -318,6 +317,7 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "muon": _key("optim/muon.py", optim__kind="muon"),
     "bfloat16 states": _key("optim/lean.py", optim__states="bfloat16"),
+    "8bit states": _key("optim/lean.py", optim__states="8bit"),
     "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),
     "qwen3": _key("models/qwen3.py", model__kind="qwen3", model__preset="toy"),
     "ep": _key("parallel/expert.py", parallel__ep="2"),
@@ -367,15 +367,12 @@ LAYOUTS: list[str] = [
     "chunks, tp, dp_shard",
     "chunks, zero bubble",
     "bfloat16 states, dp_shard",
+    "8bit states, tp, dp_shard",
+    "8bit states, 1f1b",
     "float8, dp_shard, always",
     "float8, tp",
     "bfloat16, dp_shard, tp",
 ]
-
-
-def _measure(name: str, *args: Any) -> Any:
-    patched(name)
-    return measuring.measure(*args)
 
 
 def keys_of(techniques: Sequence[str], precision: str) -> Overrides | None:
@@ -398,30 +395,17 @@ def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str
     Raises:
         InvalidJob: there is no such layout.
     """
-    name = ", ".join(techniques)
     overrides = keys_of(techniques, precision)
     assert overrides is not None
     job = read_recipe("demo", overrides)
     keep = [key for key, _ in overrides if key.startswith("precision.")]
-    case: Layout = shrink(job, plan_of_recipe(job), ranks=4, steps=2, keep=keep)
-    with tempfile.TemporaryDirectory(prefix="weft-mutation-") as folder:
+    with pytest.MonkeyPatch.context() as patch:  # the ranks are forked from this process
+        for path, value in patches(", ".join(techniques)):
+            patch.setattr(path, value)
         try:
-            (one,) = run_ranks(
-                _measure, 1, name, case.one_job, case.one_plan, folder, None, timeout=timeout
-            )
-            many = run_ranks(
-                _measure,
-                case.plan.world_size,
-                name,
-                case.job,
-                case.plan,
-                folder,
-                None,
-                timeout=timeout,
-            )
+            report = verify(job, ranks=4, steps=2, keep=keep, timeout=timeout)
         except RanksFailed as error:
             return f"raised: {error}"
-    report = compare(case, one, many)
     return "" if report.holds else report.reason
 
 
@@ -500,7 +484,13 @@ def battery() -> list[Check]:
     ]
     for layout in LAYOUTS:
         techniques = tuple(layout.split(", "))
-        low = not {"canonical", "float8", "bfloat16", "bfloat16 states"}.intersection(techniques)
+        low = not {
+            "canonical",
+            "float8",
+            "bfloat16",
+            "bfloat16 states",
+            "8bit states",
+        }.intersection(techniques)
         source = str([TECHNIQUES[name] for name in techniques])
         checks.append(Check(f"layout: {layout}", _bound(find_by_layout, techniques), source, low))
     return checks

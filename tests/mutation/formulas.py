@@ -818,6 +818,90 @@ def check_moments() -> None:
         expect(near(second, exact, 0.01), f"second moment {second}, not {exact}", "optim/lean.py")
 
 
+@check("moments of eight bits")
+def check_packed_moments() -> None:
+    """They are right on average, beside smaller and larger ones, and alike on any layout."""
+    from weft.optim import lean
+
+    module = "optim/lean.py"
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.logspace(-9, -1, 32 * 4).view(1, -1)  # two decades within a block
+    exact = spread * (1 + torch.rand((1, 32 * 4), generator=generator))
+    second, first = torch.zeros(exact.shape), torch.zeros(exact.shape)
+    limit = lean._limit(0.9, 0.95)
+    steps, worst = 400, 0.0
+    for _ in range(steps):
+        chances = [
+            torch.randint(1 << 16, exact.shape, generator=generator, dtype=torch.int32)
+            for _ in range(2)
+        ]
+        codes = torch.zeros(exact.shape, dtype=torch.uint8)
+        ranges = torch.zeros((1, 4), dtype=torch.int16)
+        lean.pack_second(exact.square(), chances[0], codes, ranges)
+        found = lean.unpack_second(codes, ranges)
+        worst = max(worst, float((found / exact.square() - 1).abs().max()))
+        signed = torch.zeros(exact.shape, dtype=torch.int8)
+        lean.pack_first(-0.3 * exact, found.sqrt(), limit, chances[1], signed)
+        second += found / steps
+        first += lean.unpack_first(signed, found.sqrt(), limit) / steps
+    expect(worst < 0.15, f"a second moment is off by {worst:.2f} of itself", module)
+    off = float((second / exact.square() - 1).abs().max())
+    expect(off < 0.02, f"the mean of second moments is off by {off:.3f}", module)
+    off = float((first / (-0.3 * exact) - 1).abs().max())
+    expect(off < 0.02, f"the mean of first moments is off by {off:.3f}", module)
+    # What is small beside what is large, seen once: an update is that of AdamW.
+    param, rare, other = (nn.Parameter(torch.zeros(2, 64)) for _ in range(3))
+    grad = torch.full((2, 64), 2e-5)
+    grad[:, ::32] = 1e-1
+    groups: list[dict[str, Any]] = [
+        {"params": [each], "weight_decay": 0.0, "low_precision": each is param}
+        for each in (param, rare, other)
+    ]
+    packed = lean.LeanAdamW(groups[:2], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, states="8bit")
+    plain = torch.optim.AdamW([other], weight_decay=0.0, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(6):
+        for each in (param, rare, other):
+            each.grad = grad.clone() * (0.5 + step)
+        packed.step()
+        plain.step()
+    off = float((param / other - 1).detach().abs().max())
+    expect(off < 0.1, f"an update is off by {off:.2f} of itself", module)
+    off = float((rare / other - 1).detach().abs().max())
+    expect(off < 1e-5, f"moments that are not to be packed are off by {off:.1e}", module)
+    # The same on a whole parameter and on its two halves.
+    whole = _packed_step((0, 0), slice(0, 4))
+    halves = torch.cat([_packed_step((r, 0), slice(r, r + 2)) for r in (0, 2)])
+    expect(torch.equal(whole, halves), "a moment depends on the layout", module)
+
+
+def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
+    """Codes of some rows of a parameter after an update."""
+    from weft.optim import lean
+
+    grad = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))[rows]
+    first = torch.zeros(grad.shape, dtype=torch.int8)
+    second = torch.zeros(grad.shape, dtype=torch.uint8)
+    ranges = torch.zeros((len(grad), 2), dtype=torch.int16)
+    lean._update_packed(
+        torch.zeros_like(grad),
+        grad,
+        first,
+        second,
+        ranges,
+        torch.zeros(()),
+        torch.zeros(()),
+        torch.tensor(1e-3),
+        0.9,
+        0.95,
+        1e-8,
+        0.0,
+        torch.tensor(3, dtype=torch.int32),
+        offsets,
+        (4, 64),
+    )
+    return torch.cat([first.int(), second.int()], dim=1)
+
+
 @check("statistics of layers", ranks=2)
 def check_statistics() -> None:
     """Of two ranks what one has: counts, means, and roots of mean squares."""
