@@ -1976,4 +1976,12 @@ FAULTS: list[Fault] = [
         "if not p.is_replicate()]",
         SAVED,
     ),
+    Fault(
+        "accumulation dtype",
+        "squares of a long tensor are added up one after the other",
+        "parallel/dtensor.py",
+        'if tensors[0].device.type != "cpu":',
+        'if tensors[0].device.type == "cpu":',
+        ("optim/optimizer.py",),
+    ),
 ]

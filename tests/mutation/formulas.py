@@ -818,6 +818,17 @@ def check_moments() -> None:
         expect(near(second, exact, 0.01), f"second moment {second}, not {exact}", "optim/lean.py")
 
 
+@check("norms of long tensors")
+def check_norms() -> None:
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.zeros(2000, 1000))
+    param.grad = torch.randn(param.shape, generator=generator)
+    norm, own = grad_norm([param])
+    exact = float(param.grad.double().norm())
+    for found in (norm, own):
+        expect(near(float(found), exact, 1e-6), f"{found}, not {exact}", "parallel/dtensor.py")
+
+
 @check("moments of eight bits")
 def check_packed_moments() -> None:
     """They are right on average, beside smaller and larger ones, and alike on any layout."""

@@ -5,7 +5,8 @@ do, so that what fails here fails by one command.  Two processes work at once, e
 the ranks of its jobs from an interpreter that has imported everything already.
 
 A failure is shrunk: overrides go back to their defaults, half of them, then a quarter, and so on
-down to one at a time, as long as the job still ends in the same way; then ranks and steps.
+down to one at a time, as long as the job still ends in the same way (`kind_of`); then ranks
+and steps.
 
 Results are appended to a log, a line each.  A job that is in the log with the same overrides is
 not run again: so the same command resumes, and a longer one adds jobs.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import time
@@ -41,6 +43,16 @@ WORKERS = 2
 SHRINK_RUNS = 60  # at most, of one failure
 
 BAD = ("failed", "crashed", "timed out")
+# How `weft.compare.verify` says what departs first.
+DEPARTURES = (
+    "the weights differ",
+    "forward departs",
+    "gradients depart",
+    "the gradient norm departs",
+    "the loss departs",
+    "updates depart",
+    "evaluation loss departs",
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,17 @@ def command_of(overrides: Mapping[str, str], resume: Mapping[str, str], settings
 # --------------------------------------------------------------------------- shrinking
 
 
+def kind_of(outcome: Outcome) -> tuple[str, str]:
+    """Return what a shrunk failure has to keep: how it ends, and what departs first or is raised.
+
+    Names and numbers in the reason are those of one job.
+    """
+    if outcome.status != "failed":
+        first = outcome.reason.partition("\n")[0]
+        return outcome.status, re.sub(r"\W*\d+\S*", "", first)[:60]
+    return outcome.status, next((p for p in DEPARTURES if p in outcome.reason), "")
+
+
 def shrink_failure(tried: Tried, settings: Settings) -> Tried:
     """Find the fewest overrides, ranks and steps with which a job ends as badly."""
     runs = 0
@@ -140,7 +163,7 @@ def shrink_failure(tried: Tried, settings: Settings) -> Tried:
             return False
         outcome = try_job(overrides, resume, settings)
         runs += outcome.status != "refused"
-        if outcome.status == tried.outcome.status:
+        if kind_of(outcome) == kind_of(tried.outcome):
             best = outcome
             return True
         return False

@@ -197,7 +197,9 @@ def measure_one(job: Job, plan: Plan, folder: str, repetitions: int) -> list[Mea
 
 # --------------------------------------------------------------------------- noise
 
-FLOAT8_EPS = 2.0**-4  # half of the step between two numbers of float8 (e4m3)
+# Of float8 (e4m3): half of the step between two normal numbers, relative to them; and between the
+# smallest numbers, relative to the largest one of a matrix, which a scale brings to 224 at least.
+FLOAT8_EPS, FLOAT8_LEAST = 2.0**-4, 2.0**-10 / 224
 
 
 class Noise:
@@ -207,7 +209,8 @@ class Noise:
     is computed in; of gradients of weights by that of the dtype that they are reduced in; of the
     optimizer's states by that of theirs.  So one process differs from itself about as much as
     another order of the same sums does.  Gradients that go into a product in float8 have its eps:
-    their scales depend on which rows and tokens are multiplied at once.
+    their scales depend on which rows and tokens are multiplied at once.  So do those of the inputs,
+    but they are powers of two: only numbers far below the largest are rounded to others.
     """
 
     def __init__(self, job: Job, plan: Plan, seed: int) -> None:
@@ -224,10 +227,20 @@ class Noise:
             for module in part.modules():
                 if next(module.parameters(recurse=False), None) is not None:
                     module.register_forward_hook(self._hook)
+                    if self._multiplies_in_float8(module):
+                        module.register_forward_pre_hook(self._hook_of_input)
+
+    def _multiplies_in_float8(self, module: nn.Module) -> bool:
+        return self._float8 and isinstance(module, nn.Linear) and type(module) is not nn.Linear
+
+    def _hook_of_input(self, module: nn.Module, args: Any) -> Any:
+        x, *rest = args
+        u = torch.rand(x.shape, generator=self._generator) * 2 - 1
+        return (x + (u * FLOAT8_LEAST * x.detach().abs().amax()).to(x.dtype), *rest)
 
     def _hook(self, module: nn.Module, args: Any, out: Any) -> Any:
-        float8 = self._float8 and isinstance(module, nn.Linear) and type(module) is not nn.Linear
         rounded: Any = _Rounded.apply
+        float8 = self._multiplies_in_float8(module)
         eps = (self._compute, FLOAT8_EPS if float8 else self._compute)
         return rounded(out, self, *eps) if isinstance(out, Tensor) else out
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import local_of
+from weft.parallel.dtensor import l2_norms, local_of
 
 
 class LayerNorms:
@@ -53,7 +53,7 @@ class LayerNorms:
         here = [local_of(grad) for grad in grads]
         squares = torch.zeros(len(self.names), device=self._none.device)
         if here:
-            norms = torch.stack(torch._foreach_norm(here, dtype=torch.float32))
+            norms = l2_norms(here)
             squares.index_add_(0, self._layer, norms.square() * self._share)
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)

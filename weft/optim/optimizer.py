@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from weft.job import OptimSection
 from weft.optim.lean import LeanAdamW
 from weft.optim.muon import Muon
-from weft.parallel.dtensor import local_of
+from weft.parallel.dtensor import l2_norms, local_of
 from weft.parallel.private import skip_where
 
 # (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay, the names
@@ -148,7 +148,7 @@ def grad_norm(
         by_groups.setdefault(groups, []).append(grad)
     held, squares = [], []
     for groups, grads in by_groups.items():
-        norms = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
+        norms = l2_norms(grads)
         held.append(norms.square().sum())
         square = held[-1].clone()
         for group in groups:

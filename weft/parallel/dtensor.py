@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,33 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from weft.parallel.private import is_strided
 
+NORM_PIECE = 1 << 12  # elements
+
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of each tensor: float32 ``[N]`` on their device.
+
+    On a CPU, torch adds the squares of a float32 tensor up in a few float32 numbers: the norm of 4
+    million random numbers is off by 8e-5, of 100 million by 1e-2 (torch 2.13).  So long tensors are
+    summed in pieces there.
+    """
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+    return torch.stack([_norm_on_cpu(tensor) for tensor in tensors])
+
+
+def _norm_on_cpu(tensor: Tensor) -> Tensor:
+    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+    flat = tensor.reshape(-1)
+    cut = len(flat) // NORM_PIECE * NORM_PIECE
+    if cut == 0:
+        return norm(flat)
+    return norm(torch.cat((norm(flat[:cut].view(-1, NORM_PIECE)), norm(flat[cut:].view(1, -1)))))
 
 
 def part_of_whole(
