@@ -241,10 +241,9 @@ def fuzz(
         The counts, what failed, and whether it was interrupted or ran out of time.
     """
     # What the rules say of what is pinned is said before anything starts.
-    first = draw_job(settings.seed, 0, settings.pinned, settings.ranks)
-    done = {tried.index: tried for tried in read_log(log, settings) if tried.index < count}
-    if 0 in done and done[0].overrides != first.overrides:
-        done = {}  # the space has changed: other jobs have these numbers now
+    draw_job(settings.seed, 0, settings.pinned, settings.ranks)
+    logged = (tried for tried in read_log(log, settings) if tried.index < count)
+    done = {tried.index: tried for tried in logged if _is_drawn_today(tried, settings)}
     say(f"{len(done)} of {count} jobs are in {log}") if done else None
     deadline = time.monotonic() + minutes * 60 if minutes else float("inf")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -271,6 +270,12 @@ def fuzz(
     }
     say(told(result))
     return result
+
+
+def _is_drawn_today(tried: Tried, settings: Settings) -> bool:
+    """Return False if another job has this number now, since keys or rules have changed."""
+    drawn = draw_job(tried.seed, tried.index, settings.pinned, settings.ranks)
+    return (drawn.overrides, drawn.resume) == (tried.overrides, tried.resume)
 
 
 def read_log(log: Path, settings: Settings) -> list[Tried]:

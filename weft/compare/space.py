@@ -35,6 +35,7 @@ from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES as RATES
 from weft.plan.float8 import multiple_of
 from weft.plan.lora import BLOCK
+from weft.plan.memory import MOMENT_BLOCK
 from weft.plan.timetable import SCHEDULES
 from weft.train.objective import OBJECTIVES
 
@@ -450,6 +451,10 @@ def _with_sizes(draw: Draw, rng: random.Random) -> Draw:
     ffn_unit = unit
     if quantized:  # whole blocks on each rank
         kv_heads, heads, head_dim, dim, ffn_unit = tp, 2 * tp, BLOCK // 2, BLOCK * tp, BLOCK
+    if draw.get("optim.states") == "8bit" and not quantized and rng.random() < 0.7:
+        # Rows of whole blocks, on each rank; others keep float32 moments.
+        head_dim = ffn_unit = MOMENT_BLOCK
+        dim = heads * head_dim if kind == "llama" else MOMENT_BLOCK * rng.choice((1, 3))
     several = draw.get("parallel.schedule", "1F1B") not in ("GPipe", "1F1B")
     per_rank = int(draw.get("pipeline.stages_per_rank", 2 if several else 1))
     stages = pp * per_rank if pp > 1 else 1
@@ -473,7 +478,7 @@ def _with_sizes(draw: Draw, rng: random.Random) -> Draw:
         "max_seq_len": seq_len,
         "num_experts": experts,
         "active_experts": rng.randint(1, min(3, experts)),
-        "expert_dim": tp * rng.choice((3, 8, 12)),
+        "expert_dim": tp * (ffn_unit if ffn_unit == MOMENT_BLOCK else rng.choice((3, 8, 12))),
     }
     job = dict(draw)
     job.setdefault("model.kind", kind)

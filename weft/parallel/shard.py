@@ -188,11 +188,14 @@ def _inside(block: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _evenly(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Cut a stack of matrices on the first dim that divides: of 128 experts on 256 ranks by rows,
-    half of which would be padding otherwise."""
+    """Cut a stack of matrices by experts, or by rows where only those divide.
+
+    128 experts on 256 ranks are cut by rows: half of the shards would be padding otherwise.  No row
+    is cut: eight-bit moments are of whole blocks of a row.
+    """
 
     def placement(param: nn.Parameter) -> Shard | None:
-        even = [dim for dim, size in enumerate(local_of(param).shape) if size % ranks == 0]
+        even = [dim for dim, size in enumerate(local_of(param).shape[:-1]) if size % ranks == 0]
         return Shard(even[0]) if param.dim() == 3 and even else None
 
     return placement
