@@ -205,12 +205,13 @@ FLOAT8_EPS, FLOAT8_LEAST = 2.0**-4, 2.0**-10 / 224
 class Noise:
     """Multiply what is computed by 1 + u eps, u uniform between -1 and 1.
 
-    Of what a module with weights gives, and of the gradient of that, by the eps of the dtype that
-    is computed in; of gradients of weights by that of the dtype that they are reduced in; of the
-    optimizer's states by that of theirs.  So one process differs from itself about as much as
-    another order of the same sums does.  Gradients that go into a product in float8 have its eps:
-    their scales depend on which rows and tokens are multiplied at once.  So do those of the inputs,
-    but they are powers of two: only numbers far below the largest are rounded to others.
+    Outputs of modules with weights have the eps of the dtype that is computed in; gradients that of
+    the dtype that they are reduced in, those of activations too, since ranks round sums of their own
+    tokens, which may cancel; optimizer states that of their dtype.  So one process differs from
+    itself about as much as another order of the same sums does.  Gradients that go into a product
+    in float8 have its eps: their scales depend on which rows and tokens are multiplied at once.
+    So do those of the inputs, but they are powers of two: only numbers far below the largest are
+    rounded to others.
     """
 
     def __init__(self, job: Job, plan: Plan, seed: int) -> None:
@@ -241,7 +242,7 @@ class Noise:
     def _hook(self, module: nn.Module, args: Any, out: Any) -> Any:
         rounded: Any = _Rounded.apply
         float8 = self._multiplies_in_float8(module)
-        eps = (self._compute, FLOAT8_EPS if float8 else self._compute)
+        eps = (self._compute, FLOAT8_EPS if float8 else self._reduce)
         return rounded(out, self, *eps) if isinstance(out, Tensor) else out
 
     def of(self, x: Tensor, eps: float) -> Tensor:
