@@ -206,12 +206,12 @@ class Noise:
     """Multiply what is computed by 1 + u eps, u uniform between -1 and 1.
 
     Outputs of modules with weights have the eps of the dtype that is computed in; gradients that of
-    the dtype that they are reduced in, those of activations too, since ranks round sums of their own
-    tokens, which may cancel; optimizer states that of their dtype.  So one process differs from
-    itself about as much as another order of the same sums does.  Gradients that go into a product
-    in float8 have its eps: their scales depend on which rows and tokens are multiplied at once.
-    So do those of the inputs, but they are powers of two: only numbers far below the largest are
-    rounded to others.
+    the dtype that they are reduced in, those of activations too, since a rank rounds the sum of its
+    tokens, and such sums may cancel; optimizer states that of their dtype.  So one process differs
+    from itself about as much as another order of the same sums does.  Gradients that go into a
+    product in float8 have its eps: their scales depend on which rows and tokens are multiplied at
+    once.  So do those of the inputs, but they are powers of two: only numbers far below the largest
+    are rounded to others.
     """
 
     def __init__(self, job: Job, plan: Plan, seed: int) -> None:
