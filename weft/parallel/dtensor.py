@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +29,22 @@ def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
     summed in pieces there.
     """
     if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+        return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32))
     return torch.stack([_norm_on_cpu(tensor) for tensor in tensors])
 
 
 def _norm_on_cpu(tensor: Tensor) -> Tensor:
-    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
     flat = tensor.reshape(-1)
     cut = len(flat) // NORM_PIECE * NORM_PIECE
     if cut == 0:
-        return norm(flat)
-    return norm(torch.cat((norm(flat[:cut].view(-1, NORM_PIECE)), norm(flat[cut:].view(1, -1)))))
+        return _norm_of_rows(flat)
+    pieces = (flat[:cut].view(-1, NORM_PIECE), flat[cut:].view(1, -1))
+    return _norm_of_rows(torch.cat([_norm_of_rows(rows) for rows in pieces]))
+
+
+def _norm_of_rows(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    return norm
 
 
 def part_of_whole(
