@@ -100,9 +100,9 @@ def open_comparison(folder: Path, variants: Sequence[Variant]) -> tuple[list[End
     if "compared" not in found:
         raise not_ours(folder, "holds a comparison that was only planned")
     ours, theirs = [v.identity() for v in variants], found["compared"]
-    if ours != theirs:
-        raise not_ours(folder, f"holds another comparison: {_difference(ours, theirs)}")
     with reading(folder / COMPARISON):
+        if ours != theirs:
+            raise not_ours(folder, f"holds another comparison: {_difference(ours, theirs)}")
         return [Ended(**ended) for ended in found["ended"]], [*map(int, found["looks"])]
 
 

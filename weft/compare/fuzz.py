@@ -281,11 +281,11 @@ def _is_drawn_today(tried: Tried, settings: Settings) -> bool:
 def read_log(log: Path, settings: Settings) -> list[Tried]:
     """Read the jobs of a log that were tried with the same settings."""
     found = []
-    for text in log.read_text("utf-8").splitlines() if log.exists() else []:
+    for text in log.read_text("utf-8", "replace").splitlines() if log.exists() else []:
         try:
             record = json.loads(text)
             tried = Tried(**record | {"outcome": Outcome(**record["outcome"])})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # cut off when the process was killed
         same = (tried.seed, tried.steps) == (settings.seed, settings.steps)
         if same and settings.pinned.items() <= tried.overrides.items():

@@ -71,6 +71,7 @@ from weft.train.setup import Built, Rank, build
 # Breaks something of a rank that has been built, in tests.
 Tamper = Callable[[Built, Plan], None]
 
+ZERO = 1e-6  # of the largest gradient: what is smaller is made of roundings
 SEPARATOR = 0  # the token that ends a document
 DOCUMENT_TOKENS = 12  # in a document, on average
 
@@ -161,9 +162,11 @@ def measure(
             loss = built.engine.forward_backward(batches)
         dist.all_reduce(loss)
         if roundings is not None:
-            roundings.round_gradients(params.values())
+            roundings.round_gradients(params.values(), roundings.reduce_eps)
         gradients = tensors.compare(f"gradients {step}", _gradients(params))
         tensors.take_over(f"gradients {step}", params)
+        if roundings is not None:  # those of the optimizer's arithmetic, which Muon's amplifies
+            roundings.round_gradients(params.values(), torch.finfo(torch.float32).eps)
         norm = clip_grad_norm(params.values(), job.optim.max_grad_norm, stages)
         lr = learning_rate(step, job.train.steps, job.optim, built.decay)
         set_learning_rate(built.optimizer, lr)
@@ -218,7 +221,7 @@ class Noise:
         self._generator = torch.Generator().manual_seed(seed)
         self._compute = torch.finfo(getattr(torch, plan.compute_dtype)).eps
         reduced = max(self._compute, torch.finfo(getattr(torch, plan.reduce_dtype)).eps)
-        self._reduce, self._float8 = reduced, plan.float8 != "none"
+        self.reduce_eps, self._float8 = reduced, plan.float8 != "none"
         states = {"float32": 0.0, "bfloat16": torch.finfo(torch.bfloat16).eps, "8bit": FLOAT8_EPS}
         self._states = states[job.optim.states]
 
@@ -242,7 +245,7 @@ class Noise:
     def _hook(self, module: nn.Module, args: Any, out: Any) -> Any:
         rounded: Any = _Rounded.apply
         float8 = self._multiplies_in_float8(module)
-        eps = (self._compute, FLOAT8_EPS if float8 else self._reduce)
+        eps = (self._compute, FLOAT8_EPS if float8 else self.reduce_eps)
         return rounded(out, self, *eps) if isinstance(out, Tensor) else out
 
     def of(self, x: Tensor, eps: float) -> Tensor:
@@ -251,10 +254,10 @@ class Noise:
         return (x.float() * (1 + eps * u)).to(x.dtype)
 
     @torch.no_grad()
-    def round_gradients(self, params: Iterable[Tensor]) -> None:
+    def round_gradients(self, params: Iterable[Tensor], eps: float) -> None:
         """Add noise to the gradients of weights."""
         for grad in (local_of(param.grad) for param in params if param.grad is not None):
-            grad.copy_(self.of(grad, self._reduce))
+            grad.copy_(self.of(grad, eps))
 
     @torch.no_grad()
     def round_states(self, optimizer: torch.optim.Optimizer) -> None:
@@ -300,13 +303,15 @@ class _Tensors:
     def compare(self, what: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Difference]:
         """Each tensor's difference, whole; all ranks that share one call this in step."""
         differences = {}
+        theirs = {} if self.theirs is None else self.theirs[what]
+        largest = max((float(tensor.abs().max()) for tensor in theirs.values()), default=0.0)
         for name, tensor in tensors:
             ours = _whole(tensor)
             if self.theirs is None:
                 self.ours.setdefault(what, {})[name] = ours
                 differences[name] = Difference(0.0, 1.0)
             else:
-                differences[name] = difference(ours, self.theirs[what][name])
+                differences[name] = difference(ours, theirs[name], largest)
         return differences
 
     def compare_updates(self, what: str, params: dict[str, Tensor]) -> dict[str, float]:
@@ -342,11 +347,19 @@ class _Tensors:
             torch.save(self.ours, self.path)
 
 
-def difference(ours: Tensor, theirs: Tensor) -> Difference:
-    """Of two whole tensors."""
+def difference(ours: Tensor, theirs: Tensor, largest_of_all: float = 0.0) -> Difference:
+    """Compare two whole tensors.
+
+    Args:
+        largest_of_all: the largest entry of all tensors of this kind.  A tensor far below it, such
+            as the gradient of keys where a query sees one key only, is zero but for roundings: it
+            is compared relative to all of them.
+    """
     if ours.shape != theirs.shape:
         return Difference(math.inf, math.nan)
     ours, theirs = ours.double(), theirs.double()
+    if theirs.abs().max().item() < ZERO * largest_of_all:
+        return Difference(finite((ours - theirs).abs().max().item() / largest_of_all), 1.0)
     largest = ratio((ours - theirs).abs().max().item(), theirs.abs().max().item())
     if largest == 0:
         return Difference(0.0, 1.0)  # of zeros, too

@@ -54,7 +54,7 @@ from weft.train.check import check_names
 # precision few roundings count for much (a token that goes to another expert), so that more has
 # to be seen of them.
 FACTOR, LOW_FACTOR = 3.0, 4.0
-REPETITIONS, LOW_REPETITIONS = 2, 5  # of one process, with different noise
+REPETITIONS, LOW_REPETITIONS = 3, 5  # of one process, with different noise
 # What another order of sums makes of small tensors, and of the mean of many losses.
 FLOOR = {"float32": 2e-6, "bfloat16": 2e-4}
 # Gradient norms and updates are float32, of equal gradients; Muon's iteration makes 1e-5 of 1e-7.
@@ -342,7 +342,7 @@ def _departure(
         name
         for name in reversed(one.names)
         if any(_departs(rank, i, name, limits) for rank in many)
-        or report.gradients[name] == math.inf
+        or not any(name in rank.steps[i].gradients for rank in many)
     ]
     loss_departs = report.loss_difference > limits.loss
     if not (differ or loss_departs or report.grad_norm_difference > limits.grad_norm):

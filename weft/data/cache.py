@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
 
 from weft.data.integrity import find_damage
 from weft.data.store import (
@@ -175,6 +178,21 @@ def _memory(store: Store, cache: Path) -> Path:
 def _remember(memory: Path, store: Store) -> None:
     memory.parent.mkdir(parents=True, exist_ok=True)
     write_durably(memory, json.dumps({"store": str(store.path)}).encode())
+
+
+def write_scans(path: Path, value: Any) -> None:
+    """Keep what reading the text has found, as JSON behind its hash."""
+    text = json.dumps(value).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, xxh3_64_hexdigest(text).encode() + b"\n" + text)
+
+
+def read_scans(path: Path) -> Any:
+    """Return what `write_scans` has written; None if there is nothing, or if it is damaged."""
+    if not path.is_file():
+        return None
+    digest, _, text = path.read_bytes().partition(b"\n")
+    return json.loads(text) if digest == xxh3_64_hexdigest(text).encode() else None
 
 
 @contextmanager

@@ -12,7 +12,6 @@ or is added later, and all copies of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -22,7 +21,14 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from weft.data.cache import Progress, Report, cache_problems, counting
+from weft.data.cache import (
+    Progress,
+    Report,
+    cache_problems,
+    counting,
+    read_scans,
+    write_scans,
+)
 from weft.data.files import File, changed
 from weft.data.records import Document, Fault, Invalid, Unit, documents, record_units
 from weft.data.shards import (
@@ -40,7 +46,6 @@ from weft.data.shards import (
 from weft.data.source import Found
 from weft.data.store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json
 from weft.data.workers import Advance, each, processes_for
-from weft.files import write_durably
 from weft.job import SHOWN, DataSection, InvalidJob, Problem, some
 
 FORMAT = 2  # of a scan in the cache
@@ -223,8 +228,7 @@ def _scan_all(
     settings = [FORMAT, asdict(reader)]
     about = [settings, [[*_identity(u.file), u.kind, u.begin, u.end] for u in units]]
     known = cache / "scans" / f"{hash_json(about)}.json"
-    if known.exists():
-        tree = json.loads(known.read_bytes())
+    if (tree := read_scans(known)) is not None:
         return Records(
             units, [_from_dict(each) for each in tree["scans"]], Reader(**tree["reader"])
         )
@@ -246,9 +250,8 @@ def _scan_all(
         records = _scan_all(
             units, replace(reader, below=lowest + 1), path, cache, advance, processes
         )
-    known.parent.mkdir(parents=True, exist_ok=True)
     tree = {"reader": asdict(records.reader), "scans": [asdict(scan) for scan in records.scans]}
-    write_durably(known, json.dumps(tree).encode())
+    write_scans(known, tree)
     return records
 
 

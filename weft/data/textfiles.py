@@ -10,17 +10,23 @@ split: the whole, its beginning, or its tail.  A shard is made of pieces, of one
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
-from weft.data.cache import Progress, Report, cache_problems, counting
+from weft.data.cache import (
+    Progress,
+    Report,
+    cache_problems,
+    counting,
+    read_scans,
+    write_scans,
+)
 from weft.data.files import File, changed, open_file, unreadable
 from weft.data.shards import (
     PIECE_BYTES,
@@ -36,7 +42,6 @@ from weft.data.shards import (
 )
 from weft.data.store import SPLITS, Split, SplitName, hash_json
 from weft.data.workers import Advance
-from weft.files import write_durably
 from weft.job import DataSection, InvalidJob, Problem, some
 
 FORMAT = 2  # of a scan in the cache
@@ -171,24 +176,19 @@ def _scan_all(files: Sequence[File], holdout: float, cache: Path, report: Report
             raise unreadable(file, error) from error
         seen.append([file.path, file.size_bytes, file.version, changed_ns])
     known = cache / "scans" / f"{hash_json([FORMAT, PIECE_BYTES, holdout, seen])}.json"
-    if known.is_file():
+    if (rows := read_scans(known)) is not None:
         return [
             Scan(file, content_hash, cuts, tail, Fault(**fault) if fault else None)
-            for file, (content_hash, cuts, tail, fault) in zip(
-                files, json.loads(known.read_bytes()), strict=True
-            )
+            for file, (content_hash, cuts, tail, fault) in zip(files, rows, strict=True)
         ]
     advance = counting(report, "reading the text", sum(file.size_bytes for file in files))
     scans = []
     for file in files:
         scans.append(scan(file, holdout))
         advance(file.size_bytes)
-    rows: list[list[Any]] = [
-        [s.content_hash, s.cuts, s.tail, s.fault and asdict(s.fault)] for s in scans
-    ]
+    rows = [[s.content_hash, s.cuts, s.tail, s.fault and asdict(s.fault)] for s in scans]
     with cache_problems(cache):
-        known.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(known, json.dumps(rows).encode())
+        write_scans(known, rows)
     return scans
 
 

@@ -139,7 +139,7 @@ def read_prompts(path: Path, problems: list[Problem], chat: bool = False) -> Seq
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         name = "messages" if chat and isinstance(value, dict) and "messages" in value else "prompt"
         prompt = value.get(name) if isinstance(value, dict) else value

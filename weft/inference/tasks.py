@@ -156,7 +156,7 @@ def _documents(tree: Json, path: Path, problems: list[Problem]) -> list[Json]:
             text = (beside if beside.exists() else Path(name)).read_text("utf-8")
             # Not splitlines: a string of JSON may have what Unicode calls the end of a line.
             documents += [json.loads(line) for line in text.split("\n") if line.strip()]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             problems.append(Problem("dataset_kwargs.data_files", name, f"cannot be read: {error}"))
     if not files:
         rule = "must name the files of test_split, or of validation_split"

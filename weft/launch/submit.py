@@ -267,7 +267,7 @@ class Launched:
             rule = f"has no {RECORD}: {error.strerror}"
             remedy = "name the folder of a run that weft launch has handed in"
             raise InvalidJob([Problem("RUN", str(folder), rule, remedy)]) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidJob([Problem("RUN", str(folder), f"{RECORD} is damaged")]) from error
 
     def status(self) -> str:
