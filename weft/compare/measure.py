@@ -328,7 +328,10 @@ class _Tensors:
                 continue
             theirs = self.theirs[what][name]
             way = theirs - self.theirs[self.before][name]
-            distances[name] = ratio((ours - theirs).norm().item(), way.norm().item())
+            # A sum with a small update is rounded to the last place of the parameter.
+            rounding = torch.finfo(theirs.dtype).eps * theirs.abs()
+            beyond = ((ours - theirs).abs() - rounding).clamp(min=0.0)
+            distances[name] = ratio(beyond.norm().item(), way.norm().item())
             self.drift = max(self.drift, finite((ours - theirs).abs().max().item()))
             _copy_shard(param, theirs)
         self.before = what
