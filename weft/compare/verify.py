@@ -50,11 +50,9 @@ from weft.plan.stages import align
 from weft.train.check import check_names
 
 # A limit is a floor, and so many times what noise of the size of rounding makes of one process.
-# Layouts that are right reach 1.5 times that, and 2.4 times where both are below the floor.  In low
-# precision few roundings count for much (a token that goes to another expert), so that more has
-# to be seen of them.
-FACTOR, LOW_FACTOR = 3.0, 4.0
-REPETITIONS, LOW_REPETITIONS = 3, 5  # of one process, with different noise
+# Layouts that are right reach 1.5 times that, and 2.4 times where both are below the floor.
+FACTOR = 3.0
+REPETITIONS = 2  # of one process, with different noise
 # What another order of sums makes of small tensors, and of the mean of many losses.
 FLOOR = {"float32": 2e-6, "bfloat16": 2e-4}
 # Gradient norms and updates are float32, of equal gradients; Muon's iteration makes 1e-5 of 1e-7.
@@ -74,19 +72,13 @@ class Limits:
     updates: dict[str, float] = field(repr=False)
 
 
-def in_low_precision(plan: Plan) -> bool:
-    """Return True if products are of less than float32."""
-    return plan.compute_dtype != "float32" or plan.float8 != "none"
-
-
-def find_limits(one: Measured, noisy: Sequence[Measured], plan: Plan) -> Limits:
+def find_limits(one: Measured, noisy: Sequence[Measured], compute_dtype: str) -> Limits:
     """Derive the limits from one process without and with noise."""
-    floor = FLOOR[plan.compute_dtype]
-    times = LOW_FACTOR if in_low_precision(plan) else FACTOR
+    floor = FLOOR[compute_dtype]
     pairs = [pair for other in noisy for pair in zip(one.steps, other.steps, strict=True)]
 
     def limit(moved: Iterable[float], floor: float = floor) -> float:
-        return floor + times * max(moved, default=0.0)
+        return floor + FACTOR * max(moved, default=0.0)
 
     factors = {
         name: max(abs(other.gradients[name].factor - 1) for _, other in pairs) for name in one.names
@@ -224,10 +216,9 @@ def verify(
         return run_ranks(train, plan.world_size, timeout=timeout)
 
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
-        repetitions = LOW_REPETITIONS if in_low_precision(case.plan) else REPETITIONS
-        repeat = partial(measure_one, case.one_job, case.one_plan, folder, repetitions)
+        repeat = partial(measure_one, case.one_job, case.one_plan, folder, REPETITIONS)
         ((one, *noisy),) = run_ranks(repeat, 1, timeout=timeout)
-        limits = find_limits(one, noisy, case.plan)
+        limits = find_limits(one, noisy, case.plan.compute_dtype)
         many = run(case.job, case.plan, tamper=tamper, save=saved)
         report = compare(case, one, many, limits)
         if resume and report.holds:
