@@ -10,10 +10,9 @@ compared there and there.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,34 @@ def parse(layout: str) -> tuple[int, Overrides]:
     return ranks, overrides
 
 
-@functools.cache
-def one_process(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    return run_ranks(gradients, 1, list(overrides), store)[0]  # type: ignore[no-any-return]
+Compute = Callable[[list[Overrides], str], list[dict[str, Any]]]
+
+
+def many_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
+    """The results of `gradients` for one job after another, in the same ranks."""
+    found = []
+    for job in jobs:
+        try:
+            found.append(gradients(job, store))
+        except Exception as error:
+            error.add_note(f"in the job {job}")
+            raise
+    return found
+
+
+_of_one_process: dict[Any, dict[str, Any]] = {}
+
+
+def one_process(
+    store: str, jobs: list[Overrides], compute: Compute = many_gradients
+) -> list[dict[str, Any]]:
+    """The results of ``compute`` in one process, each job's computed once."""
+    keys = [(compute, store, tuple(job)) for job in jobs]
+    missing = [key for key in dict.fromkeys(keys) if key not in _of_one_process]
+    if missing:
+        (found,) = run_ranks(compute, 1, [list(job) for *_, job in missing], store)
+        _of_one_process.update(zip(missing, found, strict=True))
+    return [_of_one_process[key] for key in keys]
 
 
 def check_gradients(
@@ -55,20 +79,82 @@ def check_gradients(
     more: Sequence[tuple[str, str]] = (),
 ) -> None:
     """The layout, with ``more``, against one process of ``model``, on every rank."""
+    check_many([layout], store, lambda layout: model, tolerance, more)
+
+
+def check_many(
+    layouts: Sequence[str],
+    store: Path,
+    model_of: Callable[[str], Overrides],
+    tolerance: float,
+    more: Sequence[tuple[str, str]] = (),
+    compute: Compute = many_gradients,
+) -> None:
+    """Layouts of as many ranks each, in one world, against one process, on every rank.
+
+    Args:
+        model_of: the job of one process by layout.
+        compute: what is called in the ranks, `many_gradients` or something like it.
+    """
+    models = [model_of(layout) for layout in layouts]
+    ones = one_process(str(store), models, compute)
+    (ranks,) = {parse(layout)[0] for layout in layouts}
+    jobs = [
+        [*model, *parse(layout)[1], *more] for model, layout in zip(models, layouts, strict=True)
+    ]
+    found = run_ranks(compute, ranks, jobs, str(store), timeout=300)
+    for layout, one, many in zip(layouts, ones, zip(*found, strict=True), strict=True):
+        for rank in merged(list(many)):
+            _compare(layout, rank, one, tolerance)
+
+
+def _compare(layout: str, many: dict[str, Any], one: dict[str, Any], tolerance: float) -> None:
+    assert many["loss"] == pytest.approx(one["loss"], rel=tolerance), layout
+    assert many["norm"] == pytest.approx(one["norm"], rel=tolerance), layout
+    for kind in ("grads", "clipped"):
+        assert many[kind].keys() == one[kind].keys(), layout
+        for name, grad in one[kind].items():
+            scale = grad.abs().max()
+            assert scale > 0, name
+            torch.testing.assert_close(
+                many[kind][name] / scale,
+                grad / scale,
+                rtol=0,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{kind} of {name} in {layout}: {text}",  # noqa: B023
+            )
+
+
+def together(layouts: Iterable[str], most: int = 6) -> list[Any]:
+    """Return parameters of at most so many layouts of as many ranks: one world is enough."""
+    by_ranks: dict[int, list[str]] = {}
+    for layout in layouts:
+        by_ranks.setdefault(parse(layout)[0], []).append(layout)
+    return [
+        pytest.param(group[start : start + most], id=f"{ranks} ranks, {start} on")
+        for ranks, group in sorted(by_ranks.items())
+        for start in range(0, len(group), most)
+    ]
+
+
+def size(layout: str) -> Overrides:
+    """Return as few sequences and blocks as show all of a layout: collectives are what costs.
+
+    Two microbatches show what adds up over them, four fill a pipeline; of three sequences each the
+    last microbatch has two.  A pipeline has two blocks a rank, another layout three.
+    """
     ranks, overrides = parse(layout)
-    overrides = [*model, *overrides, *more]
-    one = one_process(str(store), tuple(model))
-    for many in merged(run_ranks(gradients, ranks, overrides, str(store), timeout=300)):
-        assert many["loss"] == pytest.approx(one["loss"], rel=tolerance)
-        assert many["norm"] == pytest.approx(one["norm"], rel=tolerance)
-        for kind in ("grads", "clipped"):
-            assert many[kind].keys() == one[kind].keys()
-            for name, grad in one[kind].items():
-                scale = grad.abs().max()
-                assert scale > 0, name
-                torch.testing.assert_close(
-                    many[kind][name] / scale, grad / scale, rtol=0, atol=tolerance, msg=name
-                )
+    chosen = dict(overrides)
+    rows, pipeline = ranks, "parallel.pp" in chosen
+    for axis in ("pp", "tp", "cp"):
+        rows //= int(chosen.get(f"parallel.{axis}", 1))
+    each = {"3": 8 if pipeline else 5, "auto": 8, "2": 8}
+    sequences = each.get(chosen.get("train.microbatch", "1"), 4 if pipeline else 2)
+    blocks = 8 if "stages_per_rank=4" in layout else 4 if pipeline else 3
+    return [
+        ("model.num_layers", str(blocks)),
+        ("train.global_batch", str(rows * sequences)),
+    ]
 
 
 def combinations(count: int) -> list[str]:
@@ -106,7 +192,8 @@ def cover(schedules: Iterable[str]) -> list[str]:
 
 
 # Of the schedules those of one stage a rank, of several, and of stages in the shape of a V.
-COVERED = cover(["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+COVERED_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+COVERED = cover(COVERED_SCHEDULES)
 COVERED_BY_ALL_SCHEDULES = cover(SCHEDULES)
 PIPELINES = [
     "pp4 schedule=GPipe",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections import Counter
@@ -22,12 +23,19 @@ NOTHING = {
 }
 
 
-def lines_of_code(path: Path, docstrings: bool = False) -> int:
+@functools.cache
+def _read(path: Path) -> tuple[str, frozenset[int]]:
+    """A file's text, and the numbers of its lines with something on them."""
     source = path.read_text("utf-8")
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NOTHING:
-            lines |= set(range(token.start[0], token.end[0] + 1))
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return source, frozenset(lines)
+
+
+def lines_of_code(path: Path, docstrings: bool = False) -> int:
+    source, lines = _read(path)
     if docstrings:
         written = source.splitlines()
         return sum(1 for number in lines if written[number - 1].strip())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -25,6 +27,16 @@ from weft.train.loop import train
 from weft.train.setup import Rank, build
 
 Overrides = list[tuple[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A second thread would wait for the first one, at full load, while tensors are so small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 SMALL: Overrides = [
     ("model.num_layers", "2"),
@@ -88,11 +100,34 @@ def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]
     loss = built.engine.forward_backward(loader.batch(step * job.train.global_batch))
     dist.all_reduce(loss)
     params = dict(named_parameters(built.parts))
-    grads = {name: whole(param.grad).clone() for name, param in params.items()}
+    before = {name: local(param.grad).clone() for name, param in params.items()}
     stages = built.mesh.group("pp") if plan.pp > 1 else None
     norm = clip_grad_norm(params.values(), 1e-3, stages)
-    clipped = {name: whole(param.grad) for name, param in params.items()}
+    both = {name: whole_pair(before[name], param.grad) for name, param in params.items()}
+    grads, clipped = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
     return {"loss": loss.item(), "norm": norm.item(), "grads": grads, "clipped": clipped}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_pair(part: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A part that lies as a tensor's own does, and the tensor, whole: gathered at once."""
+    pair = torch.stack((part, local(tensor)), dim=-1)
+    if isinstance(tensor, DTensor):
+        shape = torch.Size((*tensor.shape, 2))
+        stride = torch.empty(shape, device="meta").stride()
+        pair = DTensor.from_local(
+            pair,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=shape,
+            stride=stride,
+        ).full_tensor()
+    first, second = pair.unbind(-1)
+    return first.contiguous(), second.contiguous()
 
 
 def merged(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:

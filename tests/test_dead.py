@@ -54,7 +54,7 @@ def named(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_everything_is_used() -> None:
+def test_every_definition_is_used() -> None:
     used = set().union(*map(named, SOURCES.values())) | CALLED_BY_OTHERS
     unused = {
         f"{path.relative_to(ROOT)}: {name}"

@@ -90,7 +90,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_file_of_ones_own(recipe: Path, store_path: Path, tmp_path: Path) -> None:
+def test_user_family_trains_the_same_on_two_ranks(
+    recipe: Path, store_path: Path, tmp_path: Path
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     run_ranks(train_mine, 1, str(recipe), str(one), str(store_path))
     run_ranks(train_mine, 2, str(recipe), str(two), str(store_path))
@@ -101,7 +103,7 @@ def test_a_file_of_ones_own(recipe: Path, store_path: Path, tmp_path: Path) -> N
     assert [float(line.split()[1]) for line in lines] == losses(two)
 
 
-def test_its_mistakes_are_told_like_weft_own(recipe: Path) -> None:
+def test_user_family_mistakes_are_reported_like_those_of_weft(recipe: Path) -> None:
     config, problems = resolve_model("mine:FAMILY", "small", {"widht": 3, "vocab_size": "x"})
     assert config is None
     assert [str(problem) for problem in problems] == [

@@ -32,7 +32,7 @@ while True:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_is_read_is_whole_always(write: Writer, tmp_path: Path) -> None:
+def test_write_killed_writer_leaves_whole_files(write: Writer, tmp_path: Path) -> None:
     """While it is written, and after its writer was killed; what is left is not under its name."""
     path = tmp_path / "file"
     writer = subprocess.Popen([sys.executable, "-c", KEEPS_WRITING, str(path), write.__name__])
@@ -55,7 +55,7 @@ def test_what_is_read_is_whole_always(write: Writer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_failed_write_leaves_the_old_one(write: Writer, tmp_path: Path) -> None:
+def test_write_that_fails_leaves_the_old_file(write: Writer, tmp_path: Path) -> None:
     path = tmp_path / "file"
     write(path, b"old")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -71,12 +71,12 @@ def test_a_failed_write_leaves_the_old_one(write: Writer, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_folder_without_fsync() -> None:
+def test_sync_folder_without_fsync_is_no_error() -> None:
     """There it is no error."""
     sync_folder(Path("/proc"))
 
 
-def test_what_is_no_json_is_told(tmp_path: Path) -> None:
+def test_read_json_invalid_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     assert read_json(path) == {}
     path.write_text("{")
@@ -95,7 +95,7 @@ def test_what_is_no_json_is_told(tmp_path: Path) -> None:
         ("/home/me@here", False),
     ],
 )
-def test_credentials_in_a_url(url: str, secret: bool) -> None:
+def test_check_url_with_credentials_is_refused(url: str, secret: bool) -> None:
     found = check_url("data.path", url)
     assert bool(found) == secret
     assert "abc" not in str(found)

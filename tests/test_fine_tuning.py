@@ -80,7 +80,7 @@ def weft(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_a_model_of_transformers_learns_answers(folder: Path) -> None:
+def test_fine_tuning_imported_model_learns_answers(folder: Path) -> None:
     """Imported, tuned by LoRA over 2 x 2 ranks, exported, and asked by transformers and peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

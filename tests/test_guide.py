@@ -30,7 +30,7 @@ def said_by(command: str, out: Path) -> str:
     return "".join(line for line in said if not re.match(r"plan \d+ of |everything is in ", line))
 
 
-def test_commands_are_quoted() -> None:
+def test_guide_quotes_commands() -> None:
     assert len(QUOTED) > 8
     assert all(command.startswith("compare ") for command, _ in QUOTED)
 
@@ -38,7 +38,9 @@ def test_commands_are_quoted() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("command", "answer"), QUOTED, ids=[command for command, _ in QUOTED])
-def test_a_command_says_what_is_quoted(command: str, answer: str, tmp_path: Path) -> None:
+def test_command_of_the_guide_prints_what_is_quoted(
+    command: str, answer: str, tmp_path: Path
+) -> None:
     assert said_by(command, tmp_path / "out").splitlines() == answer.splitlines()
 
 

@@ -103,7 +103,7 @@ def leave_with_sys_exit() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_reduce(world_size: int) -> None:
+def test_run_ranks_all_reduce_adds_over_all_ranks(world_size: int) -> None:
     results = run_ranks(total, world_size, 10, factor=2)
     expected = 2 * sum(10 + rank for rank in range(world_size))
     assert [(rank, size, x.item()) for rank, size, x in results] == [
@@ -125,16 +125,16 @@ def test_ranks_see_the_callers_folder_and_environment(
     assert run_ranks(surroundings, 1) == [(str(tmp_path), "here")]
 
 
-def test_large_result() -> None:
+def test_run_ranks_large_result_comes_back() -> None:
     assert [len(result) for result in run_ranks(return_large, 2)] == [5_000_000] * 2
 
 
 def test_worlds_start_quickly() -> None:
     run_ranks(total, 2, 0)  # the server may have to start
     start = time.monotonic()
-    for _ in range(20):
+    for _ in range(10):
         run_ranks(total, 2, 0)
-    assert (time.monotonic() - start) / 20 < 0.3 * 3  # three times, for a busy machine
+    assert (time.monotonic() - start) / 10 < 0.3 * 3  # three times, for a busy machine
 
 
 # --------------------------------------------------------------------------- failures
@@ -198,7 +198,7 @@ def test_no_rank_leaves_before_all_have_finished() -> None:
     ("function", "shown"),
     [(return_unpicklable, "pickle"), (leave_with_sys_exit, "SystemExit: enough")],
 )
-def test_other_ways_to_fail(function: object, shown: str) -> None:
+def test_run_ranks_unpicklable_result_or_exit_is_an_error(function: object, shown: str) -> None:
     with pytest.raises(RankError, match=shown):
         run_ranks(function, 2)  # type: ignore[arg-type]
 

@@ -125,7 +125,7 @@ def test_every_key_is_read_somewhere() -> None:
         assert any(text in code for text in read_as), name
 
 
-def test_steps() -> None:
+def test_step_ranges_are_parsed() -> None:
     assert steps_of("") == []
     assert steps_of("7, 20-30") == [range(7, 8), range(20, 31)]
     for text in ("x", "5-", "-5", "1,,2", "9-3", "0", "1.5", "0-3"):
@@ -136,7 +136,7 @@ def test_steps() -> None:
     assert (problem.key, problem.rule) == ("debug.statistics", "must be steps such as 7 or 7,20-30")
 
 
-def test_odd_values_are_told_and_no_crash() -> None:
+def test_read_job_odd_values_are_refused_without_a_crash() -> None:
     nested = "[" * 250 + "]" * 250
     for name, text in (("lora.targets", "[2024-01-01]"), ("data.mixture", nested)):
         _, _, problems = read_job("demo", [(name, text)])

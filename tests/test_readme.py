@@ -40,7 +40,9 @@ def commands(page: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_are_such(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_pages_parse(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their options are known, and their keys, but for those of an example of mistakes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text('extends = "demo"\n')
@@ -61,19 +63,19 @@ def test_commands_are_such(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert wrong == [], words
 
 
-def test_its_loop_is_the_loop() -> None:
+def test_readme_loop_is_the_code() -> None:
     (quoted,) = (text for kind, text in BLOCKS if kind == "python" and "while at.step" in text)
     source = (ROOT / "weft" / "train" / "loop.py").read_text("utf-8")
     assert textwrap.indent(quoted.strip(), " " * 8) in source
 
 
-def test_all_recipes_are_named() -> None:
+def test_readme_names_all_recipes() -> None:
     section = README[README.index("## Recipes") : README.index("## Read the code")]
     assert set(re.findall(r"`([\w-]+)`", section.split("A recipe is")[0])) == set(recipe_names())
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_of_pages_have_targets(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", text):
         path = (ROOT / page).parent / target if target else ROOT / page
@@ -103,7 +105,7 @@ def core() -> set[Path]:
     return {known[name] for name in found} - {ROOT / "weft" / "__init__.py"}
 
 
-def test_its_size_is_what_it_says() -> None:
+def test_readme_line_counts_are_true() -> None:
     told = re.search(
         r"weft is ([\d,]+) lines of Python, ([\d,]+) without docstrings\. "
         r"([\d,]+) and ([\d,]+) of them",
@@ -129,7 +131,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_is_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     (quoted,) = (text for _, text in BLOCKS if text.startswith("$ weft plan llama3-405b"))
     assert main(["plan", "llama3-405b"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -138,7 +140,7 @@ def test_the_plan_is_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_readme_user_family_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
     (mine,) = (text for kind, text in BLOCKS if kind == "python" and "# mine.py" in text)
     (tmp_path / "mine.py").write_text(mine)
     (words,) = (words for words in commands("README.md") if "mine:FAMILY" in words)

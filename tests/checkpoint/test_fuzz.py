@@ -226,7 +226,7 @@ def run_fuzz(folder: Path, seed: int, count: int, local: bool) -> dict[str, int]
     return came
 
 
-@pytest.mark.parametrize(("local", "count"), [(False, 120), (True, 80)])
+@pytest.mark.parametrize(("local", "count"), [(False, 50), (True, 40)])
 def test_resume_fuzzed_checkpoint_is_exact_or_falls_back(
     local: bool, count: int, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from weft.train.setup import build
 
 # At home after steps 4 and 8, on the nodes after every step; killed before step 7.
 STEPS: Overrides = [
+    ("model.num_layers", "1"),
     ("train.steps", "9"),
     ("checkpoint.interval", "4"),
     ("checkpoint.local_interval", "1"),
@@ -41,6 +43,8 @@ def train_on_node(overrides: Overrides, store: str, nodes: str, ranks_per_node: 
 class Cluster:
     """A run on nodes of some ranks each."""
 
+    crashed: ClassVar[dict[str, Path]] = {}  # copies of what crashes have left
+
     def __init__(self, folder: Path, store: Path, ranks_per_node: int = 1) -> None:
         self.run, self.nodes = folder / "run", folder / "nodes"
         self._store, self._ranks_per_node = store, ranks_per_node
@@ -51,8 +55,18 @@ class Cluster:
         run_ranks(train_on_node, ranks, job, *shared, timeout=120)
 
     def crash(self, ranks: int, *overrides: tuple[str, str]) -> None:
+        """Train until rank 1 dies; of equal crashes all but the first are copies of it."""
+        key = repr((self._store, self._ranks_per_node, ranks, overrides))
+        if key in self.crashed:
+            for name in ("run", "nodes"):
+                shutil.copytree(self.crashed[key] / name, self.run.with_name(name))
+            return
         with pytest.raises(RankError, match="SIGKILL"):
             self.train(ranks, *KILLED, *overrides)
+        copy = self.run.with_name("copy")
+        for name in ("run", "nodes"):
+            shutil.copytree(self.run.with_name(name), copy / name)
+        self.crashed[key] = copy
 
     def went_on_from(self) -> int:
         """The step of the last start."""
@@ -119,7 +133,16 @@ def test_in_another_layout(tmp_path: Path, store_path: Path) -> None:
     [
         ([*TWO, ("parallel.dp_shard", "2")], (0, 1), 6),
         ([*TWO, ("parallel.tp", "2")], (2, 3), 6),
-        ([*TWO, ("parallel.pp", "2"), ("model.tied_embeddings", "false")], (1, 3), 6),
+        (
+            [
+                *TWO,
+                ("parallel.pp", "2"),
+                ("model.tied_embeddings", "false"),
+                ("model.num_layers", "2"),
+            ],
+            (1, 3),
+            6,
+        ),
         ([*TWO, ("parallel.tp", "2")], (0, 2), 4),  # one part of all replicas
         ([("parallel.dp_shard", "2"), ("parallel.tp", "2")], (3,), 4),
     ],

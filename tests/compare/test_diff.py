@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.conftest import arguments, nothing_is_left  # noqa: F401 - fixtures
+from tests.harness import run_ranks
+from tests.launch.conftest import nothing_is_left, small_command  # noqa: F401 - a fixture
 from tests.launch.test_local import run
+from tests.small import Overrides, small_job, train_rank
 from weft.cli import main
 from weft.compare.diff import compare_runs
-from weft.job import InvalidJob
+from weft.job import InvalidJob, to_toml
+from weft.train.setup import be_deterministic
 
 # A model whose second block gives 1 % more in one step.
 MINE = """
@@ -36,21 +39,52 @@ def family(step):
 
 PLAIN, PERTURBED = family(0), family(7)
 """
-CHANGED = ["--train.steps", "9", "--debug.statistics", "6-8", "--debug.deterministic", "true"]
+CHANGED: Overrides = [
+    ("train.steps", "9"),
+    ("debug.statistics", "6-8"),
+    ("debug.deterministic", "true"),
+]
+
+
+def train_deterministic(overrides: Overrides, store: str) -> None:
+    be_deterministic()
+    train_rank(overrides, store)
+
+
+def train_in_ranks(overrides: Overrides, store: Path, folder: Path) -> None:
+    run_ranks(train_deterministic, 2, overrides, str(store))
+    job = small_job(*overrides)
+    (folder / dict(overrides)["run.dir"] / "job.toml").write_text(to_toml(job, "demo", job))
+
+
+def train_by_command(overrides: Overrides, store: Path, folder: Path) -> None:
+    words = [word for key, value in overrides for word in (f"--{key}", value)]
+    done = run([*small_command(store), *words], folder)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.timeout(300, method="signal")
-def test_a_perturbed_layer_is_named(
-    arguments: list[str],  # noqa: F811
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_in_ranks, marks=pytest.mark.ranks),
+        pytest.param(train_by_command, marks=[pytest.mark.system, pytest.mark.slow]),
+    ],
+)
+def test_diff_perturbed_layer_is_named(
+    train: Callable[[Overrides, Path, Path], None],
+    store_path: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two real runs of two ranks; of the same bits until then, for they are deterministic."""
+    """Two runs of two ranks; of the same bits until then, for they are deterministic."""
     (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     for kind in ("PLAIN", "PERTURBED"):
-        options = [*CHANGED, "--model.kind", f"mine:{kind}", "--run.dir", kind]
-        done = run([*arguments, *options], tmp_path)
-        assert done.returncode == 0, done.stderr
+        job = [*CHANGED, ("model.kind", f"mine:{kind}"), ("run.dir", kind)]
+        train(job, store_path, tmp_path)
     a, b = tmp_path / "PLAIN", tmp_path / "PERTURBED"
     assert main(["debug", "diff", str(a), str(b)]) == 1
     said = capsys.readouterr().out

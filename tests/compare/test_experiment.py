@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +217,20 @@ def no_ranks_in(folder: Path) -> bool:
     return True
 
 
+def leave_records(finished: Path, killed: Path, seed: int) -> None:
+    """Make a run's folder what it is after three steps, which would take seconds, with a seed."""
+    killed.mkdir(exist_ok=True)
+    job = (finished / "job.toml").read_text()
+    assert job.count("seed = 0\n") == 1
+    (killed / "job.toml").write_text(job.replace("seed = 0\n", f"seed = {seed}\n"))
+    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(lines[:3]))
+
+
 @pytest.fixture(scope="module")
 def once(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Four variants, of which one crashes and one cannot be: killed in the second run, and gone
-    on with."""
+    """Four variants, of which one crashes and one cannot be: killed in the second run, which has
+    left some records, and run again."""
     folder = tmp_path_factory.mktemp("once")
     same = [("train.steps", "12"), ("resilience.restarts", "0")]
     crash = '[{site="gradients", kind="raise", passing=3}]'
@@ -232,11 +243,14 @@ def once(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     command = [*recipes, "--out", "out", "--price", "2"]
     seen: dict[str, Any] = {"folder": folder, "recipes": recipes, "command": command}
     process = start([*command, "--repeat", "1"], folder)
-    until(folder / "out/2-seed-repeat-1/metrics.jsonl", '"step": 3', process)
+    until(folder / "said", "trial 2 of 3", process)
     process.kill()
     process.wait()
+    leave_records(folder / "out/1-plain-repeat-1", folder / "out/2-seed-repeat-1", seed=5)
     seen["first"] = stamps(folder, "out/1-plain-repeat-1/**/*")
-    seen["status"], seen["found"] = finish([*command, "--repeat", "1"], folder)
+    with (folder / "said").open("a") as said, chdir(folder), redirect_stdout(said):
+        seen["status"] = main(["compare", *command, "--repeat", "1"])
+    seen["found"] = json.loads((folder / "out/comparison.json").read_text())
     seen["first again"] = stamps(folder, "out/1-plain-repeat-1/**/*")
     yield seen
     assert no_ranks_in(folder)

@@ -126,17 +126,18 @@ def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--run.device cpu --parallel.tp 2 --parallel.dp_shard 1 --optim.beta1 0.45"
-    words += " --model.rope_theta 5000 --parallel.gradient_sync step --remat.kind full"
     settings = Settings(ranks=2, steps=2, tamper=break_tensor_parallel)
     changes = dict(overrides(words.split()))
-    found = shrink_failure(Tried(0, 0, changes, {}, 2, Outcome("failed")), settings)
+    found = shrink_failure(
+        Tried(0, 0, changes, {}, 2, Outcome("failed", "gradients depart")), settings
+    )
     assert found.outcome.status == "failed"
     assert found.outcome.reason.startswith(f"{AGREES}gradients depart first in layers.1.mlp.up")
     command = shlex.split(found.command)
     assert command[:3] == ["weft", "verify", "demo"]
     assert command[command.index("--parallel.tp") + 1] == "2"
     assert command[command.index("--steps") + 1] == "1"
-    assert not {"--optim.beta1", "--model.rope_theta", "--remat.kind"}.intersection(command)
+    assert "--optim.beta1" not in command
 
     def break_it(*args: Any, **kwargs: Any) -> Report:
         return verify(*args, **kwargs, tamper=break_tensor_parallel)

@@ -36,7 +36,9 @@ def test_saved_to_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_streamed(cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.data.workers.num_cores", lambda: cores)
     given = texts(400)
     folder = tmp_path / "set"
     folder.mkdir()

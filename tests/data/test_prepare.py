@@ -156,9 +156,9 @@ def test_killed_preparation_goes_on(text: Path, tmp_path: Path, shards_before_de
 
 def test_processes_that_prepare_at_once_agree(text: Path, tmp_path: Path) -> None:
     code = f"print(prepare(section, cache, shard_bytes={SHARD}).fingerprint)\n"
-    processes = [in_subprocess(code, text, tmp_path / "cache") for _ in range(3)]
+    processes = [in_subprocess(code, text, tmp_path / "cache") for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert len(set(outputs)) == 1
     alone = prepare(section(text), tmp_path / "alone", shard_bytes=SHARD)
     assert outputs[0].strip() == alone.fingerprint

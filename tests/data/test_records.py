@@ -182,11 +182,11 @@ def test_a_line_too_long_is_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "is each document a line?" in fault.what
 
 
-def test_a_million_short_lines_are_read_quickly(tmp_path: Path) -> None:
+def test_documents_many_short_lines_are_read_quickly(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": "some words"}\n' * 999_999 + b'{"text": "some words"\n')
+    path.write_bytes(b'{"text": "some words"}\n' * 199_999 + b'{"text": "some words"\n')
     begun = time.process_time()
     *_, last = read(path, 4 << 20)
     assert isinstance(last, Fault)
-    assert last.number == 1_000_000
-    assert time.process_time() - begun < 20  # about 2.5 on a quiet machine
+    assert last.number == 200_000
+    assert time.process_time() - begun < 4  # about 0.5 on a quiet machine

@@ -43,7 +43,7 @@ def heads(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_attention_and_its_gradients(documents: bool) -> None:
+def test_attention_on_cuda_equals_float64_on_the_cpu(documents: bool) -> None:
     """In bfloat16 by the kernels that runs take, against float64 on the CPU."""
     numbers = torch.tensor([[0] * 300 + [1] * 724, [0] * 3 + [1] * 1000 + [2] * 21])
     q, k, v = heads(1024, torch.bfloat16)
@@ -70,7 +70,7 @@ def test_attention_takes_a_flash_kernel() -> None:
 
 
 @pytest.mark.parametrize("states", ["bfloat16", "8bit"])
-def test_small_moments_compiled(states: Any) -> None:
+def test_small_moments_compiled_equal_the_cpu(states: Any) -> None:
     """The one kernel of an update does what the CPU does operator by operator."""
     start = torch.randn(64, 128)
     params = [nn.Parameter(start.clone()), nn.Parameter(start.to(CUDA))]
@@ -93,7 +93,7 @@ def test_small_moments_compiled(states: Any) -> None:
 )
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_float8_is_what_is_emulated(recipe: str, compiled: bool) -> None:
+def test_float8_on_cuda_equals_its_emulation(recipe: str, compiled: bool) -> None:
     """The tensor cores' products, and the same rounding with products in high precision."""
     linear = nn.Linear(512, 256, bias=False, device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(2, 64, 512, device=CUDA, dtype=torch.bfloat16)

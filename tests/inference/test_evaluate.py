@@ -47,7 +47,7 @@ def told(
     return loss.to_dict()
 
 
-def test_it_is_the_mean_of_all_held_out_tokens(run: Path, store_path: Path) -> None:
+def test_evaluate_is_the_mean_over_all_validation_tokens(run: Path, store_path: Path) -> None:
     (ours,) = run_ranks(told, 1, str(run), str(store_path), [])
     model = restore_alone(find_checkpoint(run), torch.device("cpu"))
     store = open_store(store_path)
@@ -70,7 +70,7 @@ def test_it_is_the_mean_of_all_held_out_tokens(run: Path, store_path: Path) -> N
 @pytest.mark.parametrize(
     "layout", ["dp_shard2 tp2", "pp2", pytest.param("cp2 tp2", marks=pytest.mark.slow)]
 )
-def test_every_layout_tells_the_same(layout: str, run: Path, store_path: Path) -> None:
+def test_evaluate_in_every_layout_is_the_same(layout: str, run: Path, store_path: Path) -> None:
     few = ("train.eval_sequences", "9")
     (expected,) = run_ranks(told, 1, str(run), str(store_path), [few])
     ranks, overrides = parse(layout)
@@ -78,7 +78,7 @@ def test_every_layout_tells_the_same(layout: str, run: Path, store_path: Path) -
         assert ours == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_command(
+def test_evaluate_command_prints_loss_and_refuses_mistakes(
     run: Path, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", str(run), "--json", "--data.cache", str(tmp_path)]

@@ -147,7 +147,7 @@ def row_of(ids: list[int], seed: int = 0) -> Row:
         ({"repetition_penalty": 100.0, "temperature": 0}, {1}),
     ],
 )
-def test_what_may_be_chosen(options: dict[str, Any], possible: set[int]) -> None:
+def test_choose_options_limit_the_tokens(options: dict[str, Any], possible: set[int]) -> None:
     logits = torch.tensor([0.4, 0.3, 0.19, 0.11]).log() + 5
     sampling = Sampling(**{"temperature": 1.0, "top_k": 0, **options})
     ids = [0] if "repetition_penalty" in options else []
@@ -155,7 +155,7 @@ def test_what_may_be_chosen(options: dict[str, Any], possible: set[int]) -> None
     assert seen == possible
 
 
-def test_frequencies_follow_the_temperature() -> None:
+def test_choose_frequencies_follow_the_temperature() -> None:
     logits, row = torch.tensor([0.8, 0.2]).log(), row_of([])
     sampling = Sampling(temperature=2.0, top_k=0)
     share = sum(choose(logits, row, sampling) for _ in range(3000)) / 3000
@@ -165,7 +165,7 @@ def test_frequencies_follow_the_temperature() -> None:
 # --------------------------------------------------------------------------- ends
 
 
-def test_stop_and_end(runs: dict[str, Path]) -> None:
+def test_generate_stops_at_stop_texts_and_end_tokens(runs: dict[str, Path]) -> None:
     model, speech = opened(runs["llama"])
     speech = replace(speech, ends=frozenset())
     (whole,) = written(model, speech, ["x"], GREEDY)
@@ -179,7 +179,9 @@ def test_stop_and_end(runs: dict[str, Path]) -> None:
     assert row.finish == "end"
 
 
-def test_what_an_imported_model_begins_and_ends_with(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
     found = find_checkpoint(runs["llama"])
     assert speech_of(found).context == 32  # what it was trained on
     (tmp_path / "huggingface").mkdir()
@@ -210,7 +212,7 @@ def over_ranks(run: str, overrides: list[tuple[str, str]]) -> list[list[int]]:
     ("kind", "degrees"),
     [("qwen3", {"tp": "2"}), ("llama", {"dp_shard": "2"}), ("llama", {"tp": "4"})],
 )
-def test_over_ranks_it_writes_the_same(
+def test_generate_over_ranks_writes_the_same(
     kind: str, degrees: dict[str, str], runs: dict[str, Path]
 ) -> None:
     model, speech = opened(runs[kind])
@@ -221,7 +223,7 @@ def test_over_ranks_it_writes_the_same(
         assert ids == [row.ids for row in expected]
 
 
-def test_where_a_run_was_trained_does_not_matter(runs: dict[str, Path]) -> None:
+def test_lay_out_ignores_the_device_of_training(runs: dict[str, Path]) -> None:
     found = find_checkpoint(runs["llama"])
     file = found.run / "job.toml"
     before = file.read_text()
@@ -233,7 +235,7 @@ def test_where_a_run_was_trained_does_not_matter(runs: dict[str, Path]) -> None:
         file.write_text(before)
 
 
-def test_what_cannot_be_laid_out_is_told_at_once(runs: dict[str, Path]) -> None:
+def test_lay_out_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> None:
     found = find_checkpoint(runs["llama"])
     overrides = [
         ("parallel.pp", "2"),
@@ -251,7 +253,7 @@ def test_what_cannot_be_laid_out_is_told_at_once(runs: dict[str, Path]) -> None:
 # --------------------------------------------------------------------------- the command
 
 
-def test_the_command(
+def test_generate_command_completes_prompts_and_refuses_mistakes(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "prompts.jsonl"
@@ -273,7 +275,7 @@ def test_the_command(
         assert f"  {name} = " in said
 
 
-def test_a_file_of_prompts_that_is_none(tmp_path: Path) -> None:
+def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('"fine"\n{"question": 1}\n')
     problems: list[Problem] = []
@@ -291,7 +293,7 @@ def test_a_file_of_prompts_that_is_none(tmp_path: Path) -> None:
     assert "nor one with messages, each with role and content" in str(problems[0])
 
 
-def test_conversations(
+def test_generate_chat_uses_the_template(
     store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prompt is written by the template, with special tokens, and an answer ends as it says."""

@@ -89,7 +89,7 @@ def harness_scores(model: Any, task_file: Path) -> dict[str, float]:
     } | {"logs": [[r[0][0] for r in s["resps"]] for s in told["samples"]["continue_it"]]}
 
 
-def test_ours_the_harness_s_and_transformers_are_one(
+def test_score_equals_the_harness_and_transformers(
     run: Path, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
@@ -145,7 +145,7 @@ def over_ranks(run: str, task: str) -> dict[str, Any]:
     return asdict(score(read_task(Path(task)), model, speech_of(found), 16))
 
 
-def test_a_cut_vocabulary_scores_the_same(run: Path, task_file: Path) -> None:
+def test_score_with_a_sharded_vocabulary_is_the_same(run: Path, task_file: Path) -> None:
     for told in run_ranks(over_ranks, 2, str(run), str(task_file)):
         assert told == ours(run, task_file)
 
@@ -182,7 +182,7 @@ def test_log_probabilities_do_not_depend_on_the_batch(run: Path) -> None:
         (("test_split: test", "test_split: other"), "data_files"),
     ],
 )
-def test_what_is_not_understood_is_refused(
+def test_read_task_unknown_fields_are_refused(
     change: tuple[str, str], expected: str, task_file: Path, tmp_path: Path
 ) -> None:
     text = task_file.read_text()
@@ -202,7 +202,7 @@ def test_templates_cannot_reach_outside(task_file: Path, tmp_path: Path) -> None
         read_task(path)
 
 
-def test_the_command(
+def test_evaluate_task_command_prints_the_scores(
     run: Path, task_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["evaluate", str(run), "--task", str(task_file), "--json"]) == 0
@@ -214,7 +214,7 @@ def test_the_command(
     assert os.listdir(tmp_path) == []
 
 
-def test_digits_are_what_the_harness_takes_them_for(tmp_path: Path) -> None:
+def test_read_task_digits_are_read_as_the_harness_does(tmp_path: Path) -> None:
     """In a field a choice, in a template its number.  Ends of lines are JSON's, not Unicode's."""
     head = "task: t\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
     head += "dataset_kwargs: {data_files: {test: data.jsonl}}\n"

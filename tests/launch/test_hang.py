@@ -71,7 +71,21 @@ def kill(process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def test_a_skipped_collective_is_named(arguments: list[str], tmp_path: Path) -> None:
+def check_calls(told: dict[str, Any], number: int) -> None:
+    """Of two ranks the first waits in broadcast ``number``, and the second is past it."""
+    zero, one = told["ranks"]
+    group = "dp_shard (ranks 0, 1)"
+    assert zero["calls"] == [
+        {"group": group, "number": number, "name": "broadcast", "sizes": [[3]], "ranks": [0, 1]}
+    ]
+    assert zero["done"][group] == one["done"][group] == number - 1
+    assert zero["recent"][-1] == [group, number, "broadcast", [[3]], True]
+
+
+@pytest.mark.slow
+def test_debug_hang_after_the_watchdog_names_a_skipped_collective(
+    arguments: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(SKIP)
     done = run([*arguments, *OPTIONS, "--resilience.step_timeout", "3"], tmp_path)
     assert done.returncode == HUNG, done.stderr
@@ -88,19 +102,14 @@ def test_a_skipped_collective_is_named(arguments: list[str], tmp_path: Path) -> 
     (evidence,) = (tmp_path / "run/logs").glob("hang-*.json")
     told = json.loads(evidence.read_text())
     assert told["missing"] == [1]
-    zero, one = told["ranks"]
-    number = int(re.findall(r"broadcast no\. (\d+)", said)[0])
-    group = "dp_shard (ranks 0, 1)"
-    assert zero["calls"] == [
-        {"group": group, "number": number, "name": "broadcast", "sizes": [[3]], "ranks": [0, 1]}
-    ]
-    assert zero["done"][group] == one["done"][group] == number - 1
-    assert zero["recent"][-1] == [group, number, "broadcast", [[3]], True]
+    check_calls(told, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
     assert json.loads(ask(tmp_path, "--json"))["missing"] == [1]
 
 
-def test_a_run_that_stands_still_is_asked_and_lives(arguments: list[str], tmp_path: Path) -> None:
-    """Without a watchdog; again and again; and one that moves is told from it."""
+def test_debug_hang_live_run_names_a_skipped_collective(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """Without a watchdog; again and again; and the run lives."""
     (tmp_path / "mine.py").write_text(SKIP)
     process = start_and_wait([*arguments, *OPTIONS, "--resilience.step_timeout", "0"], tmp_path, 11)
     deadline = time.monotonic() + 120
@@ -108,6 +117,13 @@ def test_a_run_that_stands_still_is_asked_and_lives(arguments: list[str], tmp_pa
         assert time.monotonic() < deadline, said
     assert "seen now, in 2 of 2 ranks; none has moved for" in said
     assert re.match(SKIPPED, ask(tmp_path)), "the second time"
+    (mine,) = re.findall(
+        r"^    (.*mine\.py:\d+ in exchange)$", said, re.MULTILINE
+    )  # rank 0's alone
+    assert said.index("rank 0, step 12") < said.index(mine) < said.index("rank 1, step 12")
+    told = json.loads(ask(tmp_path, "--json"))
+    assert told["missing"] == [1]
+    check_calls(told, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
 
     # As if rank 1 were another host's, where the command has been called, too.
     logs = tmp_path / "run/logs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shlex
-import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,10 +17,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.harness import run_ranks
-from tests.launch.conftest import WEFT, processes_in
-from tests.small import SMALL, losses, newest_state, records, train_rank
+from tests.launch.conftest import ONE_RANK, WEFT, Finished, processes_in, run_joined, run_weft
+from tests.small import losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints
 from weft.cli import main
+from weft.launch import MISTAKE
 from weft.launch.local import Failure, first_cause
 from weft.launch.process import write_error
 
@@ -40,10 +41,10 @@ def run(command: list[str], folder: Path, timeout: float = 200, **environment: s
     )
 
 
-def test_a_whole_run(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_train_whole_run_shows_records_and_can_be_used(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run(arguments, tmp_path)
+    done = finished.done
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     out = done.stdout
@@ -52,6 +53,7 @@ def test_a_whole_run(
     assert "held out" in out
     assert "unigram" in out
     assert "next:  weft generate run\n       weft evaluate run\n" in out
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "run"
     curve = losses(folder)
     assert {path.name for path in folder.iterdir()} == {
@@ -73,40 +75,43 @@ def test_a_whole_run(
         "rank-1.log",
         f"ranks-{socket.gethostname()}.json",
     }
-    assert os.listdir(tmp_path) == ["run"]  # nothing beside it
+    assert sorted(os.listdir(tmp_path)) == ["cache", "run", "text.py"]  # nothing else beside it
 
-    # The complete job starts the same run again, elsewhere.
-    copy = run([*WEFT, "train", "run/job.toml", "--run.dir", "copy"], tmp_path)
-    assert copy.returncode == 0, copy.stderr
+    # The complete job starts the same run again, elsewhere, in the ranks of another launcher.
+    command = [*WEFT, "train", "run/job.toml", "--run.dir", "copy"]
+    statuses, out = run_joined(command, tmp_path, 2)
+    assert statuses == [0, 0], out
+    assert out.count("tokens/s") == 20
+    assert (tmp_path / "copy/job.toml").exists()
     assert losses(tmp_path / "copy") == curve
+    ours, theirs = newest_state(folder), newest_state(tmp_path / "copy")
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
 
     (folder / "metrics.jsonl").unlink()
-    again = run(arguments, tmp_path)
+    again = run_weft(finished.command, tmp_path)
     assert (again.returncode, again.stderr) == (0, "")
     assert "is complete at step 20" in again.stdout
 
-    text = run([*WEFT, "generate", "run", "--prompt", "import ", "--max-tokens", "20"], tmp_path)
+    prompt = ["--prompt", "import ", "--max-tokens", "20"]
+    text = run_weft([*WEFT, "generate", "run", *prompt], tmp_path)
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("import ")
     assert len(text.stdout) > len("import \n")
     newest = str(checkpoints(folder / "checkpoints")[-1])
     capsys.readouterr()
-    assert main(["generate", newest, "--prompt", "import ", "--max-tokens", "20"]) == 0
+    assert main(["generate", newest, *prompt]) == 0
     assert capsys.readouterr().out == text.stdout
 
 
-def test_other_text_is_refused(text_folder: Path, tmp_path: Path) -> None:
-    """A run goes on only with the text that it began with, and a refusal changes nothing."""
-    text = tmp_path / "text.py"
-    text.write_text((text_folder / "ast.py").read_text())
-    pairs = [*SMALL, ("data.path", "text.py"), ("data.cache", "cache"), ("run.dir", "run")]
-    pairs += [("run.workers", "1"), ("train.steps", "3")]
-    words = [word for key, value in pairs for word in (f"--{key}", value)]
-    command = [*WEFT, "train", "demo", *words]
-    assert run(command, tmp_path).returncode == 0
+@pytest.mark.system
+def test_train_another_text_in_the_same_folder_is_refused(
+    finished: Finished, text_folder: Path, tmp_path: Path
+) -> None:
+    """A run resumes only on the text that it began with, and a refusal changes nothing."""
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    text.write_text((text_folder / "bdb.py").read_text())
-    done = run([*command, "--train.steps", "6"], tmp_path)
+    shutil.copy(text_folder / "bdb.py", tmp_path / "text.py")
+    done = run_weft([*finished.command, "--train.steps", "25"], tmp_path)
     assert done.returncode == 2
     assert "is not, or no longer, the text that" in done.stderr
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
@@ -120,8 +125,6 @@ def wait_for(folder: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-LONG = ["--train.steps", "150", "--checkpoint.interval", "15", "--optim.warmup_steps", "20"]
-ONE_RANK = ["--run.workers", "1"]  # where it matters what the launcher does, not its ranks
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -154,60 +157,70 @@ def start_and_wait(
     return process
 
 
-def test_killed_launcher_and_same_command_again_end_as_undisturbed(
+LONG = ["--train.steps", "60", "--checkpoint.interval", "15", "--optim.warmup_steps", "20"]
+WAITS = '[{site = "step", passing = 32, kind = "slow", seconds = 1000}]'
+
+
+def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    """The ranks of a launcher that is killed go with it; losses and weights are bit for bit."""
-    once = ["--resilience.restarts", "0"]
-    process = start_and_wait([*arguments, *LONG, *once], tmp_path, 50)
+    """The rank of a launcher that is killed ends with it; until then nobody else may train."""
+    usual = [*arguments, *ONE_RANK, *LONG]
+    command = [*usual, "--resilience.restarts", "0", "--resilience.faults", WAITS]
+    process = start_and_wait(command, tmp_path, 31)
+    second = run_weft(command, tmp_path)
+    assert second.returncode == 2
+    assert "another process is training in this folder" in second.stderr
+    assert process.poll() is None
     process.kill()
     process.wait(timeout=60)
     deadline = time.monotonic() + 10
     while processes_in(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert len(losses(tmp_path / "run")) < 150
+    assert len(losses(tmp_path / "run")) == 31
 
-    again = run([*arguments, *LONG, *once, "--checkpoint.keep", "5"], tmp_path)
+    again = run_weft([*command, "--checkpoint.keep", "5"], tmp_path)
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout
     assert "; checkpoint.keep 2 -> 5\n" in again.stdout
-    straight = undisturbed([*arguments, *LONG], tmp_path, store_path)
+    straight = undisturbed(usual, tmp_path, store_path)
     assert losses(tmp_path / "run") == losses(straight)
     ours, theirs = newest_state(tmp_path / "run"), newest_state(straight)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 BROKEN = """
-import os, torch
 from weft.optim.optimizer import adamw
 
 def build(groups, optim):
     optimizer = adamw(groups, optim)
-    if os.environ["RANK"] == "1":
-        steps = []
-        def step(*args, **kwargs):
-            steps.append(1)
-            if len(steps) == 7:
-                raise ZeroDivisionError("a planted fault")
-        optimizer.register_step_pre_hook(step)
+    steps = []
+    def step(*args, **kwargs):
+        steps.append(1)
+        if len(steps) == 7:
+            raise ZeroDivisionError("a planted fault")
+    optimizer.register_step_pre_hook(step)
     return optimizer
 """
 
 
-def test_a_crash_shows_its_own_error(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.system
+def test_train_exception_in_a_rank_is_shown_and_not_tried_again(
+    arguments: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    command = [*arguments, "--optim.kind", "broken:build", "--checkpoint.interval", "5"]
+    command = [*arguments, *ONE_RANK, "--optim.kind", "broken:build", "--checkpoint.interval", "5"]
     beside = os.environ.get("PYTHONPATH", "")
-    done = run(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
+    done = run_weft(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[0] == "weft: rank 1 failed: ZeroDivisionError: a planted fault (in step 7)"
+    assert lines[0] == "weft: rank 0 failed: ZeroDivisionError: a planted fault (in step 7)"
     assert sum("Traceback" in line for line in lines) <= 1
     assert len(lines) < 20
-    assert f"log: {tmp_path}/run/logs/rank-1.log" in done.stderr
+    assert f"log: {tmp_path}/run/logs/rank-0.log" in done.stderr
     assert f"goes on from {tmp_path}/run/checkpoints/step-00000005" in done.stderr
-    log = (tmp_path / "run/logs/rank-1.log").read_text()
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "ZeroDivisionError" in log
     assert log.count("--- ") == 1  # a bug is not tried again
 
@@ -226,8 +239,8 @@ def cause_of(folder: Path, *arguments: Any, **more: Any) -> Failure:
     return cause
 
 
-def test_the_first_cause_is_told(tmp_path: Path) -> None:
-    """Whatever order the ranks end in, and whichever of them the agent noticed."""
+def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None:
+    """In any order in which the ranks end, and for each of them that the agent noticed."""
     (tmp_path / "logs").mkdir()
     write_error(tmp_path, 1, ZeroDivisionError("planted"), io.StringIO())
     write_error(tmp_path, 0, RuntimeError("connection reset by peer"), io.StringIO())
@@ -248,42 +261,37 @@ def test_the_first_cause_is_told(tmp_path: Path) -> None:
     assert (cause.rank, cause.message) == (2, "the process ended with status 7")
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["| head -1", *(pytest.param(how, marks=pytest.mark.slow) for how in (">/dev/full", ">&-"))],
-)
-def test_a_reader_that_goes_away(how: str, arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.system
+def test_train_reader_of_the_output_leaves_and_the_run_completes(
+    arguments: list[str], tmp_path: Path
+) -> None:
     """What happens to the terminal is no reason to lose a run: the files have it all."""
+    command = [*arguments, *ONE_RANK, "--train.steps", "6"]
+    done = run_weft(command, tmp_path, reader=False)
+    assert "Traceback" not in done.stderr
+    assert len(losses(tmp_path / "run")) == 6
+    assert checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000006"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["| head -1", ">/dev/full", ">&-"])
+def test_train_output_cannot_be_written_and_the_run_completes(
+    how: str, arguments: list[str], tmp_path: Path
+) -> None:
     run(["bash", "-c", f"{shlex.join([*arguments, *ONE_RANK])} {how}"], tmp_path)
     assert len(losses(tmp_path / "run")) == 20
     assert checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000020"
 
 
-def test_a_second_training_is_refused_and_the_first_interrupted(
-    arguments: list[str], tmp_path: Path
+@pytest.mark.slow
+def test_train_inside_torchrun_equals_an_undisturbed_run(
+    arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
-    command = [*arguments, *ONE_RANK, "--train.steps", "100000"]
-    process = start_and_wait(command, tmp_path, 12)
-    second = run(command, tmp_path)
-    assert second.returncode == 2
-    assert "another process is training in this folder" in second.stderr
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=60)
-    errors = (tmp_path / "log").read_text()
-    assert process.returncode == 75, errors
-    assert f"{tmp_path}/run" in errors
-    assert "Traceback" not in errors
-    assert checkpoints(tmp_path / "run/checkpoints")
-
-
-def test_inside_torchrun(arguments: list[str], store_path: Path, tmp_path: Path) -> None:
     """The same command joins the ranks that a launcher has started."""
     command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :]]
     done = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tokens/s") == 20
-    assert (tmp_path / "run/job.toml").exists()
     ours = undisturbed(arguments, tmp_path, store_path)
     assert losses(tmp_path / "run") == losses(ours)
     a, b = newest_state(tmp_path / "run"), newest_state(ours)
@@ -291,12 +299,13 @@ def test_inside_torchrun(arguments: list[str], store_path: Path, tmp_path: Path)
     assert records(tmp_path / "run")[-1]["step"] == 20
 
 
-def test_a_mistake_inside_torchrun(arguments: list[str], tmp_path: Path) -> None:
-    """Text that turns out bad only when it is read: every rank ends, and the cause is shown."""
+def test_train_bad_text_in_joined_ranks_ends_each_with_the_cause(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """Text that turns out bad only when it is read."""
     (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff\n")
-    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], "--data.path", "bad.txt"]
-    command += ["--data.cache", "cache"]
-    done = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 1
-    assert "line 101: not UTF-8" in done.stdout
+    command = [*arguments, "--data.path", "bad.txt", "--data.cache", "cache"]
+    statuses, out = run_joined(command, tmp_path, 2)
+    assert statuses == [MISTAKE, MISTAKE]
+    assert "line 101: not UTF-8" in out
     assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -16,6 +16,7 @@ import pytest
 
 from tests.harness import ROOT
 from tests.launch.conftest import WEFT
+from weft.arguments import parse
 from weft.cli import main
 from weft.job import read_job
 
@@ -64,19 +65,32 @@ def test_a_cluster(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {path.name for path in tmp_path.iterdir()} <= {"bin", "mine.toml"}
 
 
-def test_a_machine_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_a_gpu_machine_names_recipes_and_keys_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     planned = 0
     for words, needs in commands_of("gpu-node", tmp_path):
         assert words[0] == "weft"
+        if not needs or words[1] == "train":
+            options = parse(words[1:])
+            assert options.problems == []
+            recipes = options.recipes if words[1] == "compare" else [options.recipe]
+            for recipe in recipes:
+                _, _, problems = read_job(recipe, options.overrides)
+                assert problems == []
+            planned += not needs
+    assert planned >= 3
+
+
+@pytest.mark.slow
+def test_page_of_a_gpu_machine_plans_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, needs in commands_of("gpu-node", tmp_path):
         if not needs:
             assert main(words[1:]) == 0
-            planned += 1
-        elif words[1] == "train":
-            keys = [word.removeprefix("--") for word in words[3::2]]
-            _, _, problems = read_job(words[2], list(zip(keys, words[4::2], strict=True)))
-            assert problems == []
-    assert planned >= 3
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_ranks
-from tests.launch.conftest import WEFT
+from tests.launch.conftest import WEFT, run_weft
 from tests.launch.test_local import TORCHRUN, run, start_and_wait, wait_for
 from tests.launch.test_signals import workers
 from tests.small import losses
+from weft.cli import main
 from weft.launch import FAILED, HUNG, REQUEUE
 from weft.launch.watchdog import Call, Seen, Watched, main_stack, verdict
 from weft.resilience.heartbeat import Contact, beat, measured, start, step_limit
@@ -24,7 +25,7 @@ from weft.resilience.heartbeat import Contact, beat, measured, start, step_limit
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
 LIMIT = 3.0
-LONG = ["--train.steps", "100000", "--checkpoint.interval", "20"]
+LONG = ["--train.steps", "100000", "--checkpoint.interval", "5"]
 WATCHED = [*LONG, "--resilience.restarts", "0", "--resilience.step_timeout", str(LIMIT)]
 WAITS = r"the other waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\)"
 IN_FAULT = r"at weft/resilience/faults\.py:\d+ in _happen"
@@ -52,28 +53,29 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
     }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
         (
             {"site": "step", "kind": "stop", "rank": 1},
-            rf"rank 1 is missing: it is stopped \(SIGSTOP\) in step 30, waiting for data; {WAITS}",
+            rf"rank 1 is missing: it is stopped \(SIGSTOP\) in step 8, waiting for data; {WAITS}",
         ),
         pytest.param(
             {"site": "step", "kind": "lock", "rank": 1, "seconds": 1000},
             "rank 1 is missing: it does not answer: something keeps the interpreter lock, "
-            f"{IN_FAULT}, in step 30, waiting for data; {WAITS}",
+            f"{IN_FAULT}, in step 8, waiting for data; {WAITS}",
             marks=pytest.mark.slow,
         ),
         pytest.param(  # as if its data never came
             {"site": "step", "kind": "slow", "rank": 1, "seconds": 1000},
-            f"rank 1 is missing: it is in no collective, {IN_FAULT}, in step 30, "
+            f"rank 1 is missing: it is in no collective, {IN_FAULT}, in step 8, "
             f"waiting for data; {WAITS}",
             marks=pytest.mark.slow,
         ),
         pytest.param(  # the watchdog's own parent
             {"site": "gradients", "kind": "stop", "rank": 0},
-            rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 30, updating the weights; "
+            rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 8, updating the weights; "
             f"{WAITS}",
             marks=pytest.mark.slow,
         ),
@@ -81,14 +83,26 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
     ids=["stopped", "interpreter lock", "loader", "first rank"],
 )
 def test_a_missing_rank_is_named(
-    fault: dict[str, object], sentence: str, arguments: list[str], tmp_path: Path
+    fault: dict[str, object],
+    sentence: str,
+    arguments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run([*arguments, *WATCHED, *faults(**fault, passing=30)], tmp_path)
+    done = run_weft([*arguments, *WATCHED, *faults(**fault, passing=8)], tmp_path)
     assert done.returncode == HUNG, done.stderr
     check_sentence(
         sentence, tmp_path, done.stderr, (tmp_path / "run/logs/fault-0.happened").stat().st_mtime
     )
     assert f"log: {tmp_path}/run/logs/rank-{fault['rank']}.log" in done.stderr
+    # Afterwards, from the evidence that the watchdog has left.
+    capsys.readouterr()
+    assert main(["debug", "hang", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out
+    assert re.match(sentence, told), told
+    assert f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the run was ended" in told
+    assert main(["debug", "hang", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == [fault["rank"]]
 
 
 MISMATCH = """

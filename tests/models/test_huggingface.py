@@ -19,12 +19,12 @@ EVERY = [SMALL, TIED, SCALED, *PRESETS.values()]
 
 
 @pytest.mark.parametrize("config", EVERY)
-def test_there_and_back(config: LlamaConfig) -> None:
+def test_to_config_and_from_config_are_inverse(config: LlamaConfig) -> None:
     assert from_config(LLAMA, to_config(LLAMA, config, "bfloat16")) == (config, [])
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED, SCALED])
-def test_what_transformers_writes_is_understood(config: LlamaConfig) -> None:
+def test_from_config_written_by_transformers_is_understood(config: LlamaConfig) -> None:
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
@@ -34,14 +34,14 @@ def test_what_transformers_writes_is_understood(config: LlamaConfig) -> None:
     assert names == {name: p.shape for name, p in twin.named_parameters()}
 
 
-def test_shapes_are_the_models() -> None:
+def test_shapes_are_those_of_the_model() -> None:
     for config in (SMALL, TIED, SMALL.model_copy(update={"num_layers": 12})):
         params = {name: p.shape for name, p in Llama(config).named_parameters()}
         assert list(shapes(LLAMA, config)) == list(params)
         assert shapes(LLAMA, config) == params
 
 
-def test_a_config_of_an_older_transformers() -> None:
+def test_from_config_of_an_older_transformers_is_understood() -> None:
     """Llama 2 7B's, as it is on the Hub; and fields left to their defaults."""
     tree = {
         "_name_or_path": "meta-llama/Llama-2-7b-hf",
@@ -139,7 +139,9 @@ NONE = object()  # the field is taken out
         ),
     ],
 )
-def test_what_is_not_this_model_is_refused(changes: dict[str, Any], expected: list[str]) -> None:
+def test_from_config_of_another_model_is_refused(
+    changes: dict[str, Any], expected: list[str]
+) -> None:
     tree = to_config(LLAMA, SMALL, "float32") | changes
     config, problems = from_config(LLAMA, {k: v for k, v in tree.items() if v is not NONE})
     assert config is None
@@ -173,7 +175,9 @@ def test_what_is_not_this_model_is_refused(changes: dict[str, Any], expected: li
         ("mistral", {"attention_bias": False}, ["attention_bias = false: is nothing"]),
     ],
 )
-def test_other_families(kind: str, changes: dict[str, Any], expected: list[str]) -> None:
+def test_from_config_of_other_families_is_read_or_refused(
+    kind: str, changes: dict[str, Any], expected: list[str]
+) -> None:
     family = FAMILIES[kind]
     config = family.presets["toy"].model_copy(update={"max_seq_len": 64})
     tree = to_config(family, config, "float32") | changes
@@ -189,7 +193,7 @@ def test_other_families(kind: str, changes: dict[str, Any], expected: list[str])
         assert read.head_dim == config.dim // config.num_heads
 
 
-def test_which_family_a_file_is_of() -> None:
+def test_kind_of_a_config_is_its_family() -> None:
     for kind, family in FAMILIES.items():
         for preset in family.presets.values() if family.huggingface else ():
             tree = to_config(family, preset, "float32")
@@ -238,7 +242,7 @@ def test_the_published_llama_is_the_preset() -> None:
 
 
 @pytest.mark.parametrize(("kind", "heads"), [("mistral", 8), ("qwen3", 32), ("llama", 6)])
-def test_key_heads_that_are_not_told_are_transformers_default(kind: str, heads: int) -> None:
+def test_from_config_without_key_heads_has_transformers_default(kind: str, heads: int) -> None:
     tree = to_config(FAMILIES[kind], FAMILIES[kind].presets["toy"], "float32")
     tree["num_attention_heads"] = 6
     del tree["num_key_value_heads"]

@@ -127,7 +127,7 @@ def spelled_out_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tens
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_forward_and_backward(num_kv_heads: int, masked: bool) -> None:
+def test_attention_forward_and_backward_equal_the_formula(num_kv_heads: int, masked: bool) -> None:
     q = torch.randn(2, 10, 4, 8, requires_grad=True)
     k = torch.randn(2, 10, num_kv_heads, 8, requires_grad=True)
     v = torch.randn(2, 10, num_kv_heads, 8, requires_grad=True)
@@ -178,7 +178,7 @@ def test_document_blocks_are_the_document_mask(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
 
 
-def test_swiglu() -> None:
+def test_swiglu_equals_the_formula() -> None:
     layer = SwiGLU(4, 6)
     x = torch.randn(2, 3, 4)
     gate, up, down = layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight

@@ -317,7 +317,7 @@ def test_init_covers_every_parameter_exactly_once(config: LlamaConfig) -> None:
         ("layers.1.mlp.up_proj.weight", "truncated_normal", 0.02),
     ],
 )
-def test_init_of(name: str, kind: str, std: float) -> None:
+def test_init_of_a_parameter_follows_its_name(name: str, kind: str, std: float) -> None:
     init = init_of(name, SMALL)  # two layers: residual outputs are divided by 2
     assert (init.kind, init.std) == (kind, std)
 
@@ -352,7 +352,7 @@ def shown(problems: list[Problem]) -> dict[str, str]:
     return {problem.key: str(problem) for problem in problems}
 
 
-def test_a_preset_with_overrides() -> None:
+def test_resolve_model_overrides_change_the_preset() -> None:
     config, problems = resolve_model("llama", "toy", {"num_layers": 6, "rope_theta": 500000})
     assert problems == []
     expected = PRESETS["toy"].model_copy(update={"num_layers": 6, "rope_theta": 500000.0})
@@ -439,7 +439,7 @@ def test_an_unknown_preset_does_not_hide_bad_fields() -> None:
         (":FAMILY", "not a module's name before the colon"),
     ],
 )
-def test_an_unknown_family(kind: str, rule: str) -> None:
+def test_load_family_unknown_name_is_refused(kind: str, rule: str) -> None:
     with pytest.raises(InvalidJob) as caught:
         load_family(kind)
     (problem,) = caught.value.problems
@@ -454,7 +454,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_users_own_family(own_folder: Path) -> None:
+def test_load_family_of_the_user_is_built(own_folder: Path) -> None:
     (own_folder / "my_llama.py").write_text(
         "from dataclasses import replace\n"
         "from weft.models import FAMILIES\n"
@@ -487,7 +487,7 @@ def test_a_field_without_default_is_not_missed_where_the_preset_is_wrong(own_fol
 
 
 @pytest.mark.parametrize("line", ["import surely_not_installed", "1 / 0", "def broken(:"])
-def test_a_users_own_error_is_told(own_folder: Path, line: str) -> None:
+def test_load_family_error_of_the_user_is_reported(own_folder: Path, line: str) -> None:
     (own_folder / "my_broken.py").write_text(line + "\n")
     with pytest.raises(InvalidJob, match=r"cannot be imported: (Module|ZeroDiv|Syntax)"):
         load_family("my_broken:FAMILY")

@@ -85,7 +85,7 @@ def one_by_one(layer: MoE, x_ND: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_a_layer_is_what_a_loop_computes(changes: dict[str, Any]) -> None:
+def test_moe_layer_equals_a_loop_over_tokens(changes: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer = MoE(config(**changes)).double()
     layer.router.expert_bias.copy_(torch.randn(layer.router.config.num_experts) * 0.1)
@@ -123,7 +123,9 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
 @pytest.mark.parametrize(
     ("dtype", "widths"), [("float32", (6, 10)), ("bfloat16", (16, 8)), ("bfloat16", (6, 10))]
 )
-def test_grouped_linear(counts: list[int], dtype: str, widths: tuple[int, int]) -> None:
+def test_grouped_linear_equals_a_loop_over_experts(
+    counts: list[int], dtype: str, widths: tuple[int, int]
+) -> None:
     """Fails where `torch.nn.functional.grouped_mm` changes."""
     torch.manual_seed(0)
     x_RD = torch.randn(sum(counts), widths[0], dtype=getattr(torch, dtype), requires_grad=True)
@@ -141,7 +143,7 @@ def test_grouped_linear(counts: list[int], dtype: str, widths: tuple[int, int]) 
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_traced_program_is_balanced() -> None:
+def test_sizes_of_fake_tensors_are_balanced() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     assert sizes_of(torch.tensor([7, 0, 1]), 8) == [7, 0, 1]
@@ -150,7 +152,7 @@ def test_a_traced_program_is_balanced() -> None:
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_transformers_agrees(renormalise: bool) -> None:
+def test_moe_logits_and_gradients_equal_transformers(renormalise: bool) -> None:
     """Qwen3's mixture of experts there, with the same weights: logits and every gradient."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -208,7 +210,7 @@ def test_transformers_agrees(renormalise: bool) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_tables_and_counts(preset: str) -> None:
+def test_moe_preset_tables_and_counts_cover_every_parameter(preset: str) -> None:
     shape = PRESETS[preset]
     with torch.device("meta"):
         model = Moe(shape)
@@ -228,7 +230,7 @@ def test_tables_and_counts(preset: str) -> None:
     assert len(routed(model)) == shape.num_layers - shape.dense_layers
 
 
-def test_published_sizes() -> None:
+def test_moe_preset_has_the_published_sizes() -> None:
     """30.5 B in total and 3.3 B activated: the model card of Qwen3-30B-A3B."""
     shape = PRESETS["qwen3-30b-a3b"]
     assert round(num_params(shape) / 1e9, 1) == 30.5
@@ -253,7 +255,7 @@ def test_the_bias_stays_float32_and_is_saved() -> None:
     assert all("expert_bias" not in name for name, _ in model.named_parameters())
 
 
-def test_every_impossible_shape_is_told_at_once() -> None:
+def test_resolve_model_impossible_shapes_are_reported_at_once() -> None:
     _, problems = resolve_model(
         "moe",
         "toy-moe",

@@ -42,7 +42,7 @@ FAMILY = replace(FAMILIES["llama"], build=build)
         pytest.param("pp2 schedule=1F1B", marks=pytest.mark.slow),
     ],
 )
-def test_operator_and_layer_are_named(
+def test_nan_in_backward_names_operator_and_layer(
     layout: str, store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_nan.py").write_text(MINE)
@@ -69,7 +69,7 @@ class Root(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Error detected")
-def test_what_was_not_finite_before() -> None:
+def test_nan_in_backward_names_what_was_not_finite_in_forward() -> None:
     layers = {"first": nn.Linear(2, 2), "second": Root(), "third": nn.Linear(2, 2)}
 
     def step() -> None:
@@ -87,7 +87,7 @@ def test_what_was_not_finite_before() -> None:
     assert said.endswith("in forward the output of second is not finite already")
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_naming_backward_other_errors_are_unchanged() -> None:
     with pytest.raises(RuntimeError, match="another"), naming_backward({}, []):
         raise RuntimeError("another")
     x = torch.tensor(2.0, requires_grad=True)

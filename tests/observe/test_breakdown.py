@@ -18,7 +18,7 @@ from weft.observe.spans import Spans
 from weft.resilience.faults import DOING, at
 
 
-def test_instants_are_claimed_once() -> None:
+def test_breakdown_instants_are_claimed_once() -> None:
     """Against counting them one by one."""
     chance = random.Random(0)
 
@@ -60,7 +60,7 @@ def traced(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_on_a_cpu(tmp_path: Path) -> None:
+def test_breakdown_of_a_cpu_trace_attributes_every_second(tmp_path: Path) -> None:
     trace = traced(tmp_path / "trace.json")
     steps, seconds = breakdown(trace, lambda ranks: "world")
     assert steps == 2
@@ -82,7 +82,7 @@ def event(kind: str, name: str, start: float, end: float, tid: int = 7, **args: 
     }
 
 
-def test_on_a_gpu() -> None:
+def test_breakdown_of_a_gpu_trace_attributes_exposed_communication() -> None:
     """Written by hand, in the form in which Kineto writes kernels of NCCL; no GPU made it."""
     send = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
     gather = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -134,7 +134,7 @@ SAMPLE = 12
 
 
 @pytest.mark.parametrize("case", CASES[:SAMPLE], ids=lambda case: case.name)
-def test_a_garbled_directory_is_read(
+def test_readers_of_a_damaged_run_name_the_file_or_show_the_rest(
     case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with in_time(SECONDS):
@@ -143,7 +143,7 @@ def test_a_garbled_directory_is_read(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[SAMPLE:], ids=lambda case: case.name)
-def test_every_garbled_directory_is_read(
+def test_readers_of_every_damaged_run_name_the_file_or_show_the_rest(
     case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with in_time(SECONDS):
@@ -157,7 +157,7 @@ PLANNED = ("job.toml", "plan.json", "environment.json", "tokenizer.json", "spans
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.file in PLANNED], ids=lambda case: case.name
 )
-def test_a_garbled_directory_is_planned_again_and_asked(
+def test_report_and_generate_of_a_damaged_run_name_the_directory(
     case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By ``weft report``, with what the planner says, and by generate and evaluate."""
@@ -172,6 +172,6 @@ def test_a_garbled_directory_is_planned_again_and_asked(
             assert status == 0 or str(folder) in capsys.readouterr().err
 
 
-def test_there_are_enough_cases() -> None:
+def test_cases_of_damage_are_many_and_unique() -> None:
     assert len(CASES) >= 214
     assert len({case.name for case in CASES}) == len(CASES)

@@ -46,7 +46,14 @@ def of_one(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
     return norms("one", store_path, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("shard", "tp") else [])
+        for name in LAYOUTS
+        if name != "one"
+    ],
+)
 def test_every_layout_has_the_same_norms(
     layout: str, of_one: list[dict[str, float]], store_path: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from tests.small import Overrides, records, train_rank
 from weft.observe.ledger import KINDS, Ledger, goodput
 
 
-def test_what_is_done_again_is_lost() -> None:
+def test_ledger_steps_done_again_are_lost() -> None:
     def record(step: int, productive: float, at: float) -> dict[str, object]:
         return {"step": step, "time": at, "seconds": {"productive": productive, "saving": 1.0}}
 
@@ -39,7 +39,7 @@ STEPS: Overrides = [
 ]
 
 
-def test_a_run_that_was_killed(store_path: Path, tmp_path: Path) -> None:
+def test_ledger_killed_run_counts_each_cause_once(store_path: Path, tmp_path: Path) -> None:
     slow = [("checkpoint.shards", 1, 0.5), ("evaluate", 1, 0.75), ("load", 1, 1.0)]
     slow.append(("forward_backward", 6, 1.25))  # of step 6, which is done again
     faults = [

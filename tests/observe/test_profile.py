@@ -31,7 +31,7 @@ PIPELINE = [("parallel.pp", "2"), ("train.microbatch", "2"), UNTIED]
 
 
 def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
-    job: Overrides = [("train.steps", "5"), ("run.dir", str(folder)), *overrides]
+    job: Overrides = [("train.steps", "4"), ("run.dir", str(folder)), *overrides]
     run_ranks(train_rank, ranks, job, str(store))
 
 
@@ -55,15 +55,16 @@ def slow(rank: int, site: str, passing: int) -> tuple[str, str]:
     ("overrides", "axis"),
     [
         ([("parallel.tp", "2")], "tp"),
-        ([("parallel.cp", "2")], "cp"),
+        pytest.param([("parallel.cp", "2")], "cp", marks=pytest.mark.slow),
         (PIPELINE, "pp"),
-        (
+        pytest.param(
             [*PIPELINE, ("model.num_layers", "4"), ("parallel.schedule", "ZBVZeroBubble")],
             "pp",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_rank_that_comes_late(
+def test_profile_late_rank_is_waited_for_on_the_shared_axis(
     overrides: Overrides, axis: str, store_path: Path, tmp_path: Path
 ) -> None:
     """It sleeps; the other one waits for it, along the axis that they share."""
@@ -85,7 +86,7 @@ def test_a_rank_that_comes_late(
         assert sum(seconds.values()) == pytest.approx(sum(step) / 1e6, rel=1e-6)
 
 
-def test_each_axis_by_itself(store_path: Path, tmp_path: Path) -> None:
+def test_profile_waits_are_attributed_to_each_axis(store_path: Path, tmp_path: Path) -> None:
     """Rank 3 is late with its data: rank 2 shares its shards, rank 1 is its replica."""
     layout = [("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")]
     change = slow(3, "step", passing=2)
@@ -99,27 +100,28 @@ def test_each_axis_by_itself(store_path: Path, tmp_path: Path) -> None:
     assert "exposed dp_replicate" in text
 
 
-def test_a_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
+def test_profile_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
     """By the same names, each as long; also where an evaluation and a save come between."""
     every = [("train.eval_interval", "1"), ("checkpoint.interval", "1")]
-    run(tmp_path, store_path, 2, ("profile.steps", "2-4"), *PIPELINE, *every)
+    every += [("train.steps", "3"), ("train.eval_sequences", "2")]
+    run(tmp_path, store_path, 2, ("profile.steps", "2-3"), *PIPELINE, *every)
     for rank in (0, 1):
         noted = json.loads(spans_path(tmp_path, rank).read_text())
         spans = [
             event
             for event in noted
-            if event.get("args", {}).get("step") in (2, 3, 4) and event["name"] != DOING["profile"]
+            if event.get("args", {}).get("step") in (2, 3) and event["name"] != DOING["profile"]
         ]
         names = {event["name"] for event in spans}
         assert {DOING["evaluate"], DOING["checkpoint"], "optimizer", f"{rank}B3"} <= names
-        ranges = [e for e in trace_of(tmp_path, "2-4", rank) if e.get("cat") == "user_annotation"]
+        ranges = [e for e in trace_of(tmp_path, "2-3", rank) if e.get("cat") == "user_annotation"]
         seen = sorted((e for e in ranges if e["name"] in names), key=lambda e: (e["ts"], -e["dur"]))
         noted = sorted(spans, key=lambda e: (e["ts"], -e["dur"]))
         assert [e["name"] for e in seen] == [e["name"] for e in noted]
-    assert summary_of(tmp_path, "2-4")["steps"] == 3
+    assert summary_of(tmp_path, "2-3")["steps"] == 2
 
 
-def test_memory(store_path: Path, tmp_path: Path) -> None:
+def test_profile_memory_is_in_the_trace(store_path: Path, tmp_path: Path) -> None:
     run(tmp_path, store_path, 1, ("profile.steps", "2"), ("profile.memory", "true"))
     assert any(event["name"] == "[memory]" for event in trace_of(tmp_path, "2-2", 0))
 
@@ -131,7 +133,9 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
         train(job, plan_here(job), open_text(Path(store)), this_rank(), console)
 
 
-def test_a_run_that_is_stopped_and_goes_on(store_path: Path, tmp_path: Path) -> None:
+def test_profile_stopped_run_is_resumed_without_a_second_profile(
+    store_path: Path, tmp_path: Path
+) -> None:
     """It has its first step profiled; the second start, which begins in the middle, none."""
     said = tmp_path / "said"
     overrides = [("run.dir", str(tmp_path)), ("train.steps", "4"), ("profile.steps", "1-3")]
@@ -147,7 +151,7 @@ def test_a_run_that_is_stopped_and_goes_on(store_path: Path, tmp_path: Path) -> 
     assert sorted((tmp_path / "traces/step-1-3").iterdir()) == before
 
 
-def test_a_run_that_fails_in_the_middle(store_path: Path, tmp_path: Path) -> None:
+def test_profile_run_that_fails_keeps_its_traces(store_path: Path, tmp_path: Path) -> None:
     change = ("resilience.faults", '[{site = "gradients", kind = "raise", passing = 3}]')
     with pytest.raises(RankError, match="injected fault"):
         run(tmp_path, store_path, 1, ("profile.steps", "2-4"), change)
@@ -200,7 +204,7 @@ def test_a_trace_that_is_cut_short_costs_itself_only(store_path: Path, tmp_path:
         ("10-30", "has 21 steps: traces of more than 20 are too large to read; use 10-12"),
     ],
 )
-def test_steps_that_are_none(value: str, rule: str, tmp_path: Path) -> None:
+def test_profile_steps_invalid_ranges_are_refused(value: str, rule: str, tmp_path: Path) -> None:
     change = [("run.dir", str(tmp_path)), ("train.steps", "100"), ("profile.steps", value)]
     with pytest.raises(InvalidJob) as caught:
         prepare_job("demo", change)
@@ -209,7 +213,7 @@ def test_steps_that_are_none(value: str, rule: str, tmp_path: Path) -> None:
     assert rule in str(problem)
 
 
-def test_the_axis_between_ranks() -> None:
+def test_axis_between_ranks_is_the_axis_in_which_they_differ() -> None:
     layout = [("parallel.pp", "2"), ("parallel.cp", "2"), ("parallel.tp", "2"), UNTIED]
     job = small_job(*layout, ("parallel.dp_shard", "2"), ("train.microbatch", "2"))
     plan = resolve(job, Machine("cpu", devices=2, world_size=16))
@@ -219,7 +223,7 @@ def test_the_axis_between_ranks() -> None:
     assert axis_between(range(16), plan) == "world"
 
 
-def test_beside_what_was_expected() -> None:
+def test_profile_table_has_expected_times_beside_measured_ones() -> None:
     spent = [(0, {"compute": 2.0, "pp": 1.0}), (1, {"compute": 1.0, "pp": 2.0, "data": 0.5})]
     lines = table(spent, {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0})
     rows = [line.rsplit(maxsplit=4) for line in lines[1:]]

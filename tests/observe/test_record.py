@@ -48,7 +48,7 @@ def record(step: int, **changes: object) -> StepRecord:
     return StepRecord.of(**(values | changes))  # type: ignore[arg-type]
 
 
-def test_formulas() -> None:
+def test_throughput_formulas_equal_hand_computed_values() -> None:
     # 1000 tokens x 3 GFLOP in 0.5 s on 2 devices: 3 TFLOP/s each.
     assert tflops_per_device(1000, 0.5, 2, 3e9) == pytest.approx(3.0)
     assert mfu(3.0, 6e12) == pytest.approx(0.5)
@@ -56,7 +56,7 @@ def test_formulas() -> None:
     assert device_hours(8, 1e9 / 3600) == pytest.approx(8)
 
 
-def test_a_published_mfu() -> None:
+def test_mfu_equals_the_published_one() -> None:
     """TorchTitan's paper, table 1: 8B on 8 H100 at 8192 tokens, 5,762 tokens/s a GPU: about 33 %.
 
     6 x 8.03e9 less the embedding + 12 x 32 x 4096 x 8192 = 57.9 GFLOP a token.
@@ -77,7 +77,7 @@ def test_the_causal_discount_is_half_of_attention() -> None:
     assert whole - causal == attention / 2
 
 
-def test_what_ranks_differ_in() -> None:
+def test_spreads_of_ranks_have_least_median_most() -> None:
     assert spreads([[1.0, 2.0, 0, 3.0]]) is None
     found = spreads([[0.1, 2.0, 0, 3.0], [0.3, 1.0, 0, 3.5], [0.2, 1.5, 1, 3.0]])
     assert found is not None
@@ -86,7 +86,7 @@ def test_what_ranks_differ_in() -> None:
     assert found["memory_peak_gib"] == {"least": 3.0, "median": 3.0, "most": 3.5, "rank": 1}
 
 
-def test_names_for_trackers() -> None:
+def test_scalars_have_the_names_of_trackers() -> None:
     found = scalars(
         record(2, grad_norms={"layers.0": 0.5, "head": float("nan")}, grad_norm=float("inf"))
     )
@@ -111,7 +111,7 @@ def test_a_record_derives_its_rates() -> None:
     assert record(4, eval_loss=2.0).to_dict()["eval_loss"] == 2.0
 
 
-def test_what_is_no_number_is_null_wherever_it_stands() -> None:
+def test_record_nonfinite_values_are_null_at_any_depth() -> None:
     bad = float("inf")
     values = record(
         4, loss=float("nan"), grad_norms={"head": bad}, source_losses={"a": bad, "b": 1.0}
@@ -353,5 +353,5 @@ def test_a_live_line_on_a_terminal() -> None:
     assert "loss 2.0000  2,000 tokens/s  MFU 50.0%" in out.getvalue()
 
 
-def test_duration() -> None:
+def test_duration_is_hours_minutes_seconds() -> None:
     assert [duration(s) for s in (0, 59.6, 61, 3725)] == ["0:00", "1:00", "1:01", "1:02:05"]

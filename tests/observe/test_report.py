@@ -159,7 +159,7 @@ def written(folders: list[Path], **options: Any) -> Path:
 
 
 @needs_browser
-def test_every_number_is_the_runs(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Path) -> None:
     lines = [values(step) for step in range(1, 61)]
     for line in lines[19::20]:
         line["eval_loss"] = line["loss"] - 0.25
@@ -204,7 +204,7 @@ def test_every_number_is_the_runs(browser: Browser, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_the_controls(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_controls_change_the_charts(browser: Browser, tmp_path: Path) -> None:
     lines = [values(step) for step in range(1, 41)]
     browser.open(written([make_run(tmp_path / "one", lines)]))
     losses = [line["loss"] for line in lines]
@@ -238,7 +238,7 @@ def test_the_controls(browser: Browser, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_zoom(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_zoom_is_shared_and_can_be_reset(browser: Browser, tmp_path: Path) -> None:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
 
@@ -259,7 +259,9 @@ def test_zoom(browser: Browser, tmp_path: Path) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("count", [2, 4])
-def test_runs_beside_each_other(browser: Browser, tmp_path: Path, count: int) -> None:
+def test_report_page_of_several_runs_compares_them(
+    browser: Browser, tmp_path: Path, count: int
+) -> None:
     folders = []
     for number in range(count):
         lines = [values(step, loss=number + 1 / step) for step in range(1, 21 + number)]
@@ -284,7 +286,9 @@ def test_runs_beside_each_other(browser: Browser, tmp_path: Path, count: int) ->
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 390, 360])
 @pytest.mark.parametrize("runs", [1, 3])
-def test_it_fits_the_window(browser: Browser, tmp_path: Path, width: int, runs: int) -> None:
+def test_report_page_fits_the_window(
+    browser: Browser, tmp_path: Path, width: int, runs: int
+) -> None:
     events = [event(5, "anomaly", "a long text " * 30), event(9, "failure", "x" * 300)]
     folders = [
         make_run(tmp_path / f"run-{n}", [values(step) for step in range(1, 9)], events=events)
@@ -300,7 +304,7 @@ def test_it_fits_the_window(browser: Browser, tmp_path: Path, width: int, runs: 
 
 
 @needs_browser
-def test_dark_and_light(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_follows_dark_and_light(browser: Browser, tmp_path: Path) -> None:
     path = written([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])])
     paper = "return getComputedStyle(document.body).backgroundColor"
     seen = []
@@ -316,7 +320,7 @@ def test_dark_and_light(browser: Browser, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_what_happened_stands_on_the_axis(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_events_are_on_the_axis(browser: Browser, tmp_path: Path) -> None:
     lines = [values(step) for step in range(1, 31)]
     lines[6] |= {"loss": None, "grad_norm": None}
     lines[19] |= {"eval_loss": 4.5}
@@ -345,7 +349,7 @@ def test_what_happened_stands_on_the_axis(browser: Browser, tmp_path: Path) -> N
 
 
 @needs_browser
-def test_a_run_without_records(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_without_records_says_so(browser: Browser, tmp_path: Path) -> None:
     browser.open(written([make_run(tmp_path / "empty", [])]))
     assert "No step has been recorded yet." in browser.text("header")
     assert browser.text(".state") == "not started"
@@ -354,7 +358,7 @@ def test_a_run_without_records(browser: Browser, tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_text_of_a_run_is_text(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_hostile_text_is_not_executed(browser: Browser, tmp_path: Path) -> None:
     evil = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
     lines = [
         values(n, source_losses={evil: 1.0, "b": 2.0, "c": 3.0}, grad_norms={evil: 1.0})
@@ -388,7 +392,9 @@ def test_text_of_a_run_is_text(browser: Browser, tmp_path: Path) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("sources", [2, 3])
-def test_sources_are_told_apart(browser: Browser, tmp_path: Path, sources: int) -> None:
+def test_report_page_sources_have_different_lines(
+    browser: Browser, tmp_path: Path, sources: int
+) -> None:
     losses = {f"source {n}": float(n) for n in range(sources)}
     lines = [values(step, source_losses=losses) for step in range(1, 9)]
     browser.open(written([make_run(tmp_path / name, lines) for name in ("one", "other")]))
@@ -413,7 +419,7 @@ def test_nothing_offers_to_send_data_away(browser: Browser, tmp_path: Path) -> N
 
 
 @needs_browser
-def test_a_long_run(browser: Browser, tmp_path: Path) -> None:
+def test_report_page_of_a_long_run_is_small_and_quick(browser: Browser, tmp_path: Path) -> None:
     count = 100_000
     lines = [values(step) for step in range(1, 1001)]
     folder = make_run(tmp_path / "long", [])
@@ -443,7 +449,7 @@ def test_a_long_run(browser: Browser, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- without a browser
 
 
-def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
+def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", [values(1), values(2), values(3)])
     text = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     text[1] = text[1][:40] + "\n"
@@ -461,7 +467,7 @@ def test_damaged_lines_are_left_out_and_told(tmp_path: Path) -> None:
     assert run.columns["new"][3] == 1.5
 
 
-def test_records_that_lack_time_and_tokens(tmp_path: Path) -> None:
+def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Path) -> None:
     """Events among them have a place by their step at least."""
     lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
     folder = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
@@ -473,7 +479,7 @@ def test_records_that_lack_time_and_tokens(tmp_path: Path) -> None:
     assert (mark["step"], mark["token"], mark["time"]) == (1, None, 0.0)
 
 
-def test_objectives_and_experts_have_charts(tmp_path: Path) -> None:
+def test_charts_of_objectives_and_experts_exist(tmp_path: Path) -> None:
     told = {"expert_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
     runs = [History(make_run(tmp_path / "one", [values(1, **told)]))]
     assert next(chart["unit"] for chart in charts_of(runs)) == "nats per token"
@@ -483,7 +489,7 @@ def test_objectives_and_experts_have_charts(tmp_path: Path) -> None:
     assert {"expert_load", "metrics.margin", "eval_metrics.margin"} <= keys
 
 
-def test_a_line_that_grows_while_it_is_read(
+def test_history_line_that_grows_while_it_is_read_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rest is no line of its own, and nothing after it is shifted."""
@@ -526,7 +532,7 @@ def test_fewer_points_keep_every_extreme(count: int) -> None:
         assert mean[-1] == pytest.approx(finite[(count - 2) // each * each :].mean())
 
 
-def test_what_is_no_number_is_not_one() -> None:
+def test_columns_of_values_that_are_not_numbers_are_nan() -> None:
     records = [{"a": 1.5, "b": {"c": 2}}, {"a": [1], "b": 7}, {"b": {"c": None, "d": 10**400}}]
     found = columns_of(records)
     assert found.keys() == {"a", "b.c", "b.d"}
@@ -548,7 +554,7 @@ def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> N
     assert run.steady("step_seconds") == expected
 
 
-def test_what_state_a_run_is_in(tmp_path: Path) -> None:
+def test_history_state_follows_records_and_events(tmp_path: Path) -> None:
     def state(name: str, last: int, after: float, *kinds: str, running: bool | None = None) -> str:
         events = [event(last, kind) | {"time": BEGAN + last + n} for n, kind in enumerate(kinds)]
         folder = make_run(tmp_path / name, [values(n) for n in range(1, last + 1)], events=events)
@@ -601,7 +607,7 @@ def test_the_sink_writes_at_once_then_once_a_minute_and_at_the_end(
     assert said == []
 
 
-def test_a_run_trains_without_plotly_and_is_told_once(
+def test_a_run_without_plotly_trains_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run(tmp_path / "one", [values(1)])
@@ -634,7 +640,9 @@ def test_a_run_trains_though_its_page_cannot_be_written(tmp_path: Path) -> None:
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_mistakes_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_run(tmp_path / "one", [values(1)])
     missing = tmp_path / "nowhere"
     assert main(["report", str(missing), str(tmp_path), "--out", "/no/such/page.html"]) == 2

@@ -43,9 +43,14 @@ def fault(**fields: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages"), [("1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 4)]
+    ("schedule", "stages"),
+    [
+        ("1F1B", 2),
+        pytest.param("Interleaved1F1B", 4, marks=pytest.mark.slow),
+        ("ZBVZeroBubble", 4),
+    ],
 )
-def test_every_action_of_a_pipeline(
+def test_spans_of_a_pipeline_are_its_timetable(
     schedule: str, stages: int, store_path: Path, tmp_path: Path
 ) -> None:
     run(
@@ -74,7 +79,9 @@ def test_every_action_of_a_pipeline(
         assert seen == wanted
 
 
-def test_without_a_pipeline_over_two_starts(store_path: Path, tmp_path: Path) -> None:
+def test_spans_without_a_pipeline_continue_over_two_starts(
+    store_path: Path, tmp_path: Path
+) -> None:
     more = [("train.microbatch", "2"), ("train.eval_interval", "1"), ("checkpoint.interval", "1")]
     run(tmp_path, store_path, 2, *more)
     first = read_spans(tmp_path, 1)
@@ -106,7 +113,7 @@ def test_a_rank_that_fails_or_is_killed_leaves_whole_files(
         assert last in {event["name"] for event in read_spans(folder, 0)}
 
 
-def test_none_where_they_are_not_wanted(store_path: Path, tmp_path: Path) -> None:
+def test_spans_switched_off_leave_no_files(store_path: Path, tmp_path: Path) -> None:
     run(tmp_path, store_path, 1, ("observe.spans", "false"))
     assert not (tmp_path / "spans").exists()
 

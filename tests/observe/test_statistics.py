@@ -27,9 +27,9 @@ from weft.observe.statistics import (
 )
 
 MODEL: Overrides = [
-    ("model.num_layers", "4"),
+    ("model.num_layers", "2"),
     ("model.tied_embeddings", "false"),
-    ("train.microbatch", "1"),
+    ("train.microbatch", "2"),
     ("train.steps", "3"),
     ("debug.statistics", "1-2"),
 ]
@@ -37,7 +37,7 @@ LAYOUTS = [
     "dp_shard2 tp2",
     "dp_replicate2 cp2 train.microbatch=2 remat.kind=full",
     "pp2 schedule=ZBVZeroBubble train.microbatch=3",  # 8 rows: the last microbatch has 2
-    "tp4 sequence_parallel=false remat.kind=selective",  # two ranks share a key/value head
+    "tp4 sequence_parallel=false train.microbatch=4 remat.kind=selective",  # two share a key head
 ]
 MORE = [
     "dp_shard3 train.global_batch=9",
@@ -47,7 +47,7 @@ MORE = [
     "pp2 cp2 schedule=InterleavedZeroBubble",
     "dp_shard2 cpu_offload=true",
     "dp_shard2 resilience.anomaly=skip",
-    "dp_shard2 train.canonical=true",
+    "dp_shard2 train.canonical=true train.microbatch=1",
     "dp_shard2 optim.kind=muon",
     "dp_shard2 model.tied_embeddings=true",
 ]
@@ -90,24 +90,30 @@ def check(layout: str, store: Path, folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, store_path: Path, folder: Path, tmp_path: Path) -> None:
+def test_statistics_of_a_layout_equal_one_process(
+    layout: str, store_path: Path, folder: Path, tmp_path: Path
+) -> None:
     check(layout, store_path, folder, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*MORE, pytest.param(COMPILED, marks=pytest.mark.timeout(300))])
-def test_more_layouts(layout: str, store_path: Path, folder: Path, tmp_path: Path) -> None:
+def test_statistics_of_further_layouts_equal_one_process(
+    layout: str, store_path: Path, folder: Path, tmp_path: Path
+) -> None:
     check(layout, store_path, folder, tmp_path)
 
 
-def test_what_is_in_the_file(store_path: Path, folder: Path) -> None:
+def test_statistics_file_has_activations_gradients_and_parameters(
+    store_path: Path, folder: Path
+) -> None:
     rows = reference(str(store_path), folder, "")
     forward = [r["name"] for r in rows if (r["step"], r["kind"]) == (1, "activation")]
-    assert forward == ["embed_tokens", *(f"layers.{n}" for n in range(4)), "norm"]
+    assert forward == ["embed_tokens", *(f"layers.{n}" for n in range(2)), "norm"]
     assert {row["step"] for row in rows} == {1, 2}
     by_name = {(row["step"], row["kind"], row["name"]): row for row in rows}
     # 8 rows of 32 tokens, 32 wide.
-    assert by_name[1, "activation", "layers.3"]["count"] == 8 * 32 * 32
+    assert by_name[1, "activation", "layers.1"]["count"] == 8 * 32 * 32
     assert by_name[1, "gradient", "lm_head.weight"]["count"] == 512 * 32
     gain = by_name[1, "parameter", "norm.weight"]
     assert gain["rms"] == pytest.approx(1.0, abs=0.01)
@@ -149,7 +155,7 @@ def test_the_error_names_what_is_not_finite_first(
         assert not (tmp_path / "statistics.jsonl").exists()
 
 
-def test_the_first_that_is_not_finite() -> None:
+def test_first_nonfinite_is_the_first_in_order_of_computation() -> None:
     def row(kind: str, name: str, bad: int) -> dict[str, Any]:
         return {"kind": kind, "name": name, "nonfinite": bad, "count": 8}
 
@@ -161,7 +167,7 @@ def test_the_first_that_is_not_finite() -> None:
     assert first_nonfinite(rows[:1]) == ""
 
 
-def test_a_row() -> None:
+def test_row_of_finite_values_is_added_over_ranks() -> None:
     """Of what is finite; several ranks' parts; several ranks that have seen the same."""
     tensor = torch.tensor([[1.0, -3.0], [math.nan, math.inf]])
     assert row_of([added([(2, sums_of(tensor))])], 2) == {
@@ -180,7 +186,7 @@ def test_a_row() -> None:
     json.dumps(empty, allow_nan=False)
 
 
-def test_hooks_are_there_only_meanwhile() -> None:
+def test_watching_hooks_are_removed_afterwards() -> None:
     part = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 3))
     layers = layers_of(part, {part[0]})
     assert list(layers) == ["0", "1"]

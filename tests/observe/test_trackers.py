@@ -50,7 +50,9 @@ def wandb_rows(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.system
-def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_offline_has_every_record_in_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="the tracker's client is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("CACHE", "CONFIG", "DATA"):
@@ -76,7 +78,9 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(folder.glob("*.log"))
 
 
-def test_mlflow_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_without_a_server_writes_into_the_runs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow", reason="the tracker's client is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -123,7 +127,7 @@ def test_mlflow_is_sent_several_records_at_once(
     assert batches == [[1], [2, 3, 4, 5, 6], [7, 8]]
 
 
-def test_mlflow_tells_that_its_server_is_gone(
+def test_mlflow_unreachable_server_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the next record that is sent, or at the end."""

@@ -179,11 +179,13 @@ def moved_on_one(states: str, lr: str, store: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("layout", "states"),
     [
-        ("dp_shard2", "8bit"),
-        ("tp2", "8bit"),
         ("pp2", "8bit"),
-        ("dp_shard4 tp2", "8bit"),
-        ("dp_shard2 tp2", "bfloat16"),
+        ("dp_shard2 tp2", "8bit"),
+        ("tp2", "bfloat16"),
+        pytest.param("dp_shard2", "8bit", marks=pytest.mark.slow),
+        pytest.param("tp2", "8bit", marks=pytest.mark.slow),
+        pytest.param("dp_shard4 tp2", "8bit", marks=pytest.mark.slow),
+        pytest.param("dp_shard2 tp2", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_moments_are_rounded_alike_on_every_layout(
@@ -217,15 +219,15 @@ def test_rounding_by_chance_is_right_on_average() -> None:
 def test_nearest_rounding_would_not_forget() -> None:
     """The reason for rounding by chance: large gradients long ago, small ones ever since."""
     param = nn.Parameter(torch.zeros(4096))
-    optimizer = optimizer_of("bfloat16", param, beta2=0.999)
+    optimizer = optimizer_of("bfloat16", param, beta2=0.9985)
     nearest = torch.tensor(0.0, dtype=torch.bfloat16)
     exact = 0.0
-    for step in range(3000):
+    for step in range(1400):
         grad = 1.0 if step < 100 else 0.0
         param.grad = torch.full((4096,), grad)
         optimizer.step()
-        nearest = (nearest.float() * 0.999 + grad * 0.001).bfloat16()
-        exact = exact * 0.999 + grad * 0.001
+        nearest = (nearest.float() * 0.9985 + grad * 0.0015).bfloat16()
+        exact = exact * 0.9985 + grad * 0.0015
     mean = optimizer.state[param]["exp_avg_sq"].float().mean().item()
     assert mean == pytest.approx(exact, rel=0.02)
     assert nearest.item() > 5 * exact
@@ -268,14 +270,14 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(
         run_ranks(train_rank, ranks, here, str(store_path))
         return newest_state(folder)
 
-    whole = run(tmp_path / "whole", 6)
-    run(tmp_path / "parts", 3)
-    parts = run(tmp_path / "parts", 6)
+    whole = run(tmp_path / "whole", 4)
+    run(tmp_path / "parts", 2)
+    parts = run(tmp_path / "parts", 4)
     assert all(parts[name].equal(value) for name, value in whole.items())
     moments = [value for name, value in whole.items() if "exp_avg" in name]
     saved = torch.bfloat16 if states == "bfloat16" else torch.float32
     assert all(moment.dtype == saved for moment in moments)
-    run(tmp_path / "parts", 8, ranks=1)  # and in another layout
+    run(tmp_path / "parts", 5, ranks=1)  # and in another layout
 
 
 def test_8bit_rows_cut_inside_of_a_block_are_refused() -> None:
@@ -349,7 +351,7 @@ def test_a_rank_without_a_part_counts_steps_as_well(states: str) -> None:
     assert run_ranks(step_with_a_part_of_nothing, 2, states) == [[1.0], [1.0]]
 
 
-@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("states", [pytest.param("bfloat16", marks=pytest.mark.slow), "8bit"])
 def test_a_run_goes_on_with_whole_moments(states: str, tmp_path: Path, store_path: Path) -> None:
     overrides = [("run.dir", str(tmp_path)), ("model.dim", "64"), ("model.ffn_dim", "128")]
     for steps, kind in (("2", states), ("4", "float32"), ("6", states)):

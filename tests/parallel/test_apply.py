@@ -16,12 +16,17 @@ from weft.train.setup import build
 LAYOUTS = [
     # ranks, replicas, microbatch, packing
     (1, 1, "2", "windows"),
-    (2, 1, "auto", "windows"),
     (2, 1, "2", "documents"),
-    (2, 2, "1", "documents"),
-    (4, 1, "1", "documents"),
     (4, 2, "auto", "documents"),
-    (4, 4, "1", "windows"),
+    *(
+        pytest.param(*layout, marks=pytest.mark.slow)
+        for layout in (
+            (2, 1, "auto", "windows"),
+            (2, 2, "1", "documents"),
+            (4, 1, "1", "documents"),
+            (4, 4, "1", "windows"),
+        )
+    ),
 ]
 
 

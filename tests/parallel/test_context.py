@@ -437,7 +437,7 @@ def model_errors(
     return errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_model_equals_one_process(ranks: int) -> None:
     check_errors(run_ranks(model_errors, ranks, METHODS, BOTH, tied=ranks == 2), 2e-6)
 

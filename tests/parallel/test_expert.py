@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from tests.layouts import check_gradients, parse
+from tests.layouts import check_gradients, check_many, parse, size, together
 from tests.small import (
     Overrides,
     losses,
@@ -48,9 +48,17 @@ def check(
     check_gradients(layout, store, model, TOLERANCE, more)
 
 
-WHOLE = ["dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2"]
-SPREAD = ["dp_shard2 ep=2", "dp_shard4 ep=2", "dp_shard2 ep=2 remat.kind=selective"]
+OFTEN = [
+    "tp2",
+    "pp2",
+    "cp2",
+    "dp_shard2 ep=2 remat.kind=selective",
+    "dp_shard4 ep=2",
+]
 MORE = [
+    "dp_shard2",
+    "dp_replicate2",
+    "dp_shard2 ep=2",
     "dp_shard4 ep=4",
     "cp2 ep=2",
     "dp_shard2 cp2 ep=4",
@@ -71,14 +79,9 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("layout", WHOLE)
-def test_layouts(layout: str, store_path: Path) -> None:
-    check(layout, store_path)
-
-
-@pytest.mark.parametrize("layout", SPREAD)
-def test_expert_parallel(layout: str, store_path: Path) -> None:
-    check(layout, store_path)
+@pytest.mark.parametrize("layouts", together(OFTEN))
+def test_layouts(layouts: list[str], store_path: Path) -> None:
+    check_many(layouts, store_path, lambda layout: [*MODEL, *size(layout)], TOLERANCE)
 
 
 @pytest.mark.slow
@@ -112,9 +115,10 @@ RATE = ("model.balance_rate", "0.01")
 
 
 def test_the_bias_is_state_that_every_layout_loads(store_path: Path, tmp_path: Path) -> None:
-    """Six steps of one process; and three with ``ep``, saved, and three more without."""
-    run(tmp_path / "one", "dp_shard1", 6, store_path, RATE)
-    run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, RATE)
+    """Five steps of one process; and three with ``ep``, saved, and two more without."""
+    few = [RATE, ("train.global_batch", "4"), ("train.microbatch", "2")]
+    run(tmp_path / "one", "dp_shard1", 5, store_path, *few)
+    run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, *few)
     saved = biases(tmp_path / "two")
     # Three moves of an expert that is never at the mean: an odd number of rates.
     assert saved.keys() == {f"model.layers.{i}.mlp.router.expert_bias" for i in (1, 2, 3)}
@@ -122,7 +126,7 @@ def test_the_bias_is_state_that_every_layout_loads(store_path: Path, tmp_path: P
         moves = bias / 0.01
         torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-4)
         assert bias.abs().max() > 0
-    run(tmp_path / "two", "dp_shard2 tp2", 6, store_path, RATE)
+    run(tmp_path / "two", "tp2", 5, store_path, *few)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     loads = [
         [record["expert_load"] for record in records(tmp_path / run)] for run in ("one", "two")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.harness import run_ranks
-from tests.layouts import parse
+from tests.layouts import check_many, many_gradients, parse, size, together
 from tests.parallel.test_layouts import distance
 from tests.small import Overrides, gradients, loader_of, merged, plan_here, small_job, this_rank
 from weft.checkpoint.state import frozen_parameters, named_parameters, optimizer_state
@@ -48,6 +48,23 @@ def adapter_gradients(overrides: Overrides, store: str) -> dict[str, Any]:
         return gradients(overrides, store)
 
 
+def many_adapter_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
+    """`many_gradients`, with such adapters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(lora.INIT, "lora_B", Init("fan_in"))
+        found = many_gradients(jobs, store)
+    assert all(name.rpartition(".lora_")[1] for each in found for name in each["grads"])
+    return found
+
+
+def check_together(layouts: list[str], store: Path, model: Overrides) -> None:
+    def model_of(layout: str) -> Overrides:
+        quantize = [pair for pair in parse(layout)[1] if pair[0] == "lora.quantize"]
+        return [*model, *size(layout), *quantize]
+
+    check_many(layouts, store, model_of, TOLERANCE, compute=many_adapter_gradients)
+
+
 @functools.cache
 def reference(store: str, overrides: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     return run_ranks(adapter_gradients, 1, list(overrides), store)[0]
@@ -69,57 +86,56 @@ def check(layout: str, store: Path, model: Overrides = MODEL, tolerance: float =
             assert (many["grads"][name] - grad).abs().max() < tolerance * scale, name
 
 
+OFTEN = ["dp_shard2", "tp2", "tp2 sequence_parallel=false", "pp2 schedule=ZBVZeroBubble", "cp2"]
+
+
+@pytest.mark.parametrize("layouts", together(OFTEN))
+def test_layouts(layouts: list[str], store_path: Path) -> None:
+    check_together(layouts, store_path, MODEL)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp_shard2",
-        "tp2",
-        "tp2 sequence_parallel=false",
-        "pp2 schedule=ZBVZeroBubble",
-        "cp2",
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (
-                "dp_replicate2",
-                "dp_shard2 dp_replicate2",
-                "tp4",  # two key/value heads: two ranks share one
-                "dp_shard2 tp2",
-                "dp_shard2 tp2 pp2",
-                "pp2",
-                "pp2 schedule=Interleaved1F1B pipeline.layers=[1,1,1,1]",
-                "pp2 schedule=DualPipeV pipeline.layers=[1,1,1,1]",
-                "dp_shard2 pp2 gradient_sync=microbatch",
-                "dp_shard2 reshard_after_forward=never",
-                "dp_shard2 tp2 cpu_offload=true",
-                "dp_shard2 tp2 remat.kind=full remat.offload=true",
-                "dp_shard2 remat.kind=selective",
-                "dp_shard2 remat.kind=budget",
-                "dp_shard2 train.canonical=true",
-            )
-        ),
+        "dp_replicate2",
+        "dp_shard2 dp_replicate2",
+        "tp4",  # two key/value heads: two ranks share one
+        "dp_shard2 tp2",
+        "dp_shard2 tp2 pp2",
+        "pp2",
+        "pp2 schedule=Interleaved1F1B pipeline.layers=[1,1,1,1]",
+        "pp2 schedule=DualPipeV pipeline.layers=[1,1,1,1]",
+        "dp_shard2 pp2 gradient_sync=microbatch",
+        "dp_shard2 reshard_after_forward=never",
+        "dp_shard2 tp2 cpu_offload=true",
+        "dp_shard2 tp2 remat.kind=full remat.offload=true",
+        "dp_shard2 remat.kind=selective",
+        "dp_shard2 remat.kind=budget",
+        "dp_shard2 train.canonical=true",
     ],
 )
-def test_layouts(layout: str, store_path: Path) -> None:
+def test_more_layouts(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
 
+QUANTIZED = ["dp_shard2 lora.quantize=nf4 remat.kind=full", "tp2 lora.quantize=nf4"]
+MORE_QUANTIZED = [
+    "dp_shard2 tp2 lora.quantize=int8",
+    "pp2 schedule=ZBVZeroBubble lora.quantize=nf4",
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
+    "layouts",
     [
-        "dp_shard2 lora.quantize=nf4 remat.kind=full",
-        "tp2 lora.quantize=nf4",
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (
-                "dp_shard2 tp2 lora.quantize=int8",
-                "pp2 schedule=ZBVZeroBubble lora.quantize=nf4",
-            )
-        ),
+        QUANTIZED,
+        *(pytest.param([layout], marks=pytest.mark.slow) for layout in MORE_QUANTIZED),
     ],
+    ids=", ".join,
 )
-def test_layouts_with_a_quantised_base(layout: str, store_path: Path) -> None:
-    quantize = layout.partition("lora.quantize=")[2].split()[0]
-    check(layout, store_path, [*WIDE, ("lora.quantize", quantize)])
+def test_layouts_with_a_quantised_base(layouts: list[str], store_path: Path) -> None:
+    check_together(layouts, store_path, WIDE)
 
 
 @pytest.mark.slow
@@ -244,7 +260,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
 def test_only_adapters_move(quantize: str, store_path: Path) -> None:
     keys = [*WIDE, ("lora.quantize", quantize), ("parallel.dp_shard", "2")]
     for moved, states in run_ranks(_step, 2, keys, str(store_path)):

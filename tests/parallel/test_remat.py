@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.harness import run_ranks
-from tests.layouts import parse
+from tests.layouts import parse, size
 from tests.parallel.test_layouts import MODEL
 from tests.small import Overrides, gradients
 from weft.job import RematSection
@@ -64,7 +64,8 @@ def differing(job: Overrides, store: str) -> dict[str, list[str]]:
 )
 def test_gradients_are_the_same_to_the_bit(layout: str, store_path: Path) -> None:
     ranks, overrides = parse(layout)
-    for found in run_ranks(differing, ranks, MODEL + overrides, str(store_path), timeout=300):
+    job = [*MODEL, *size(layout), *overrides]
+    for found in run_ranks(differing, ranks, job, str(store_path), timeout=300):
         assert found == {name: [] for name in WAYS}
 
 

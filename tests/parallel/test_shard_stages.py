@@ -69,8 +69,8 @@ def pipeline(name: str, layout: Layout) -> dict[str, Any]:
 
 
 PIPELINES = [
-    ("1F1B", Layout(shards=2, reshard_after_forward=False)),
-    ("1F1B", Layout(shards=2, keys={"prefetch": 2, **PERSIST})),
+    pytest.param("1F1B", Layout(shards=2, reshard_after_forward=False), marks=pytest.mark.slow),
+    pytest.param("1F1B", Layout(shards=2, keys={"prefetch": 2, **PERSIST}), marks=pytest.mark.slow),
     ("1F1B", Layout(shards=4, reshard_after_forward=2)),
     ("Interleaved1F1B", Layout(shards=2, reshard_after_forward=False, keys=PERSIST)),
     pytest.param("Interleaved1F1B", Layout(shards=2, keys=PERSIST), marks=pytest.mark.slow),

@@ -33,7 +33,9 @@ from weft.plan.devices import (
         ("3x8xcpu", Cluster(3, 8, CPU), None),
     ],
 )
-def test_clusters(text: str, cluster: Cluster, gib: int | None) -> None:
+def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
+    text: str, cluster: Cluster, gib: int | None
+) -> None:
     assert parse_cluster(text) == cluster
     assert parse_cluster(str(cluster)) == cluster
     assert cluster.memory_bytes == (None if gib is None else gib * 2**30)
@@ -57,7 +59,7 @@ def test_clusters(text: str, cluster: Cluster, gib: int | None) -> None:
         ("1x8xabacus", "'abacus' is not a known device", "known: A10G, A100-40GB"),
     ],
 )
-def test_what_is_no_cluster(text: str, rule: str, remedy: str) -> None:
+def test_parse_cluster_invalid_text_is_refused(text: str, rule: str, remedy: str) -> None:
     problem = parse_cluster(text, "--cluster")
     assert isinstance(problem, Problem)
     assert (problem.key, problem.value) == ("--cluster", text)
@@ -76,7 +78,7 @@ def test_every_cluster_has_a_peak() -> None:
 # --------------------------------------------------------------------------- the user's own
 
 
-def test_a_user_adds_and_changes(tmp_path: Path) -> None:
+def test_user_file_adds_and_changes_devices(tmp_path: Path) -> None:
     mine = tmp_path / "clusters.toml"
     mine.write_text(
         """
@@ -110,7 +112,7 @@ def test_a_user_adds_and_changes(tmp_path: Path) -> None:
     assert {name for name in before if before[name] != devices[name]} == {"H100"}
 
 
-def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
     """Not again for each device that is like the one that has it."""
     mine = tmp_path / "clusters.toml"
     mine.write_text("[devices.H100]\nlike = 'H10'")
@@ -159,7 +161,7 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
         ("[networks.n]\nachieved.few = 1", [": networks.n.achieved = {'few': 1}: "]),
     ],
 )
-def test_mistakes_in_the_users_file(tmp_path: Path, text: str, told: list[str]) -> None:
+def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, told: list[str]) -> None:
     mine = tmp_path / "clusters.toml"
     mine.write_text(text)
     with pytest.raises(InvalidJob) as caught:

@@ -39,7 +39,7 @@ def test_ep_divides_the_shards_and_the_experts() -> None:
     assert (plan.ep, plan.dp_shard, plan.cp) == (4, 4, 2)
 
 
-def test_what_ep_cannot_be_with() -> None:
+def test_ep_incompatible_keys_are_refused() -> None:
     assert "canonical" in told(2, parallel__ep=2, train__canonical="true")["parallel.ep"]
     assert "fit" in told(2, parallel__ep=2, parallel__dp_shard="fit")["parallel.ep"]
     keys = {"parallel__ep": 2, "parallel__reshard_after_forward": 2}
@@ -87,14 +87,15 @@ def test_a_rank_gathers_its_own_experts_only() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_exchanges_of_tokens_are_predicted() -> None:
+def test_forecast_of_experts_has_the_exchanges_of_tokens() -> None:
     """Each token of a rank goes to its eight experts and back, in each layer and pass."""
-    job, plan, machine = plan_recipe(
-        "qwen3-30b-a3b", [], [], None, lambda device: Machine("cpu", 2)
-    )
-    assert "3,353,032,704 of them active" in describe_plan(job, plan, machine, "qwen3-30b-a3b")
+    recipe, layers = "qwen3-30b-a3b", 3
+    job, plan, machine = plan_recipe(recipe, [], [], None, lambda device: Machine("cpu", 2))
+    assert "3,353,032,704 of them active" in describe_plan(job, plan, machine, recipe)
+    few = [("model.num_layers", str(layers)), ("model.max_seq_len", "4096")]
+    job, plan, machine = plan_recipe(recipe, few, [], None, lambda device: Machine("cpu", 2))
     seen = forecast(job, plan, machine, device_of(plan, machine))
-    layers, shape = 48, plan.model
+    shape = plan.model
     rows = plan.microbatch * job.train.seq_len * shape.active_experts
     # Forward twice, for blocks are computed again, and backward: there and back.
     exchanges = plan.accumulation * layers * 3 * 2

@@ -39,7 +39,7 @@ LARGE: Overrides = [
 ]
 
 
-def test_the_plan_tells() -> None:
+def test_plan_of_float8_has_its_peak_and_matrices() -> None:
     plan = planned(*LARGE)
     plain = planned(*LARGE, ("precision.float8", "none"))
     assert plan.flops_per_token == plain.flops_per_token
@@ -71,7 +71,7 @@ def test_the_plan_tells() -> None:
     assert "does both twice" in warning
 
 
-def test_which_matrices() -> None:
+def test_float8_matrices_are_those_that_the_device_multiplies() -> None:
     family = load_family("llama")
 
     def names(tp: int = 1, recipe: str = "tensorwise", **section: Any) -> set[str]:
@@ -123,14 +123,14 @@ SITES = (
         ([("train.seq_len", "8200")], "no multiple of 16; use a multiple of 16"),
     ],
 )
-def test_what_is_refused(keys: Overrides, expected: str) -> None:
+def test_float8_incompatible_keys_are_refused(keys: Overrides, expected: str) -> None:
     heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")] * ("dim" in str(keys))
     with pytest.raises(InvalidJob) as caught:
         planned(*LARGE, *heads, *keys, ("train.microbatch", "auto"))
     assert expected in str(caught.value)
 
 
-def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_job(("precision.float8", "rowwise"))
     assert not list(check_names(job))
     monkeypatch.setitem(sys.modules, "torchao", None)

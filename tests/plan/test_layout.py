@@ -136,7 +136,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("layout", "world", "key", "rule", "remedy", "good"), REFUSALS)
-def test_refused_with_a_remedy_that_works(
+def test_layout_impossible_keys_are_refused_with_a_remedy_that_works(
     layout: str, world: int, key: str, rule: str, remedy: str, good: str | None
 ) -> None:
     problems = refused(layout, world)
@@ -159,7 +159,7 @@ def test_ulysses_copies_keys_where_groups_do_not_go_round() -> None:
     assert plan.cp == 3
 
 
-def test_every_mistake_at_once() -> None:
+def test_layout_every_mistake_is_reported_at_once() -> None:
     """Rules about different keys are all told."""
     keys = {p.key for p in refused("tp=16 pp=2 schedule=Nonsense cp=2 train.seq_len=63", 64)}
     assert keys >= {"parallel.tp", "parallel.schedule", "train.seq_len"}
@@ -226,7 +226,7 @@ def test_degrees_fill_the_world() -> None:
         ("dp_replicate=8", False),  # nothing to free
     ],
 )
-def test_resharding(layout: str, expected: bool | int) -> None:
+def test_reshard_after_forward_auto_follows_the_layout(layout: str, expected: bool | int) -> None:
     assert planned(layout, 8).reshard_after_forward is expected
 
 
@@ -290,7 +290,7 @@ def test_the_smallest_shard_group_that_fits() -> None:
         fitted(20)
 
 
-def test_crossing_nodes_is_warned_of() -> None:
+def test_layout_groups_that_cross_nodes_are_warned_of() -> None:
     inside = Machine("cpu", 8, world_size=16, local_world_size=8)
     assert planned("tp=8", machine=inside).warnings == ()
     across = Machine("cpu", 4, world_size=16, local_world_size=4)
@@ -317,7 +317,7 @@ def test_recomputation_that_is_idle_or_dear_is_warned_of(
     assert planned(" ".join([*kept, better])).warnings == ()
 
 
-def test_a_pipeline_file_tells_its_own_microbatches(tmp_path: Path) -> None:
+def test_microbatches_of_a_schedule_file_are_the_files(tmp_path: Path) -> None:
     file = tmp_path / "two.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     plan = planned(f"pp=2 schedule={file}", 2)

@@ -34,7 +34,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(input)
 
 
-def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+def test_linear_layers_layer_with_a_custom_forward_is_left_out() -> None:
     """Neither float8 nor an adapter may take its place."""
     block = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4))
     model = nn.ModuleDict({"block": block, "head": nn.Linear(4, 4)})

@@ -110,7 +110,7 @@ def test_an_axis_left_out_has_one_index() -> None:
         (lambda: rank_map({"pp": 2}, 2, ["one"]), "1 stages for pp = 2"),
     ],
 )
-def test_what_is_not_there_is_refused(call: object, message: str) -> None:
+def test_placement_unknown_axis_or_rank_is_refused(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
 
@@ -155,7 +155,7 @@ def test_spans_agree_with_counting() -> None:
             assert nodes_spanned(axes, sizes, local, order) == max(counted)
 
 
-def test_the_worked_example() -> None:
+def test_placement_worked_example_has_its_groups() -> None:
     """Each replica three whole nodes, each node two consecutive stages, tp half a node."""
     for replica in range(4):
         ranks = [
@@ -230,7 +230,7 @@ pp            6     16      across 3 nodes  0, 4, 8, ..., 20
 tp            4     24      inside a node   0-3"""
 
 
-def test_the_map() -> None:
+def test_rank_map_is_the_written_text() -> None:
     names = [f"unit {i}" for i in range(6)]
     assert rank_map(WORKED, 8, names, REPLICA_OUTER) == MAP
 
@@ -294,7 +294,7 @@ def test_every_line_of_a_map_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
             assert seen == list(range(world_size(sizes)))
 
 
-def test_a_large_map_shows_a_pattern_and_how_it_goes_on() -> None:
+def test_rank_map_of_many_ranks_shows_a_pattern_and_its_continuation() -> None:
     text = rank_map({"pp": 16, "dp_shard": 128, "tp": 8}, 8)
     assert rows(text) == [["0", "0-7", "0", "0", "[0-7]"], ["1", "8-15", "0", "1", "[8-15]"]]
     assert (
@@ -311,7 +311,7 @@ def test_a_large_map_shows_a_pattern_and_how_it_goes_on() -> None:
     assert "  pp + 1 every 12 ranks" in rank_map({"pp": 11, "tp": 12}, 8)
 
 
-def test_how_a_map_goes_on_is_true() -> None:
+def test_rank_map_continuation_is_true() -> None:
     """What the text promises of the nodes that are not shown holds for their ranks."""
     checked = 0
     for sizes, order in layouts():

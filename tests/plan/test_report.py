@@ -54,7 +54,7 @@ PARAMETERS = {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_80
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
-def test_recipes_on_their_clusters(recipe: str) -> None:
+def test_plan_recipe_on_its_cluster_has_the_published_layout(recipe: str) -> None:
     job, plan, machine = planned(recipe)
     found = (plan.world_size, plan.tp, plan.cp, plan.pp, plan.dp_size)
     assert (*found, job.train.global_batch, job.train.seq_len) == PUBLISHED[recipe]
@@ -66,7 +66,7 @@ def test_recipes_on_their_clusters(recipe: str) -> None:
     assert (job.optim.lr, job.optim.schedule) == (rates[job.model.preset], "cosine")
 
 
-def test_mics_on_its_clusters() -> None:
+def test_plan_mics_recipes_have_the_published_replicas() -> None:
     """BloombergGPT's replicas of 128 ranks, and 12 times the width's square for each layer."""
     plan = planned("mics-50b")[1]
     assert (plan.world_size, plan.dp_replicate, plan.dp_shard) == (512, 4, 128)
@@ -76,7 +76,7 @@ def test_mics_on_its_clusters() -> None:
     assert plan.num_params == pytest.approx(1.057e12, rel=3e-3)
 
 
-def test_fine_tuning_on_one_server() -> None:
+def test_plan_fine_tuning_recipe_is_for_one_server() -> None:
     job, plan, _ = planned("llama3-8b-finetune")
     assert (plan.world_size, plan.dp_shard) == (8, 8)
     assert job.optim.lr < planned("llama3-8b")[0].optim.lr / 10
@@ -115,7 +115,7 @@ def test_16k_replicas_fit_into_a_pod() -> None:
         assert [stage.blocks for stage in plan.pipeline.stages] == [0, *[1] * 126, 0]
 
 
-def test_three_servers_on_one_cpu() -> None:
+def test_plan_three_servers_small_has_the_layout_of_three_servers() -> None:
     """The small recipe is the big one's layout with one replica."""
     large, small = planned("three-servers")[1], planned("three-servers-small")[1]
     assert large.sizes == small.sizes | {"dp_replicate": 4}
@@ -128,7 +128,7 @@ def test_three_servers_on_one_cpu() -> None:
 # --------------------------------------------------------------------------- the screen
 
 
-def test_the_screen_of_405b() -> None:
+def test_describe_plan_of_405b_has_layout_and_stages() -> None:
     lines = screen("llama3-405b")
     text = "\n".join(lines)
     assert lines[0] == "llama3-405b on 64 nodes of 8 H100"
@@ -165,7 +165,9 @@ def test_the_screen_of_405b() -> None:
         ("demo", [("run.workers", "1")], "8 sequences for every rank, at once\n"),
     ],
 )
-def test_lines_of_the_screen(recipe: str, overrides: list[tuple[str, str]], shown: str) -> None:
+def test_describe_plan_lines_follow_the_keys(
+    recipe: str, overrides: list[tuple[str, str]], shown: str
+) -> None:
     assert shown in "\n".join(screen(recipe, *overrides)) + "\n"
 
 
@@ -186,7 +188,7 @@ def test_a_long_table_is_cut_in_the_middle() -> None:
 # --------------------------------------------------------------------------- memory
 
 
-def test_memory_by_hand() -> None:
+def test_memory_bytes_are_those_counted_by_hand() -> None:
     """The figure of a layout that shards everything, from sizes written down here."""
     job, plan, _ = planned("llama3-70b", ("train.microbatch", "1"))
     dim, kv, ffn, vocab, tokens = 8192, 1024, 28672, 128256, 8192
@@ -247,7 +249,7 @@ def test_rank_map_without_a_pipeline() -> None:
 # --------------------------------------------------------------------------- odd schedules
 
 
-def test_schedules_in_a_v() -> None:
+def test_stage_lines_schedules_in_a_v_have_both_ends_on_a_rank() -> None:
     plan = planned("llama3-405b", ("parallel.schedule", "ZBVZeroBubble"))[1]
     lines = stage_lines(plan)
     assert [line.split()[:2] for line in lines[7:11]] == [
@@ -258,7 +260,7 @@ def test_schedules_in_a_v() -> None:
     ]
 
 
-def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+def test_stage_lines_schedule_file_places_its_stages(tmp_path: Path) -> None:
     """Its stages lie where the file says, on ranks with different numbers of them."""
     order = tmp_path / "order.csv"
     order.write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
@@ -286,13 +288,13 @@ def problems(recipe: str, *overrides: tuple[str, str], cluster: str | None = Non
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_a_cluster_that_does_not_suit() -> None:
+def test_plan_recipe_cluster_that_does_not_divide_is_refused() -> None:
     (line,) = problems("llama3-405b", cluster="8x8xH100")
     assert line.startswith("parallel.dp_shard = 8: times tp = 8, pp = 8 is not the number")
     assert line.endswith("use 1, or auto, or a --cluster of 512")
 
 
-def test_a_bad_cluster_beside_other_mistakes(tmp_path: Path) -> None:
+def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_path: Path) -> None:
     first, second = problems("llama3-8b", ("optim.lr", "x"), cluster="1x8xH101")
     assert first.startswith("optim.lr")
     assert second.startswith("--cluster = \"1x8xH101\": 'H101' is not a known device")
@@ -302,7 +304,7 @@ def test_a_bad_cluster_beside_other_mistakes(tmp_path: Path) -> None:
     assert line.startswith('run.cluster = "8": is not a cluster')
 
 
-def test_local_is_this_machine() -> None:
+def test_plan_recipe_local_cluster_is_this_machine() -> None:
     asked = []
 
     def here(device: str) -> Machine:
@@ -313,12 +315,12 @@ def test_local_is_this_machine() -> None:
     assert (asked, machine, plan.world_size) == (["cpu"], LAPTOP, 2)
 
 
-def test_echoes_are_left_out() -> None:
+def test_plan_recipe_consequences_of_a_mistake_are_not_reported() -> None:
     (line,) = problems("llama3-8b", ("train.global_batch", "0"), cluster="3x8xH100")
     assert line.startswith("train.global_batch = 0: must be at least 1")
 
 
-def test_a_plan_for_machines() -> None:
+def test_plan_to_json_has_every_field() -> None:
     tree = json.loads(planned("llama3-405b")[1].to_json())
     assert tree["pp"] == 8
     assert len(tree["pipeline"]["stages"]) == 16

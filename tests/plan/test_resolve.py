@@ -65,7 +65,9 @@ def test_degrees_and_batches_multiply_up() -> None:
         (CPU, [("run.workers", "16")], 16),
     ],
 )
-def test_local_workers(machine: Machine, overrides: list[tuple[str, str]], workers: int) -> None:
+def test_resolve_local_workers_follow_the_machine(
+    machine: Machine, overrides: list[tuple[str, str]], workers: int
+) -> None:
     plan = resolve(job(*overrides), machine)
     assert plan.world_size == workers
     assert plan.threads == max(1, machine.devices // workers)
@@ -121,7 +123,7 @@ def test_the_runs_folder_follows_what_is_trained() -> None:
     assert folder(("run.dir", "/a/b"), ("optim.lr", "1")) == "/a/b"
 
 
-def test_recipes_of_ones_own_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_run_folder_of_user_recipes_is_not_shared(tmp_path: Path) -> None:
     def folder(recipe: Path, lr: str) -> str:
         recipe.parent.mkdir(exist_ok=True)
         recipe.write_text(f'extends = "demo"\n[optim]\nlr = {lr}\n')
@@ -142,7 +144,7 @@ def test_a_plan_is_a_value() -> None:
     assert set(tree) == set(Plan.__dataclass_fields__)
 
 
-def test_lists_for_people() -> None:
+def test_divisors_and_either_are_short_lists() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(12, at_most=5) == [1, 2, 3, 4]
     assert either([3]) == "3"
@@ -160,7 +162,9 @@ def test_lists_for_people() -> None:
         ([("parallel.tp", "2")], "debug.autograd_anomaly", "that are cut by parallel.tp"),
     ],
 )
-def test_what_debugging_cannot_do(overrides: list[tuple[str, str]], key: str, rule: str) -> None:
+def test_debug_incompatible_keys_are_refused(
+    overrides: list[tuple[str, str]], key: str, rule: str
+) -> None:
     chosen = [*overrides, ("train.steps", "100")]
     if key not in ("", "debug.statistics"):
         chosen.append((key, "true"))

@@ -136,7 +136,7 @@ def test_more_stages_never_make_it_slower() -> None:
         assert all(b <= a + 1e-12 for a, b in itertools.pairwise(slowest))
 
 
-def test_degenerate_cuts() -> None:
+def test_cut_of_one_stage_or_one_unit_each_is_trivial() -> None:
     def cut(n: int, num_stages: int) -> list[range]:
         return partition([1] * n, [1] * n, [1] * n, [1] * num_stages)
 
@@ -243,7 +243,7 @@ def test_layers_by_hand() -> None:
         cut_stages(model, [2, 1], SEQ_LEN, 16, layers=[16, 15])
 
 
-def test_impossible_layers_are_told_with_a_remedy() -> None:
+def test_impossible_layers_are_refused_with_a_remedy() -> None:
     assert check_layers([7, 9, 9, 7], 4, 32) == []
     assert check_layers([0, 3, 0], 3, 3) == []
     [problem] = check_layers([8, 8, 8], 3, 32)
@@ -293,7 +293,7 @@ rank  stages  blocks  time %
 slowest rank: 0, 20.0% above the mean"""
 
 
-def test_the_table() -> None:
+def test_stage_table_has_ranks_and_units() -> None:
     stages = cut_stages(units(PRESETS["8b"], SEQ_LEN), [4, 3, 2, 1], 1024, 0.25)
     assert stage_table(stages, range(4)) == GOLDEN.splitlines()
     pipeline = PipelinePlan("mine", tuple(stages), (0, 1, 0, 1), (1, 1, 1, 1))

@@ -40,7 +40,7 @@ def stages_per_rank(name: str) -> int:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4])
-def test_what_a_schedule_allows(name: str, pp: int) -> None:
+def test_timetable_microbatches_that_a_schedule_excludes_are_refused(name: str, pp: int) -> None:
     """`Schedule.allows` says yes where torch makes a whole step of so many microbatches."""
     per_rank = stages_per_rank(name)
     for microbatches in range(1, 4 * pp + 1):
@@ -133,7 +133,7 @@ def test_the_engine_keeps_as_many_as_planned(name: str) -> None:
     assert all(seen == planned for seen, planned in found.values()), found
 
 
-def test_an_unknown_name() -> None:
+def test_timetable_unknown_name_is_refused() -> None:
     found = find_schedule("interleaved1f1b")
     assert not isinstance(found, Problem)
     assert found.name == "Interleaved1F1B"
@@ -146,7 +146,9 @@ def test_an_unknown_name() -> None:
 
 
 @pytest.mark.parametrize(("name", "pp"), list(itertools.product(SCHEDULES, [2, 3])))
-def test_every_schedule_as_a_file(name: str, pp: int, tmp_path: Path) -> None:
+def test_timetable_schedule_written_to_a_file_is_the_same(
+    name: str, pp: int, tmp_path: Path
+) -> None:
     table = timetable(name, pp, stages_per_rank(name), 2 * pp)
     path = tmp_path / "mine.csv"
     path.write_text(text_of(table))
@@ -174,7 +176,9 @@ FLAWS = [
 
 
 @pytest.mark.parametrize(("text", "pp", "rule"), FLAWS)
-def test_files_that_are_no_schedule(text: str, pp: int, rule: str, tmp_path: Path) -> None:
+def test_timetable_file_that_is_not_a_schedule_is_refused(
+    text: str, pp: int, rule: str, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text)
     found = read_csv(path, pp)
@@ -182,7 +186,7 @@ def test_files_that_are_no_schedule(text: str, pp: int, rule: str, tmp_path: Pat
     assert rule in found.rule, found.rule
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_timetable_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "none.csv", tmp_path / "binary.csv"):
         found = read_csv(path, 2)

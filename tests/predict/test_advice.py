@@ -98,7 +98,7 @@ REMEDIES = [
         marks=slow,
     ),
     # Nothing helps.
-    ("llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch=8", None),
+    ("llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch=1", None),
     pytest.param(
         "llama3-70b",
         "1x8xH100",
@@ -111,7 +111,9 @@ REMEDIES = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("recipe", "cluster", "text", "first"), REMEDIES)
-def test_the_cheapest_remedy(recipe: str, cluster: str, text: str, first: str | None) -> None:
+def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
+    recipe: str, cluster: str, text: str, first: str | None
+) -> None:
     seen, found, after = advised(recipe, cluster, text)
     assert seen.fits is False
     if first is None:
@@ -128,7 +130,8 @@ def test_the_cheapest_remedy(recipe: str, cluster: str, text: str, first: str | 
 # --------------------------------------------------------------------------- is it true?
 
 FASTER = [
-    ("llama3-8b", "16x8xH100", ""),
+    ("llama3-8b", "16x8xH100", "train.global_batch=128"),
+    pytest.param("llama3-8b", "16x8xH100", "", marks=slow),
     pytest.param("llama3-8b", "1x8xA100-80GB", "model.num_layers=8", marks=slow),
     pytest.param("llama3-70b", "32x8xH100", "", marks=slow),
     pytest.param("llama3-70b", "32x8xH100", "train.microbatch=4", marks=slow),
@@ -154,7 +157,7 @@ FASTER = [
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("recipe", "cluster", "text"), FASTER)
-def test_effects_are_as_said(recipe: str, cluster: str, text: str) -> None:
+def test_advise_estimates_are_near_those_of_traces(recipe: str, cluster: str, text: str) -> None:
     """What is estimated of a change is within 15 % of what a trace of the changed job says of its
     speed, and within 25 % of the memory."""
     seen, found, after = advised(recipe, cluster, text)
@@ -166,9 +169,9 @@ def test_effects_are_as_said(recipe: str, cluster: str, text: str) -> None:
         assert advice.bytes == pytest.approx(told.needed, rel=0.25), str(advice)
 
 
-def test_changes_are_for_as_many_ranks() -> None:
+def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
     """On a machine where weft chooses how many ranks it starts, as where a cluster does."""
-    text = {"model.num_layers": "4", "train.microbatch": "4", "train.global_batch": "8"}
+    text = {"model.num_layers": "2", "train.microbatch": "4", "train.global_batch": "8"}
     overrides = [("run.workers", "auto"), *text.items()]  # two ranks, but eight with rows of one
     here = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
     job, plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
@@ -189,7 +192,7 @@ def tried(cluster: str, text: str = "") -> list[dict[str, Any]]:
     return list(changes(job, plan, machine))
 
 
-def test_only_what_the_device_can() -> None:
+def test_changes_are_only_those_that_the_device_supports() -> None:
     """No float8 on A100, none without compilation, and asynchronous products with it only."""
     for cluster, float8 in (("1x8xA100-80GB", False), ("1x8xH100", True), ("1x8xB200", True)):
         for compiled in ("true", "false"):
@@ -203,7 +206,7 @@ def test_only_what_the_device_can() -> None:
     assert not any("parallel.async_tp" in change for change in tried("1x8xH100"))
 
 
-def test_nothing_is_proposed_that_is_so_already() -> None:
+def test_changes_differ_from_the_job() -> None:
     for text in (
         "",
         "remat.kind=full compile.enable=true precision.float8=rowwise optim.states=8bit",
@@ -222,6 +225,6 @@ def test_nothing_is_proposed_that_is_so_already() -> None:
                 assert getattr(getattr(changed, section), name) == value
 
 
-def test_a_change_is_what_the_command_line_takes() -> None:
+def test_advice_as_text_is_command_line_overrides() -> None:
     advice = Advice({"compile.enable": True, "parallel.tp": 2, "remat.kind": "full"}, 0.1, 1.0)
     assert str(advice) == "--compile.enable true --parallel.tp 2 --remat.kind full"

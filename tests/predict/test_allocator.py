@@ -83,7 +83,7 @@ def test_what_remains_of_a_large_block_is_lost_if_it_is_a_mebibyte() -> None:
     assert allocator.reserved == 40 * MIB
 
 
-def test_a_block_of_its_own_segment_is_not_cut_for_its_rounding() -> None:
+def test_a_block_with_a_segment_to_itself_is_not_cut_for_its_rounding() -> None:
     assert places(after(30 * MIB + MIB))[0] == (0, 32 * MIB)
 
 
@@ -183,7 +183,7 @@ def test_the_peak_is_remembered() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes(seed: int) -> None:
+def test_allocator_random_requests_keep_its_invariants(seed: int) -> None:
     """Blocks never overlap, hold what was asked for, and lie within what is reserved; and what is
     all freed is in whole segments again."""
     draw = random.Random(seed)

@@ -61,11 +61,11 @@ def finished(folder: Path, job: Job, plan: Plan, seconds: list[float], **more: A
     return folder
 
 
-FEW: Overrides = [("model.num_layers", "4"), ("train.seq_len", "2048"), ("train.microbatch", "4")]
+FEW: Overrides = [("model.num_layers", "2"), ("train.seq_len", "2048"), ("train.microbatch", "4")]
 FEW += [("train.global_batch", "32"), ("compile.enable", "true")]
 
 
-def test_a_slow_stack_is_learnt(tmp_path: Path) -> None:
+def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
     """The run's own time comes out; other layouts move as far; other devices do not move."""
     job, plan, machine = h100(*FEW)
     before = forecast(job, plan, machine, device_of(plan, machine))
@@ -99,11 +99,11 @@ def test_a_slow_stack_is_learnt(tmp_path: Path) -> None:
     assert "40.00 GiB measured" in said
 
 
-def test_what_waits_for_the_host_teaches_the_launch(tmp_path: Path) -> None:
+def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
     tiny: Overrides = [("model.dim", "512"), ("model.num_heads", "8"), ("model.ffn_dim", "1024")]
     tiny += [("model.num_kv_heads", "8"), ("model.vocab_size", "4096"), ("data.vocab_size", "4096")]
     rows: Overrides = [("train.seq_len", "128"), ("train.global_batch", "8")]
-    job, plan, machine = h100(*tiny, *rows, ("model.num_layers", "4"), ("compile.enable", "false"))
+    job, plan, machine = h100(*tiny, *rows, ("model.num_layers", "2"), ("compile.enable", "false"))
     before = forecast(job, plan, machine, device_of(plan, machine))
     assert before.step_seconds is not None
     run = finished(tmp_path / "run", job, plan, [2 * before.step_seconds] * 9)
@@ -113,7 +113,7 @@ def test_what_waits_for_the_host_teaches_the_launch(tmp_path: Path) -> None:
     assert found.after == pytest.approx(found.run.seconds, rel=1e-6)
 
 
-def test_other_entries_stay(tmp_path: Path) -> None:
+def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
     job, plan, _machine = h100(*FEW)
     file = user_files()[1]
     file.parent.mkdir(parents=True)
@@ -125,7 +125,7 @@ def test_other_entries_stay(tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_what_cannot_be_learnt_from(tmp_path: Path) -> None:
+def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
     def problem(folder: Path) -> str:
         with pytest.raises(InvalidJob) as caught:
             calibrate(read_run(folder))
@@ -145,7 +145,7 @@ def test_what_cannot_be_learnt_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_run(tmp_path: Path, store_path: Path) -> None:
+def test_calibrate_real_run_predicts_times_of_this_cpu(tmp_path: Path, store_path: Path) -> None:
     """Without one, no time is predicted for CPUs; with it this run's is, and another layout's."""
     pairs = [*SMALL, ("run.dir", "run"), ("run.workers", "1"), ("data.path", str(store_path))]
     words = [f"--{key}={value}" for key, value in [*pairs, ("observe.log_interval", "1")]]

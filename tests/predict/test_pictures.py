@@ -26,14 +26,24 @@ from weft.predict.pictures import number, page, pipeline_chart, rank_chart, tick
 
 SVG = "{http://www.w3.org/2000/svg}"
 BASE: Overrides = [("model.num_layers", "8"), ("model.tied_embeddings", "false")]
-PP4: Overrides = [("parallel.pp", "4"), ("parallel.tp", "2"), ("parallel.dp_shard", "2")]
+PP4: Overrides = [("parallel.pp", "4"), ("parallel.dp_shard", "4"), ("train.global_batch", "32")]
 LAYOUTS: dict[str, Overrides] = {
-    "Interleaved1F1B": [*PP4, ("train.global_batch", "16")],
-    "ZBVZeroBubble": [*PP4, ("train.global_batch", "16")],
-    "DualPipeV": [*PP4, ("train.global_batch", "16")],  # backward passes whole and in halves
-    "none": [("parallel.dp_shard", "16"), ("train.global_batch", "128"), ("train.microbatch", "1")],
+    "Interleaved1F1B": [
+        *(("parallel.pp", "4"), ("parallel.tp", "2"), ("parallel.dp_shard", "2")),
+        ("train.global_batch", "16"),
+    ],
+    "DualPipeV": PP4,  # backward passes whole and in halves
+    "ZBVZeroBubble": PP4,  # all in halves
+    "none": [
+        *(("parallel.dp_shard", "16"), ("train.global_batch", "128"), ("train.microbatch", "1")),
+        ("model.num_layers", "2"),
+    ],
 }
-PIPELINES = [name for name in LAYOUTS if name != "none"]
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.slow] if name == "ZBVZeroBubble" else [])
+    for name in LAYOUTS
+]
+PIPELINES = EVERY[:-1]
 
 
 @lru_cache
@@ -110,7 +120,7 @@ def scale_of(svg: ET.Element) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_every_action_is_drawn_once_where_it_belongs(layout: str) -> None:
+def test_pipeline_chart_has_every_action_once_on_its_rank(layout: str) -> None:
     _, plan, _ = predicted(layout)
     boxes = actions(picture(drawn(layout), "pipeline"))
     table = plan.timetable
@@ -121,7 +131,7 @@ def test_every_action_is_drawn_once_where_it_belongs(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_boxes_wait_for_each_other(layout: str) -> None:
+def test_pipeline_chart_boxes_wait_for_what_they_need(layout: str) -> None:
     boxes = {key: at[0] for key, at in actions(picture(drawn(layout), "pipeline")).items()}
     of_ranks = defaultdict(list)
     for box in boxes.values():
@@ -143,7 +153,7 @@ def test_boxes_wait_for_each_other(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_the_last_box_ends_with_the_pipeline(layout: str) -> None:
+def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
     """Which is the step but for what follows, and leaves its busiest rank the step's bubble."""
     _, _, prediction = predicted(layout)
     assert prediction.timeline is not None
@@ -165,7 +175,7 @@ def test_the_last_box_ends_with_the_pipeline(layout: str) -> None:
     assert end < prediction.seconds.total()
 
 
-def test_many_actions_stay_small() -> None:
+def test_page_of_many_actions_stays_small() -> None:
     job, plan, prediction = predicted("Interleaved1F1B")
     table = timetable("1F1B", 32, 1, 256)
     each = {(s, kind): {"F": 0.1, "B": 0.234567}[kind] for s in range(32) for kind in "FB"}
@@ -176,7 +186,7 @@ def test_many_actions_stay_small() -> None:
     assert len(actions(picture(parsed(html), "pipeline"))) == len(many)
 
 
-def test_a_box_has_its_number_only_where_there_is_room() -> None:
+def test_pipeline_chart_box_has_its_number_only_where_it_fits() -> None:
     timeline = [Span(0, 0, "F", 7, 0.0, 1.0), Span(0, 0, "B", 8, 1.0, 1.001)]
     svg = picture(parsed(f"<!DOCTYPE html>\n<p>{pipeline_chart(timeline, 2.0)[1]}</p>"), "pipeline")
     numbers = [text.text for text in svg.iter(f"{SVG}text") if text.get("class") == "on"]
@@ -186,8 +196,8 @@ def test_a_box_has_its_number_only_where_there_is_room() -> None:
 # --------------------------------------------------------------------------- memory and time
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bars_are_the_memory(layout: str) -> None:
+@pytest.mark.parametrize("layout", EVERY)
+def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
     _, plan, prediction = predicted(layout)
     svg = picture(drawn(layout), "memory")
     memory = prediction.memory
@@ -217,7 +227,7 @@ def test_bars_are_the_memory(layout: str) -> None:
         assert layer + 1 in plan.pipeline.stages[stage].units
 
 
-def test_a_part_of_the_microbatches_is_told() -> None:
+def test_memory_chart_says_which_microbatches_it_has() -> None:
     _, plan, _ = predicted("none")
     assert plan.accumulation == 8
     svg = picture(drawn("none"), "memory")
@@ -226,8 +236,8 @@ def test_a_part_of_the_microbatches_is_told() -> None:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_bar_is_the_step(layout: str) -> None:
+@pytest.mark.parametrize("layout", EVERY)
+def test_time_bar_parts_are_those_of_the_step(layout: str) -> None:
     _, _, prediction = predicted(layout)
     assert prediction.seconds is not None
     boxes = part(picture(drawn(layout), "time"), "time-step")
@@ -249,8 +259,8 @@ def test_the_bar_is_the_step(layout: str) -> None:
 # --------------------------------------------------------------------------- ranks, page
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_are_in_their_nodes(layout: str) -> None:
+@pytest.mark.parametrize("layout", EVERY)
+def test_rank_chart_ranks_are_in_their_nodes(layout: str) -> None:
     _, plan, _ = predicted(layout)
     svg = picture(drawn(layout), "ranks")
     for node in range(2):
@@ -270,7 +280,7 @@ def test_ranks_are_in_their_nodes(layout: str) -> None:
     assert len(fills) == len(set(fills.values())) == plan.pp
 
 
-def test_of_many_nodes_the_first_are_shown() -> None:
+def test_rank_chart_of_many_nodes_shows_the_first() -> None:
     _, plan, _ = predicted("Interleaved1F1B")
     many = replace(plan, world_size=1024, dp_replicate=64)
     _, text = rank_chart(many)
@@ -278,8 +288,8 @@ def test_of_many_nodes_the_first_are_shown() -> None:
     assert "126 more nodes go on like this" in text
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_page_stands_alone_and_can_be_read(layout: str) -> None:
+@pytest.mark.parametrize("layout", EVERY)
+def test_page_is_self_contained_and_readable(layout: str) -> None:
     html = page(*predicted(layout), "<recipe> & more", "a cluster")
     root = parsed(html)
     assert root.findtext("body/h1") == "<recipe> & more on a cluster"
@@ -330,7 +340,7 @@ def everything_fits(svg: ET.Element) -> None:
             taken.append((x, x + length, y))
 
 
-def test_a_plan_without_times_has_a_page() -> None:
+def test_page_of_a_plan_without_times_has_memory_and_ranks() -> None:
     job, plan, prediction = predicted("Interleaved1F1B")
     plain = replace(prediction, seconds=None, timeline=None, capacity=None)
     root = parsed(page(job, plan, plain, "recipe", "machine"))

@@ -15,17 +15,13 @@ from weft.predict.forecast import device_of, forecast
 
 GIB = 2**30
 LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
-# Traced in the default tests, one of each kind; the others, of which a trace takes up to half a
-# minute, in the slow ones.  Arithmetic, which sees all of them, is a matter of milliseconds, and
-# tests/plan/test_experts.py traces qwen3-30b-a3b.
-TRACED_OFTEN = {
-    "demo",
-    "llama3-70b",
-    "llama3-8b",
-    "llama3-8b-float8",
-    "llama3-8b-qlora",
-    "moe-demo",
-    "three-servers-small",
+# Traced in the default tests, some of them with few microbatches; all, of which a trace takes up to
+# half a minute, in the slow ones.  Arithmetic, which sees all of them, is a matter of milliseconds.
+TRACED_OFTEN: dict[str, list[tuple[str, str]]] = {
+    "demo": [],
+    "llama3-70b": [],
+    "llama3-8b-qlora": [("train.global_batch", "1")],
+    "moe-demo": [],
 }
 # On CPUs, of experts, or not trained whole: of these arithmetic does not tell.
 NO_ARITHMETIC = {
@@ -44,7 +40,7 @@ def planned(recipe: str) -> tuple[Job, Plan, Machine]:
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
-def test_a_recipe_can_be_planned(recipe: str) -> None:
+def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
     """Its keys agree, its layout and schedule are possible, and arithmetic, which is rougher than a
     trace, sees nothing far off."""
     job, plan, machine = planned(recipe)
@@ -60,16 +56,19 @@ def test_a_recipe_can_be_planned(recipe: str) -> None:
         assert 0.25 < flops / expected.step_seconds / plan.world_size / plan.peak_flops < 0.75
 
 
+@pytest.mark.parametrize("recipe", TRACED_OFTEN)
+def test_recipe_on_its_cluster_fits(recipe: str) -> None:
+    fits(*plan_recipe(recipe, TRACED_OFTEN[recipe], [], None, lambda device: LAPTOP))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        recipe if recipe in TRACED_OFTEN else pytest.param(recipe, marks=pytest.mark.slow)
-        for recipe in recipe_names()
-    ],
-)
-def test_a_recipe_fits_its_cluster(recipe: str) -> None:
-    job, plan, machine = planned(recipe)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_recipe_in_full_on_its_cluster_fits(recipe: str) -> None:
+    fits(*planned(recipe))
+
+
+def fits(job: Job, plan: Plan, machine: Machine) -> None:
     seen = forecast(job, plan, machine, device_of(plan, machine))
     assert seen.fits
     if plan.device == "cuda":

@@ -11,12 +11,13 @@ from weft.plan.devices import GIB, device_called
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan
 from weft.predict.advice import Advice
-from weft.predict.forecast import Forecast, forecast
+from weft.predict.forecast import Forecast, priced
 from weft.predict.report import screen
+from weft.predict.trace import Trace, traces
 
 
 @pytest.fixture(scope="module")
-def eight() -> tuple[Job, Plan, Machine, Forecast]:
+def eight() -> tuple[Job, Plan, Machine, Forecast, list[Trace]]:
     """A step of a small Llama on eight H100."""
     small = [
         ("model.num_layers", "4"),
@@ -27,14 +28,15 @@ def eight() -> tuple[Job, Plan, Machine, Forecast]:
     here = Machine("cpu", devices=2)
     job, plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: here)
     device = device_called(machine.device_name, machine.memory_bytes)
-    return job, plan, machine, forecast(job, plan, machine, device)
+    of_ranks = traces(job, plan)
+    return job, plan, machine, priced(job, plan, machine, device, of_ranks), of_ranks
 
 
-Eight = tuple[Job, Plan, Machine, Forecast]
+Eight = tuple[Job, Plan, Machine, Forecast, list[Trace]]
 
 
 def lines_of(eight: Eight, seen: Forecast, *advice: Advice) -> list[str]:
-    job, plan, machine, _ = eight
+    job, plan, machine, *_ = eight
     return screen(job, plan, machine, "demo", seen, advice).splitlines()
 
 
@@ -50,7 +52,7 @@ def column(lines: list[str], head: str) -> dict[str, float]:
     return found
 
 
-def test_it_fits(eight: Eight) -> None:
+def test_screen_of_a_plan_that_fits_has_memory_speed_and_exchanges(eight: Eight) -> None:
     seen = eight[3]
     lines = lines_of(eight, seen)
     assert lines[0] == "demo on 8 H100"
@@ -67,7 +69,7 @@ def test_it_fits(eight: Eight) -> None:
     assert not any(line.startswith("what would") for line in lines)
 
 
-def test_times_add_up(eight: Eight) -> None:
+def test_screen_times_add_up_to_the_step(eight: Eight) -> None:
     lines = lines_of(eight, eight[3])
     start = next(place for place, line in enumerate(lines) if "time of a step" in line)
     at = lines[start].index("time of a step")
@@ -83,14 +85,16 @@ def test_times_add_up(eight: Eight) -> None:
     ("share", "word"),
     [(0.5, "fits: "), (0.94, "fits: "), (0.96, "fits, narrowly: "), (1.01, "does not fit: ")],
 )
-def test_the_verdict(eight: Eight, share: float, word: str) -> None:
+def test_screen_verdict_follows_the_share_of_the_capacity(
+    eight: Eight, share: float, word: str
+) -> None:
     """``share``: of the capacity, what is needed."""
     seen = replace(eight[3], capacity=int(eight[3].needed / share))
     assert lines_of(eight, seen)[1].startswith(f"  memory     {word}")
     assert seen.fits == (share <= 1)
 
 
-def test_it_does_not_fit(eight: Eight) -> None:
+def test_screen_of_a_plan_that_does_not_fit_has_the_advice(eight: Eight) -> None:
     """With what to do, or that nothing alone helps."""
     seen = replace(eight[3], capacity=GIB)
     text = "\n".join(lines_of(eight, seen))
@@ -101,7 +105,7 @@ def test_it_does_not_fit(eight: Eight) -> None:
     assert advice == ["--remat.kind", "full", "-20%", "921.6", "MiB"]
 
 
-def test_what_would_be_faster(eight: Eight) -> None:
+def test_screen_of_a_plan_that_fits_has_what_would_be_faster(eight: Eight) -> None:
     change = {"compile.enable": True, "precision.float8": "tensorwise"}
     lines = lines_of(eight, eight[3], Advice(change, 0.35, 2 * GIB))
     assert any(line.startswith("what would make it faster") for line in lines)
@@ -110,23 +114,23 @@ def test_what_would_be_faster(eight: Eight) -> None:
     assert advice.endswith("+35%  2.0 GiB")
 
 
-def test_an_unknown_device(eight: Eight) -> None:
-    job, plan, machine, _ = eight
-    seen = forecast(job, plan, machine, None)
+def test_screen_of_an_unknown_device_predicts_memory_only(eight: Eight) -> None:
+    job, plan, machine, _, of_ranks = eight
+    seen = priced(job, plan, machine, None, of_ranks)
     lines = lines_of(eight, seen)
     assert lines[3] == "  speed      not predicted: nothing is known of this device"
     assert not any("time of a step" in line for line in lines)
     assert seen.memory == eight[3].memory
 
 
-def test_unknown_memory(eight: Eight) -> None:
-    job, plan, machine, _ = eight
-    seen = forecast(job, plan, replace(machine, memory_bytes=None), None)
+def test_screen_of_unknown_memory_has_what_is_needed(eight: Eight) -> None:
+    job, plan, machine, _, of_ranks = eight
+    seen = priced(job, plan, replace(machine, memory_bytes=None), None, of_ranks)
     assert seen.fits is None
     (line,) = [line for line in lines_of(eight, seen) if "how much there is" in line]
     assert line.startswith("  memory     needs ")
 
 
-def test_doubts_are_warnings(eight: Eight) -> None:
+def test_screen_doubts_are_warnings(eight: Eight) -> None:
     seen = replace(eight[3], doubts=("low confidence: so it is",))
     assert "warning: low confidence: so it is" in lines_of(eight, seen)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -88,24 +87,27 @@ def key_of(candidate: Candidate) -> str:
 
 @pytest.fixture(scope="module")
 def tight() -> tuple[Job, Plan, Machine, Found, list[str]]:
-    """Two H100 with little memory."""
-    job, plan, machine = planned("1x2xH100")
+    """Two H100 with little memory, searched in this process as where there is one core:
+    `test_plan_search_winner_has_its_forecast_when_planned_again` has processes that trace."""
+    job, plan, machine = planned("1x2xH100", ("train.global_batch", "4"))
     machine = with_room(machine, 4.7)
     said: list[str] = []
-    return job, plan, machine, search(job, plan, machine, said.append), said
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: 1)
+        return job, plan, machine, search(job, plan, machine, said.append), said
 
 
 Tight = tuple[Job, Plan, Machine, Found, list[str]]
 
 
-def test_every_one_is_told(tight: Tight) -> None:
+def test_search_every_layout_is_ranked_or_has_a_reason(tight: Tight) -> None:
     job, plan, machine, found, said = tight
     check_sums(found, job, plan, machine)
     assert said[0].endswith("layouts reckoned")
     assert any(text.startswith("0 of 6 found; tracing") for text in said)
 
 
-def test_what_is_best_fits_and_is_fastest(tight: Tight) -> None:
+def test_search_best_layouts_fit_and_are_sorted_by_speed(tight: Tight) -> None:
     found, machine = tight[3], tight[2]
     seconds = [each.seen.step_seconds for each in found.best]
     assert seconds == sorted(seconds)  # type: ignore[type-var]
@@ -115,17 +117,7 @@ def test_what_is_best_fits_and_is_fastest(tight: Tight) -> None:
     assert {loser.reason for loser in found.losers} == {"memory", "rule", "slower"}
 
 
-def test_what_is_told_was_traced(tight: Tight) -> None:
-    """Not the twin's figures, but those of a plan of the changed job."""
-    found, machine = tight[3], tight[2]
-    for each in found.best[:1]:
-        again = traced((each.job, machine))
-        assert not isinstance(again, searching.Refused)
-        assert again.step_seconds == each.seen.step_seconds
-        assert again.needed == each.seen.needed
-
-
-def test_precision_is_not_changed_unasked(tight: Tight) -> None:
+def test_search_winner_keeps_the_recipes_precision(tight: Tight) -> None:
     """Float8 is in the ranking only where it is faster, and never written."""
     found = tight[3]
     assert {key["precision"]["float8"] for key in (c.changes for c in everything(*tight[:3]))} == {
@@ -139,7 +131,7 @@ def test_precision_is_not_changed_unasked(tight: Tight) -> None:
     assert 0 < len(own) <= TRACED
 
 
-def test_the_screen(tight: Tight) -> None:
+def test_search_screen_has_every_ranked_layout_and_counts_the_others(tight: Tight) -> None:
     found = tight[3]
     lines = search_screen(found).splitlines()
     assert lines[0] == f"{found.considered:,} layouts considered, the best {len(found.best)} traced"
@@ -153,7 +145,10 @@ def test_the_screen(tight: Tight) -> None:
     assert sum(int(line.split()[0].replace(",", "")) for line in lines[-3:]) == len(found.losers)
 
 
-def test_the_winner_is_a_recipe(tight: Tight, tmp_path: Path) -> None:
+def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
+    tight: Tight, tmp_path: Path
+) -> None:
+    """Its figures are not the twin's, but those of a trace of what is written."""
     job, _, machine, found, _ = tight
     path = tmp_path / "best.toml"
     path.write_text(written(found, job, "demo", "1x2xH100"), "utf-8")
@@ -174,7 +169,7 @@ def test_the_winner_is_a_recipe(tight: Tight, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_fits(tight: Tight) -> None:
+def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tight: Tight) -> None:
     """The smallest is traced to be sure."""
     job, plan, machine = tight[:3]
     machine = with_room(machine, 1.0)
@@ -190,7 +185,7 @@ def test_where_nothing_fits(tight: Tight) -> None:
 # --------------------------------------------------------------------------- what is tried
 
 
-def test_traces_are_few_and_teach(tight: Tight) -> None:
+def test_trace_best_traces_few_and_prunes_their_neighbours(tight: Tight) -> None:
     """Where the twin says too little, a trace prunes its neighbours; and there is an end."""
     job, _, machine = tight[:3]
     some = [c for c in everything(*tight[:3]) if c.precision == "none"]
@@ -225,7 +220,7 @@ def test_traces_are_few_and_teach(tight: Tight) -> None:
         ("1x2xMI300X", "none", ["none"]),
     ],
 )
-def test_precisions_are_the_device_s(cluster: str, own: str, expected: list[str]) -> None:
+def test_precisions_follow_the_device(cluster: str, own: str, expected: list[str]) -> None:
     job, plan, machine = planned(
         cluster, ("precision.float8", own), ("precision.float8_small", "true")
     )
@@ -235,7 +230,7 @@ def test_precisions_are_the_device_s(cluster: str, own: str, expected: list[str]
     assert precisions(job, plan, machine) == expected
 
 
-def test_what_the_recipe_says_stays_possible() -> None:
+def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
     """Keys that fit the recipe's own layout only are given up with it."""
     job, plan, machine = planned(
         "1x4xH100",
@@ -251,7 +246,7 @@ def test_what_the_recipe_says_stays_possible() -> None:
     assert all(c.changes["pipeline"]["layers"] == () for c in everything(job, plan, machine))
 
 
-def test_halves_of_backward_passes_are_for_few() -> None:
+def test_impossible_split_backward_excludes_remat_and_float8() -> None:
     job, plan, machine = planned("1x4xH100")
     kinds = {
         (c.layout.remat, c.precision, bool(impossible(job, c.layout)))
@@ -262,7 +257,7 @@ def test_halves_of_backward_passes_are_for_few() -> None:
     assert all(lost for remat, precision, lost in kinds if (remat, precision) != ("none", "none"))
 
 
-def test_two_axes_do_not_repeat_a_layout() -> None:
+def test_candidates_on_several_axes_are_unique() -> None:
     for cluster in ("1x8xH100", "2x4xA100-80GB"):
         keys = [key_of(c) for c in everything(*planned(cluster))]
         assert len(keys) == len(set(keys))
@@ -280,7 +275,7 @@ def test_two_axes_do_not_repeat_a_layout() -> None:
         ),
     ],
 )
-def test_what_cannot_be_searched(
+def test_search_unknown_device_or_schedule_file_is_refused(
     cluster: str, overrides: Overrides, key: str, rule: str, tmp_path: Path
 ) -> None:
     rows = [",".join(f"{rank}{kind}{m}" for m in range(4) for kind in "FB") for rank in range(2)]
@@ -300,7 +295,7 @@ def test_what_cannot_be_searched(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("cluster", "gib"), [("1x2xH100", 4.7), ("1x4xA100-80GB", 3.5)])
-def test_it_finds_what_tracing_all_finds(cluster: str, gib: float) -> None:
+def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: float) -> None:
     """Every possible layout in the recipe's precision is traced: the winner is the fastest of
     them, or as good as it, and what was told to need too much memory does."""
     job, plan, machine = planned(cluster, ("train.global_batch", "8"))
@@ -328,7 +323,7 @@ def test_it_finds_what_tracing_all_finds(cluster: str, gib: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_512_gpus(tmp_path: Path) -> None:
+def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path: Path) -> None:
     """The best of three thousand layouts of Llama 3.1 405B, with the prediction that its recipe
     gives when it is planned again."""
     here = Machine("cpu", devices=2)
@@ -349,16 +344,17 @@ def test_512_gpus(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- the command
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.system
+def test_plan_search_winner_has_its_forecast_when_planned_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Searched, written, and planned again."""
     best, page = tmp_path / "best.toml", tmp_path / "page.html"
-    small = [*SMALL, ("train.global_batch", "1")]
+    small = [*SMALL, ("train.global_batch", "1"), ("model.num_layers", "2")]
     keys = [text for name, value in small for text in (f"--{name}", value)]
-    weft = [sys.executable, "-m", "weft.cli", "plan"]
     options = ["--cluster", "1x1xA100-80GB", "--search", "--json", "--write", str(best)]
-    run = subprocess.run([*weft, "demo", *keys, *options], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
+    assert main(["plan", "demo", *keys, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
     (winner,) = (each for each in found["best"] if each["winner"])
     assert winner is not None
     assert all(loser["why"] and loser["detail"] for loser in found["lost"])
@@ -380,7 +376,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--search", "--rank-map"], "not allowed with"),
     ],
 )
-def test_mistakes(options: list[str], told: str, capsys: Any) -> None:
+def test_plan_search_wrong_options_are_refused(options: list[str], told: str, capsys: Any) -> None:
     keys = [text for name, value in SMALL for text in (f"--{name}", value)]
     try:
         status = main(["plan", "demo", *keys, *options])

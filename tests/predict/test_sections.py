@@ -30,7 +30,7 @@ from weft.train.folder import write_plan
 PIPELINE = [
     ("parallel.pp", "2"),
     ("model.tied_embeddings", "false"),
-    ("train.microbatch", "2"),
+    ("train.microbatch", "4"),
     ("train.steps", "6"),
     ("observe.log_interval", "1"),
     ("observe.report", "true"),
@@ -55,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> tuple
     return folder, done.stdout
 
 
-def test_training_leaves_a_page(trained: tuple[Path, str]) -> None:
+def test_train_finished_run_leaves_a_report(trained: tuple[Path, str]) -> None:
     folder, said = trained
     assert f"report: {folder / FILE}" in said
     page = (folder / FILE).read_text()
@@ -64,7 +64,7 @@ def test_training_leaves_a_page(trained: tuple[Path, str]) -> None:
     assert "<code>weft report</code>" in page  # six steps are not worth a forecast
 
 
-def test_what_was_predicted_is_of_the_runs_own_plan(
+def test_report_predicted_memory_is_of_the_runs_plan(
     trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = trained
@@ -105,7 +105,7 @@ def spans(plan: Plan, steps: list[int], folder: Path, cut: int = 0) -> None:
         (folder / "spans" / f"rank-{rank}.json").write_text(text[: len(text) - cut * rank])
 
 
-def test_the_measured_pipeline_is_the_last_whole_step(trained: tuple[Path, str]) -> None:
+def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     _, plan, _ = planned_again(folder, "run")
     # What the run itself has noted: on each rank its actions, in their order.
@@ -138,7 +138,7 @@ def test_the_measured_pipeline_is_the_last_whole_step(trained: tuple[Path, str])
     assert timeline(folder, plan) is None
 
 
-def test_a_profile_is_drawn(trained: tuple[Path, str]) -> None:
+def test_sections_profile_is_averaged_over_ranks(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     for steps, compute in (("2-3", 0.1), ("12-13", 0.3)):
         of_ranks = [
@@ -156,7 +156,9 @@ def test_a_profile_is_drawn(trained: tuple[Path, str]) -> None:
     assert "host: kernels start later than they could: 25.0 ms, 10.0%" in drawn
 
 
-def test_why_there_is_no_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_without_a_forecast_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "odd_of_mine.py").write_text(ODD)
     monkeypatch.syspath_prepend(tmp_path)
     mine = [("model.kind", "odd_of_mine:FAMILY"), ("model.preset", "small")]
@@ -174,7 +176,7 @@ def test_why_there_is_no_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "It cannot be planned again: model.kind = &quot;gone_by_now:FAMILY&quot;" in told
 
 
-def test_of_several_runs_there_is_one_table(trained: tuple[Path, str]) -> None:
+def test_sections_of_several_runs_are_one_table(trained: tuple[Path, str]) -> None:
     folder, _ = trained
     ((heading, content),) = sections([History(folder), History(folder)])
     assert heading == "Predicted and measured"

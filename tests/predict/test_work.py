@@ -19,11 +19,13 @@ from weft.predict.work import Pricer
         # Weight, gradient and moments are read, weight and moments written; clipping goes over
         # gradients, too.
         ("float32", 28, 48),
-        ("bfloat16", 20, 40),
+        pytest.param("bfloat16", 20, 40, marks=pytest.mark.slow),
         ("8bit", 16, 36),
     ],
 )
-def test_bytes_of_the_optimizer(states: str, least: float, most: float) -> None:
+def test_pricer_optimizer_reads_and_writes_each_state_once(
+    states: str, least: float, most: float
+) -> None:
     """Of each parameter, whatever number of operators an update is made of."""
     keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.states", states)]
     job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch", "2")])

@@ -26,6 +26,7 @@ from weft.train import loop
 
 STEPS = 40
 JOB: Overrides = [
+    ("model.num_layers", "1"),
     ("train.steps", str(STEPS)),
     ("train.global_batch", "6"),
     ("checkpoint.interval", "2"),
@@ -121,7 +122,7 @@ def chaos(source: random.Random, kills: int, folder: Path, store: Path) -> int:
 
 
 def test_killed_at_any_moment(store_path: Path, tmp_path: Path, undisturbed: Path) -> None:
-    assert chaos(random.Random(1), 8, tmp_path, store_path) > 4
+    assert chaos(random.Random(1), 6, tmp_path, store_path) > 4
     check(tmp_path, undisturbed)
 
 
@@ -138,30 +139,34 @@ def test_a_hundred_kills(store_path: Path, tmp_path: Path, undisturbed: Path) ->
     print(f"{kills} kills in {runs} runs")
 
 
-@pytest.mark.parametrize("mode", [[CANONICAL], []], ids=["canonical", "usual"])
+@pytest.mark.parametrize(
+    "mode",
+    [[CANONICAL], pytest.param([], marks=pytest.mark.slow)],
+    ids=["canonical", "usual"],
+)
 def test_more_and_fewer_ranks(mode: Any, store_path: Path, tmp_path: Path) -> None:
-    """4 -> 2 -> 3 -> 4: the same batches in the same order; in canonical order the same bits."""
-    job = [*JOB, *mode, ("train.steps", "20"), ("train.global_batch", "12")]
+    """4 -> 2 -> 3: the same batches in the same order; in canonical order the same bits."""
+    job = [*JOB, *mode, ("train.steps", "9"), ("train.global_batch", "12")]
     job.append(("checkpoint.interval", "1"))
     alone, changing = tmp_path / "alone", tmp_path / "changing"
     for folder in (alone, changing):
         folder.mkdir()
     call = ([*job, ("run.dir", str(alone / "run"))], str(store_path), [], 0.0, str(alone / "seen"))
     run_ranks(train_until_killed, 1, *call)
-    for part, ranks in enumerate((4, 2, 3, 4)):
-        # Each incarnation fails before its sixth step, but for the last one.
-        faults = ['{site = "step", passing = 6, kind = "raise"}'] * min(part + 1, 3)
+    for part, ranks in enumerate((4, 2, 3)):
+        # Each incarnation fails before its fourth step, but for the last one.
+        faults = ['{site = "step", passing = 4, kind = "raise"}'] * min(part + 1, 2)
         some = [*job, ("run.dir", str(changing / "run"))]
         some.append(("resilience.faults", f"[{', '.join(faults)}]"))
         call = (some, str(store_path), [], 0.0, str(changing / "seen"))
-        if part == 3:
+        if part == 2:
             run_ranks(train_until_killed, ranks, *call)
         else:
             with pytest.raises(RankError, match="injected fault at step"):
                 run_ranks(train_until_killed, ranks, *call)
-            assert checkpoint_step(checkpoints(changing / "run/checkpoints")[-1]) == 5 * part + 5
+            assert checkpoint_step(checkpoints(changing / "run/checkpoints")[-1]) == 3 * part + 3
     assert noted(changing / "seen") == noted(alone / "seen")
-    assert set(noted(alone / "seen")) == set(range(240))
+    assert set(noted(alone / "seen")) == set(range(9 * 12))
     ours, theirs = records(changing / "run"), records(alone / "run")
     assert [r["tokens"] for r in ours] == [r["tokens"] for r in theirs]
     if mode:

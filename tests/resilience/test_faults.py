@@ -21,7 +21,8 @@ from weft.train.check import prepare_job
 from weft.train.loop import train
 
 # Two checkpoints are kept, so the third save deletes one.
-STEPS: Overrides = [("train.steps", "8"), ("checkpoint.interval", "2")]
+ONE_LAYER = ("model.num_layers", "1")
+STEPS: Overrides = [ONE_LAYER, ("train.steps", "8"), ("checkpoint.interval", "2")]
 SAVING = [site for site in SITES if site.startswith("checkpoint")]
 BY_RANK_0 = ["manifest", "rename", "renamed", "delete", "deleting"]
 PLACES = [
@@ -44,42 +45,61 @@ def undisturbed(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return newest_state(folder)
 
 
-def check_end(folder: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def check_end(folder: Path, undisturbed: dict[str, torch.Tensor], steps: int) -> None:
     state = newest_state(folder)
     assert all(state[name].equal(tensor) for name, tensor in undisturbed.items())
     names = sorted(os.listdir(folder / "checkpoints"))
     assert [name for name in names if not name.startswith("lease-")] == [
-        "step-00000006",
-        "step-00000008",
+        f"step-{steps - 2:08}",
+        f"step-{steps:08}",
     ]
 
 
-@pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("site", "rank"), PLACES)
-def test_killed_while_saving(
-    site: str,
-    rank: int,
-    background: str,
-    store_path: Path,
-    tmp_path: Path,
-    undisturbed: dict[str, Any],
+# Before, in and after what makes a save count.
+KILLED_OFTEN = [
+    ("checkpoint.shards", 1),
+    ("checkpoint.written", 0),
+    ("checkpoint.rename", 0),
+    ("checkpoint.renamed", 0),
+    ("checkpoint.deleting", 0),
+    ("checkpoint.saved", 1),
+]
+VISIBLE = ["checkpoint.renamed", "checkpoint.delete", "checkpoint.deleting", "checkpoint.saved"]
+
+
+@pytest.mark.parametrize(
+    ("places", "background"),
+    [
+        (KILLED_OFTEN, "true"),
+        *(pytest.param(PLACES, each, marks=pytest.mark.slow) for each in ("true", "false")),
+    ],
+    ids=["often-background", "all-background", "all-foreground"],
+)
+def test_save_killed_at_one_site_after_another_resumes_bit_for_bit(
+    places: list[tuple[str, int]], background: str, store_path: Path, tmp_path: Path
 ) -> None:
-    # The third save is the first one with something to delete.
-    passing = 1 if "delet" in site else 3
-    overrides = [
-        *STEPS,
-        ("run.dir", str(tmp_path)),
-        ("checkpoint.background", background),
-        *fault(site=site, rank=rank, passing=passing),
-    ]
-    with pytest.raises(RankError, match=f"rank {rank} of 2 .*SIGKILL"):
-        run_ranks(train_rank, 2, overrides, str(store_path))
-    # Step 4 had been committed; step 6 is there as soon as it is visible.
-    newest = checkpoint_step(checkpoints(tmp_path / "checkpoints")[-1])
-    seen = ["checkpoint.renamed", "checkpoint.delete", "checkpoint.deleting", "checkpoint.saved"]
-    assert newest == (6 if site in seen else 4)
-    run_ranks(train_rank, 2, overrides, str(store_path))
-    check_end(tmp_path, undisturbed)
+    """Each start resumes from what the one before has left, and dies at the next site."""
+    # Two checkpoints are there before the first death, so that each save deletes one.
+    steps = 4 + 2 * sum(site in VISIBLE for site, _ in places) + 2
+    job: Overrides = [*STEPS, ("train.steps", f"{steps}")]
+    job += [("checkpoint.background", background)]
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    run_ranks(train_rank, 2, [*job, ("run.dir", str(straight))], str(store_path))
+    expected = 4
+    for number, (site, rank) in enumerate(places):
+        # The first start comes to its third save; what is deleted, is deleted from there on.
+        first = 1 if "delet" in site else 3
+        change = fault(site=site, rank=rank, passing=1 if number else first)
+        overrides = [*job, ("run.dir", str(folder)), *change]
+        with pytest.raises(RankError, match=f"rank {rank} of 2 .*SIGKILL"):
+            run_ranks(train_rank, 2, overrides, str(store_path))
+        # The step is there as soon as it is visible.
+        expected += 2 * (site in VISIBLE)
+        newest = checkpoint_step(checkpoints(folder / "checkpoints")[-1])
+        assert newest == expected, site
+        (folder / "logs/fault-0.happened").unlink()
+    run_ranks(train_rank, 2, [*job, ("run.dir", str(folder))], str(store_path))
+    check_end(folder, newest_state(straight), steps)
 
 
 def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
@@ -93,12 +113,19 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("site", "rank", "error"),
     [
-        *((s, rank, "ENOSPC") for s, rank in PLACES if s not in ("checkpoint", "checkpoint.saved")),
-        ("checkpoint.written", 1, "EIO"),
+        ("checkpoint.shards", 1, "ENOSPC"),
         ("checkpoint.rename", 0, "EDQUOT"),
+        ("checkpoint.deleting", 0, "ENOSPC"),
+        pytest.param("checkpoint.written", 1, "EIO", marks=pytest.mark.slow),
+        *(
+            pytest.param(site, rank, "ENOSPC", marks=pytest.mark.slow)
+            for site, rank in PLACES
+            if site not in ("checkpoint", "checkpoint.saved", "checkpoint.deleting")
+            and (site, rank) != ("checkpoint.shards", 1)
+        ),
     ],
 )
-def test_a_save_that_fails_is_told_and_the_run_goes_on(
+def test_save_failure_is_reported_and_training_continues(
     site: str, rank: int, error: str, store_path: Path, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     passing = 1 if "delet" in site else 3
@@ -121,14 +148,14 @@ def test_last_save_one_failed_write_is_tried_again(store_path: Path, tmp_path: P
     assert checkpoints(tmp_path / "checkpoints")[-1].name == "step-00000008"
 
 
-def test_corrupt_gradients_are_noticed(store_path: Path, tmp_path: Path) -> None:
+def test_train_corrupt_gradients_stop_the_run(store_path: Path, tmp_path: Path) -> None:
     change = fault(site="gradients", rank=1, passing=2, kind="corrupt", factor=1e45)
     overrides = [*STEPS, ("run.dir", str(tmp_path)), ("observe.log_interval", "1")]
     with pytest.raises(RankError, match="the gradient norm is"):
         run_ranks(train_rank, 2, [*overrides, *change], str(store_path))
 
 
-def test_a_mistake_in_a_fault() -> None:
+def test_prepare_job_faults_that_cannot_be_are_refused() -> None:
     with pytest.raises(InvalidJob) as caught:
         prepare_job("demo", fault(site="checkpoint.renam"))
     assert "checkpoint.rename" in str(caught.value)

@@ -27,6 +27,7 @@ from weft.resilience.signals import listen
 from weft.train.loop import train
 
 STEPS: Overrides = [
+    ("model.num_layers", "1"),
     ("train.steps", "12"),
     ("train.eval_interval", "3"),
     ("checkpoint.interval", "4"),
@@ -64,11 +65,16 @@ TERM, USR1, INT = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)
     ("site", "passing", "last", "number"),
     [
         ("step", 1, 2, TERM),
-        ("step", 6, 7, USR1),
-        ("gradients", 6, 7, INT),
-        ("evaluate", 2, 7, INT),
         ("checkpoint", 1, 5, USR1),
         ("checkpoint.shards", 1, 8, INT),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("step", 6, 7, USR1),
+                ("gradients", 6, 7, INT),
+                ("evaluate", 2, 7, INT),
+            ]
+        ),
     ],
 )
 def test_in_every_phase(

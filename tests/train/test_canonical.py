@@ -14,7 +14,7 @@ from weft.job import InvalidJob
 from weft.plan.resolve import Machine, resolve
 
 STEPS: Overrides = [
-    ("train.steps", "6"),
+    ("train.steps", "4"),
     ("train.global_batch", "12"),
     ("train.canonical", "true"),
     ("observe.log_interval", "1"),
@@ -31,7 +31,7 @@ def alone(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (2, []),
+        pytest.param(2, [], marks=pytest.mark.slow),
         (3, [("data.packing", "windows")]),
         (4, [("parallel.dp_replicate", "2")]),
         pytest.param(6, [("parallel.dp_replicate", "6")], marks=pytest.mark.slow),

@@ -70,8 +70,15 @@ def train_and_count(overrides: Overrides, store: str) -> dict[tuple[int, str], i
     return dict(SEEN)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("microbatch", ["auto", "2"])
+@pytest.mark.parametrize(
+    ("ranks", "microbatch"),
+    [
+        (1, "auto"),
+        (2, "2"),
+        pytest.param(1, "2", marks=pytest.mark.slow),
+        pytest.param(2, "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_no_waiting_in_an_unlogged_step(
     ranks: int, microbatch: str, store_path: Path, tmp_path: Path
 ) -> None:
@@ -150,10 +157,11 @@ def train_with_thread(overrides: Overrides, store: str, fail_at: int = 0) -> lis
     return [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_batches_made_ahead_change_nothing(ranks: int, store_path: Path, tmp_path: Path) -> None:
     for name, function in (("plain", train_rank), ("ahead", train_with_thread)):
         overrides = [("run.dir", str(tmp_path / name)), ("data.packing", "documents")]
+        overrides.append(("train.steps", "8"))
         left = run_ranks(function, ranks, overrides, str(store_path))  # type: ignore[arg-type]
     assert losses(tmp_path / "ahead") == losses(tmp_path / "plain")
     assert all("weft-data" not in names for names in left)

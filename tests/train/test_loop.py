@@ -51,7 +51,13 @@ def one_rank(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatch", "replicas"), [(1, "2", 1), (2, "auto", 1), (4, "1", 1), (4, "2", 2)]
+    ("ranks", "microbatch", "replicas"),
+    [
+        (2, "auto", 1),
+        (4, "2", 2),
+        pytest.param(1, "2", 1, marks=pytest.mark.slow),
+        pytest.param(4, "1", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_every_layout_has_the_same_curve(
     ranks: int, microbatch: str, replicas: int, one_rank: Path, store_path: Path, tmp_path: Path
@@ -90,7 +96,7 @@ def test_records_are_complete(one_rank: Path) -> None:
         assert 0.01 < record["memory_peak_gib"] < 24
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_restart_does_not_show(ranks: int, store_path: Path, tmp_path: Path) -> None:
     """N + N steps: the losses, weights and optimizer state of 2N, bit for bit."""
     same = [("data.packing", "documents"), ("train.eval_interval", "5")]
@@ -133,7 +139,10 @@ def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
     train_rank(overrides, store)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 4), (4, 2)))],
+)
 def test_another_layout_goes_on(
     before: int, after: int, one_rank: Path, store_path: Path, tmp_path: Path
 ) -> None:

@@ -87,6 +87,13 @@ def trained(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFac
     return run(source, folder, store_path, "dp_shard2", 4)
 
 
+@pytest.fixture(scope="module")
+def halfway(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped after two steps; to be copied."""
+    folder = tmp_path_factory.mktemp("half") / "run"
+    return run(source, folder, store_path, "dp_shard2", 2)
+
+
 def test_checkpoints_hold_adapters_and_the_base_stays(trained: Path, source: Path) -> None:
     base, newest = checkpoints(trained / "checkpoints")  # of step 2, none is left: keep is 1
     assert (base.name, newest.name) == ("step-00000000", "step-00000004")
@@ -101,9 +108,9 @@ def test_checkpoints_hold_adapters_and_the_base_stays(trained: Path, source: Pat
 
 
 def test_it_goes_on_to_the_bit(
-    trained: Path, source: Path, store_path: Path, tmp_path: Path
+    trained: Path, halfway: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    folder = run(source, tmp_path / "run", store_path, "dp_shard2", 2)
+    folder = shutil.copytree(halfway, tmp_path / "run")
     run(source, folder, store_path, "dp_shard2", 4)
     assert losses(folder) == losses(trained)
     theirs = newest_state(trained)
@@ -112,9 +119,9 @@ def test_it_goes_on_to_the_bit(
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2 dp_shard2", marks=pytest.mark.slow)])
 def test_it_goes_on_in_another_layout(
-    layout: str, trained: Path, source: Path, store_path: Path, tmp_path: Path
+    layout: str, trained: Path, halfway: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:
-    folder = run(source, tmp_path / "run", store_path, "dp_shard2", 2)
+    folder = shutil.copytree(halfway, tmp_path / "run")
     run(source, folder, store_path, layout, 4)
     assert losses(folder) == pytest.approx(losses(trained), rel=1e-5)
     theirs = newest_state(trained)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness import run_ranks
-from tests.layouts import parse
+from tests.layouts import one_process, parse, size
 from tests.parallel.test_layouts import MODEL, TOLERANCE
 from tests.small import Overrides, gradients, merged
 from weft.data.loader import IGNORE
@@ -68,12 +68,12 @@ def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "",
         "model.tied_embeddings=true",
-        "dp_shard2",
         "tp2",
-        "pp2",
         "cp2",
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("dp_shard2", marks=pytest.mark.slow),
+        pytest.param("pp2", marks=pytest.mark.slow),
         pytest.param("tp2 sequence_parallel=false", marks=pytest.mark.slow),
         pytest.param("dp_shard2 model.tied_embeddings=true", marks=pytest.mark.slow),
         pytest.param("dp_shard2 reshard_after_forward=always", marks=pytest.mark.slow),
@@ -85,8 +85,9 @@ def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:
 def test_in_any_layout(layout: str, store_path: Path) -> None:
     ranks, overrides = parse(layout)
     tied = [each for each in overrides if each[0] == "model.tied_embeddings"]
-    (one,) = run_ranks(gradients, 1, MODEL + tied, str(store_path))
-    many = run_ranks(seven_at_a_time, ranks, MODEL + overrides, str(store_path), timeout=120)
+    model = [*MODEL, *size(layout)]
+    (one,) = one_process(str(store_path), [model + tied])
+    many = run_ranks(seven_at_a_time, ranks, model + overrides, str(store_path), timeout=120)
     assert any(each["chunked"] for each in many)
     for each in merged(many):
         assert each["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)

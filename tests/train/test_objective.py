@@ -74,14 +74,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             for i in range(80)
         ],
     )
-    asked = [[system, message("user", f"{words[i % 6]} {i}")] for i in range(60)]
+    asked = [[system, message("user", f"{words[i % 6]} {i}")] for i in range(36)]
     pairs = [
         {
             "prompt": asked[i],
             "chosen": [message("assistant", "it is " * (i % 2 + 1))],
             "rejected": [message("assistant", "was " * (i % 3 + 1))],
         }
-        for i in range(60)
+        for i in range(36)
     ]
     write_lines(folder / "preferences.jsonl", pairs)
     found = {}
@@ -171,7 +171,15 @@ def one_chat(texts: dict[str, str]) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize("layout", ["dp_shard2", "tp2", "pp2 train.microbatch=3", "cp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "cp2",
+        "pp2 train.microbatch=3",
+        pytest.param("dp_shard2", marks=pytest.mark.slow),
+        pytest.param("tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_conversations_in_any_layout(
     layout: str, texts: dict[str, str], one_chat: dict[str, Any]
 ) -> None:
@@ -224,10 +232,10 @@ def test_dpo_is_its_formula(one_dpo: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp_shard2",
         "dp_replicate2 train.microbatch=3",
         "tp2",
-        "pp2 train.microbatch=3",
+        pytest.param("dp_shard2", marks=pytest.mark.slow),
+        pytest.param("pp2 train.microbatch=3", marks=pytest.mark.slow),
         "pp2 schedule=DualPipeV train.microbatch=1",
         "train.canonical=true train.microbatch=1 dp_replicate2",
     ],
@@ -249,7 +257,7 @@ def test_dpo_of_adapters(texts: dict[str, str], one_dpo: dict[str, Any]) -> None
     torch.testing.assert_close(one["references"], one_dpo["references"])
     assert one["loss"] == pytest.approx(one_dpo["loss"], rel=1e-5)
     assert all("lora" in name for name in one["grads"])
-    ranks, overrides = parse("dp_shard2 tp2")
+    ranks, overrides = parse("tp2")
     for rank in merged(run_ranks(gradients, ranks, tuned + overrides, texts["preferences"])):
         for each in (one, rank):  # at first B is zero, so A has no gradient
             for name in [name for name in each["grads"] if "lora_A" in name]:

@@ -89,9 +89,9 @@ def test_each_by_itself(one_process: dict[str, Any]) -> None:
 
 # Microbatches that are not full, stages whose last one is on the first rank, and slices of rows.
 LAYOUTS = [
-    "dp_shard2",
-    "tp2",
     "cp2",
+    pytest.param("dp_shard2", marks=pytest.mark.slow),
+    pytest.param("tp2", marks=pytest.mark.slow),
     "pp2 train.microbatch=3",
     "pp2 schedule=DualPipeV",
     "train.canonical=true train.microbatch=1 dp_replicate2",
