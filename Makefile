@@ -27,7 +27,7 @@ demo: install
 
 # Two tests at a time; a worker that has done its half takes tests from the other's.
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal \
-	--record-durations build/test-durations.json
+	--record-durations=build/test-durations.json
 
 test: install
 	$(PYTEST) -m 'not slow'
