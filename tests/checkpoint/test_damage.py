@@ -36,7 +36,7 @@ SHAPE = (5, 6, 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
-def test_shards_add_up_to_the_whole(dtype: torch.dtype) -> None:
+def test_fingerprint_of_shards_sums_to_the_whole(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = (1000 * torch.randn(SHAPE, dtype=torch.float64)).to(dtype)
     alone = int(fingerprint(x, (0, 0, 0), SHAPE))
@@ -49,7 +49,7 @@ def test_shards_add_up_to_the_whole(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (5, 6), (4, 5, 3)])
-def test_a_fingerprint_is_what_it_says(
+def test_fingerprint_of_chunks_is_the_weighted_sum(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over several chunks, the last of them shorter."""
@@ -60,7 +60,7 @@ def test_a_fingerprint_is_what_it_says(
     assert int(fingerprint(x, [0] * x.dim(), shape)) == expected
 
 
-def test_a_fingerprint_sees_one_bit_and_an_exchange() -> None:
+def test_fingerprint_one_bit_or_an_exchange_changes_it() -> None:
     torch.manual_seed(0)
     x = torch.randn(64)
     before = int(fingerprint(x, (0,), (64,)))
@@ -213,12 +213,12 @@ def corruptions(tmp_path: Path, times: float) -> int:
     return done
 
 
-def test_damage_is_noticed_and_the_one_before_taken(tmp_path: Path) -> None:
+def test_resume_corrupted_checkpoint_falls_back_exactly(tmp_path: Path) -> None:
     assert corruptions(tmp_path, 0.05) >= 38
 
 
 @pytest.mark.slow
-def test_seven_hundred_times(tmp_path: Path) -> None:
+def test_resume_corrupted_checkpoint_falls_back_seven_hundred_times(tmp_path: Path) -> None:
     assert corruptions(tmp_path, 1.0) >= 700
 
 
@@ -230,7 +230,7 @@ def resume_all(folder: str) -> tuple[int, list[str], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_fall_back_together(ranks: int, tmp_path: Path) -> None:
+def test_resume_damaged_shard_all_ranks_fall_back(ranks: int, tmp_path: Path) -> None:
     """Also those whose own part is sound."""
     first = run_ranks(save_two, 2, str(tmp_path))[0]
     flip(tmp_path / "step-00000002/shard-00001.bin", random.Random(1))
@@ -243,7 +243,7 @@ def test_ranks_fall_back_together(ranks: int, tmp_path: Path) -> None:
     assert names[1:] == ["step-00000001"]
 
 
-def test_never_silently_from_scratch(tmp_path: Path) -> None:
+def test_resume_all_damaged_is_refused(tmp_path: Path) -> None:
     run_ranks(save_two, 2, str(tmp_path))
     for path in checkpoints(tmp_path):
         flip(path / "shard-00000.bin", random.Random(2))
@@ -251,7 +251,7 @@ def test_never_silently_from_scratch(tmp_path: Path) -> None:
         run_ranks(resume_all, 2, str(tmp_path))
 
 
-def test_what_changes_between_memory_and_disk_is_noticed(tmp_path: Path) -> None:
+def test_load_tensor_changed_before_writing_is_refused(tmp_path: Path) -> None:
     """Files and hashes agree with each other, and not with what was to be saved."""
     run_ranks(save_otherwise, 1, str(tmp_path))
     with pytest.raises(RankError, match="is not what was saved, though its file is as it was"):
@@ -313,7 +313,7 @@ def change_of(manifest: dict[str, Any], name: str, value: Any) -> None:
         ("fingerprint", 1 << 64),
     ],
 )
-def test_a_hostile_table_is_refused(name: str, value: Any, saved: Path) -> None:
+def test_parse_contents_hostile_table_is_refused(name: str, value: Any, saved: Path) -> None:
     """With a hash that is right: anybody can compute it."""
     path = checkpoints(saved)[-1]
     content = read_manifest(path)
@@ -327,7 +327,7 @@ def test_a_hostile_table_is_refused(name: str, value: Any, saved: Path) -> None:
             run_ranks(load_newest, 1, str(saved))
 
 
-def test_no_file_is_a_program(saved: Path) -> None:
+def test_save_writes_only_json_and_raw_numbers(saved: Path) -> None:
     """JSON and raw numbers: nothing in a checkpoint is a pickle."""
     for path in checkpoints(saved):
         names = sorted(file.name for file in path.iterdir())
@@ -339,7 +339,7 @@ def test_no_file_is_a_program(saved: Path) -> None:
         )
 
 
-def test_an_error_of_the_disk_is_no_damage(saved: Path) -> None:
+def test_resume_disk_error_is_not_taken_for_damage(saved: Path) -> None:
     run_ranks(refuse_reading, 2, str(saved))
     run_ranks(refuse_a_manifest, 1, str(saved))
     assert sorted(os.listdir(saved)) == ["step-00000001", "step-00000002"]

@@ -179,7 +179,7 @@ RING = [
 
 
 # Uneven parts, parts of parts in two directions, and stages that do not follow each other.
-SHORT_RING = ["dp_shard3", "dp_shard2 tp2", "pp2 schedule=Interleaved1F1B", ""]
+SHORT_RING = ["dp_shard3", "dp_shard2 tp2", "pp2 schedule=Interleaved1F1B"]
 
 
 @pytest.mark.parametrize("ring", [SHORT_RING, pytest.param(RING, marks=pytest.mark.slow)])

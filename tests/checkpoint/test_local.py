@@ -99,7 +99,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], tensor), name
 
 
-def test_goes_on_from_what_a_replica_still_has(
+def test_resume_lost_node_takes_the_copy_of_its_replica(
     cluster: Cluster, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     cluster.crash(2, *TWO)
@@ -113,14 +113,14 @@ def test_goes_on_from_what_a_replica_still_has(
     assert cluster.kept() == []  # all of it is at home
 
 
-def test_a_part_that_nobody_has_is_read_at_home(cluster: Cluster) -> None:
+def test_resume_lost_part_without_replica_falls_back_to_the_store(cluster: Cluster) -> None:
     cluster.crash(2)
     shutil.rmtree(cluster.nodes / "node1")
     cluster.train(2)
     assert cluster.went_on_from() == 4
 
 
-def test_in_another_layout(tmp_path: Path, store_path: Path) -> None:
+def test_resume_local_copy_in_another_layout_is_used(tmp_path: Path, store_path: Path) -> None:
     one_node = Cluster(tmp_path, store_path, ranks_per_node=2)
     one_node.crash(2)
     one_node.train(1)
@@ -147,7 +147,7 @@ def test_in_another_layout(tmp_path: Path, store_path: Path) -> None:
         ([("parallel.dp_shard", "2"), ("parallel.tp", "2")], (3,), 4),
     ],
 )
-def test_lost_nodes_of_four(
+def test_resume_lost_nodes_of_four_use_what_is_left(
     layout: Overrides, lost: tuple[int, ...], step: int, cluster: Cluster
 ) -> None:
     cluster.crash(4, *layout)
@@ -166,14 +166,14 @@ def damage(path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["shard-*.bin", pytest.param("rank-*.json", marks=pytest.mark.slow)]
 )
-def test_what_is_damaged_is_not_taken(cluster: Cluster, pattern: str) -> None:
+def test_resume_damaged_local_copy_falls_back_to_the_store(cluster: Cluster, pattern: str) -> None:
     cluster.crash(2)
     damage(next(path for path in cluster.kept() if path.match(pattern)))
     cluster.train(2)
     assert cluster.went_on_from() == 4
 
 
-def test_nor_what_was_abandoned(cluster: Cluster) -> None:
+def test_resume_abandoned_local_copy_is_not_used(cluster: Cluster) -> None:
     cluster.crash(2, *TWO)
     take(cluster.run / "checkpoints", 4)  # as after `weft rollback`
     cluster.train(2, *TWO)
@@ -181,7 +181,7 @@ def test_nor_what_was_abandoned(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_nor_what_is_of_another_run_of_that_name(cluster: Cluster) -> None:
+def test_resume_local_copy_of_an_earlier_run_is_not_used(cluster: Cluster) -> None:
     cluster.crash(2, *TWO)
     shutil.rmtree(cluster.run)
     sooner = faults({"site": "step", "passing": 6, "kind": "kill"})
@@ -192,7 +192,7 @@ def test_nor_what_is_of_another_run_of_that_name(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_while_it_is_kept(
+def test_save_local_copy_killed_midway_resumes_bit_for_bit(
     cluster: Cluster, rank: int, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     killed = faults({"site": "local", "passing": 6, "kind": "kill", "rank": rank})
@@ -204,7 +204,7 @@ def test_killed_while_it_is_kept(
     assert_same(newest_state(cluster.run), undisturbed)
 
 
-def test_no_room_on_the_node(cluster: Cluster) -> None:
+def test_save_local_copy_without_space_keeps_the_one_before(cluster: Cluster) -> None:
     full = faults({"site": "local", "passing": 6, "kind": "error", "error": "ENOSPC"})
     both = [(full[0][0], f"{full[0][1][:-1]}, {KILLED[0][1][1:]}")]
     with pytest.raises(RankError, match="SIGKILL"):
@@ -236,7 +236,7 @@ def bytes_read(folder: str) -> tuple[int, int]:
     return read, size
 
 
-def test_replicas_read_a_checkpoint_once(tmp_path: Path) -> None:
+def test_load_by_replicas_reads_a_checkpoint_once(tmp_path: Path) -> None:
     ranks: Sequence[tuple[int, int]] = run_ranks(bytes_read, 2, str(tmp_path), timeout=60)
     size = ranks[0][1]
     assert size > 1 << 20

@@ -113,7 +113,7 @@ CLIENTS = [
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 4), (4, 1)])
-def test_any_layout_loads_any_other(
+def test_remote_checkpoint_of_any_layout_loads_in_another(
     before: int, after: int, client: str, home: str, proxy: s3.Proxy
 ) -> None:
     saved = run_ranks(save_once, before, home, 3, 1e-3)[0]
@@ -129,7 +129,9 @@ def look(home: str) -> tuple[list[int], list[str]]:
     return [checkpoint_step(path) for path in checkpoints(open_folder(home))], listed(home)
 
 
-def test_the_manifest_comes_last_and_old_ones_go(home: str, proxy: s3.Proxy) -> None:
+def test_remote_save_writes_the_manifest_last_and_deletes_old_ones(
+    home: str, proxy: s3.Proxy
+) -> None:
     order: list[str] = []
 
     def watch(method: str, path: str, number: int) -> None:
@@ -172,7 +174,7 @@ def spoil_all(home: str) -> list[str]:
     return spoiled(home, *stepped(1e-3))
 
 
-def test_damage_in_the_store_is_noticed(home: str) -> None:
+def test_remote_damage_is_noticed(home: str) -> None:
     run_ranks(save_once, 2, home, 1, 1e-3)
     assert run_ranks(spoil_all, 1, home) == [[]]
 
@@ -189,7 +191,7 @@ def fall_back(home: str) -> tuple[int, list[str], list[str]]:
     return at.step, said, listed(home)
 
 
-def test_the_one_before_is_taken(home: str) -> None:
+def test_remote_damage_falls_back_to_the_one_before(home: str) -> None:
     for step in (1, 2):
         run_ranks(save_with_samples, 2, home, step)
     ((step, said, names),) = run_ranks(fall_back, 1, home)
@@ -209,7 +211,9 @@ def save_with_samples(home: str, step: int) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("kind", [500, 503, 0], ids=["500", "slow down", "cut"])
-def test_what_passes_is_tried_again(kind: int, client: str, home: str, proxy: s3.Proxy) -> None:
+def test_remote_transient_error_is_tried_again(
+    kind: int, client: str, home: str, proxy: s3.Proxy
+) -> None:
     """Every third request fails."""
     proxy.spoil = lambda method, path, number: kind if number % 3 == 0 else None
     saved = run_ranks(save_once, 2, home, 3, 1e-3, timeout=120)[0]
@@ -217,7 +221,7 @@ def test_what_passes_is_tried_again(kind: int, client: str, home: str, proxy: s3
         assert all(state[name].equal(tensor) for name, tensor in saved.items())
 
 
-def test_what_does_not_pass_is_told_and_nothing_is_left(home: str, proxy: s3.Proxy) -> None:
+def test_remote_permanent_error_is_reported_and_cleaned_up(home: str, proxy: s3.Proxy) -> None:
     run_ranks(save_once, 2, home, 1, 1e-3)
     proxy.spoil = lambda method, path, number: (
         403 if method in ("PUT", "POST") and "shard-00001" in path else None
@@ -241,7 +245,7 @@ def race(home: str) -> tuple[list[int], str]:
     return epochs, (folder / "x").read_text()
 
 
-def test_only_one_can_put(home: str) -> None:
+def test_remote_put_new_succeeds_for_one_writer(home: str) -> None:
     assert run_ranks(race, 1, home) == [([1, 2], "one")]
 
 
@@ -261,7 +265,7 @@ def newest_of(home: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_a_run_is_killed_and_goes_on(home: str, store_path: Path, tmp_path: Path) -> None:
+def test_remote_killed_run_resumes(home: str, store_path: Path, tmp_path: Path) -> None:
     steps: Overrides = [("train.steps", "8"), ("checkpoint.interval", "2")]
     run_ranks(train_rank, 2, [*steps, ("run.dir", str(tmp_path / "a"))], str(store_path))
     change = '[{site = "checkpoint.rename", passing = 3}]'
@@ -288,7 +292,7 @@ def model_there_and_back(run: str, home: str, again: str) -> list[str]:
     return listed(out)
 
 
-def test_a_model_goes_to_the_store_and_comes_back(
+def test_remote_exported_model_round_trip_is_exact(
     home: str, store_path: Path, tmp_path: Path
 ) -> None:
     run, again = tmp_path / "run", tmp_path / "again"

@@ -53,7 +53,7 @@ def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> N
         ),
     ],
 )
-def test_a_copy_that_differs_is_named(
+def test_replica_check_differing_copy_is_named(
     ranks: int, layout: Overrides, said: str, store_path: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(RankError, match=said) as caught:
@@ -62,14 +62,14 @@ def test_a_copy_that_differs_is_named(
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
 
 
-def test_every_so_many_steps(store_path: Path, tmp_path: Path) -> None:
+def test_replica_check_interval_is_kept(store_path: Path, tmp_path: Path) -> None:
     often = [("checkpoint.interval", "6"), ("resilience.replica_check", "3")]
     said = "one of ranks 0, 1 differs from its replica in model.embed_tokens.weight"
     with pytest.raises(RankError, match=rf"(?s){said}.*in step 3"):
         run(tmp_path, store_path, 2, *TWO, *WRONG, *often)
 
 
-def test_not_if_it_is_switched_off(store_path: Path, tmp_path: Path) -> None:
+def test_replica_check_switched_off_reports_nothing(store_path: Path, tmp_path: Path) -> None:
     run(tmp_path, store_path, 2, *TWO, *WRONG, ("resilience.replica_check", "0"))
 
 
@@ -86,5 +86,7 @@ def test_not_if_it_is_switched_off(store_path: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_no_false_alarm(ranks: int, layout: Overrides, store_path: Path, tmp_path: Path) -> None:
+def test_replica_check_equal_copies_raise_nothing(
+    ranks: int, layout: Overrides, store_path: Path, tmp_path: Path
+) -> None:
     run(tmp_path, store_path, ranks, *layout, ("resilience.replica_check", "1"))

@@ -74,7 +74,7 @@ def toml(fault: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_moment_of_the_save_is_saved(ranks: int, tmp_path: Path) -> None:
+def test_saver_background_save_holds_the_state_of_its_moment(ranks: int, tmp_path: Path) -> None:
     for before, stall, write in run_ranks(write_late, ranks, str(tmp_path), True):
         on_disk = read_state(checkpoints(tmp_path)[-1])
         assert all(on_disk[name].equal(tensor) for name, tensor in before.items())
@@ -102,7 +102,7 @@ def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
     return states
 
 
-def test_one_at_a_time_and_the_last_one_is_awaited(tmp_path: Path) -> None:
+def test_saver_saves_one_at_a_time_and_close_waits(tmp_path: Path) -> None:
     states = run_ranks(save_several, 2, str(tmp_path))[0]
     saved = checkpoints(tmp_path)
     assert [checkpoint_step(path) for path in saved] == [1, 2, 3, 4, 5]
@@ -111,7 +111,7 @@ def test_one_at_a_time_and_the_last_one_is_awaited(tmp_path: Path) -> None:
         assert all(on_disk[name].equal(tensor) for name, tensor in state.items())
 
 
-def test_replicas_share_the_writing(tmp_path: Path) -> None:
+def test_saver_replicas_share_the_writing(tmp_path: Path) -> None:
     """Every copy is written once, by now this rank, now that."""
     run_ranks(save_replicas, 4, str(tmp_path))
     (path,) = checkpoints(tmp_path)
@@ -148,7 +148,7 @@ def steps_saved(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_a_failed_save_is_tried_again_at_once(
+def test_train_failed_save_is_tried_again_at_once(
     background: str, store_path: Path, tmp_path: Path
 ) -> None:
     change = {"site": "checkpoint.written", "rank": 1, "kind": "error", "error": "ENOSPC"}
@@ -167,7 +167,7 @@ def test_a_failed_save_is_tried_again_at_once(
     assert "No space left on device" in said
 
 
-def test_it_is_tried_again_once(store_path: Path, tmp_path: Path) -> None:
+def test_train_failed_save_is_tried_again_only_once(store_path: Path, tmp_path: Path) -> None:
     """A full disk must not cost a save every step."""
     faults = ", ".join(
         toml({"site": "checkpoint.rename", "passing": n, "kind": "error"})[1:-1] for n in (1, 2)
@@ -180,7 +180,7 @@ def test_it_is_tried_again_once(store_path: Path, tmp_path: Path) -> None:
     assert (tmp_path / "said-0").read_text().count("warning: ") == 2
 
 
-def test_a_save_under_way_is_awaited_when_training_fails(store_path: Path, tmp_path: Path) -> None:
+def test_train_failure_waits_for_the_save_under_way(store_path: Path, tmp_path: Path) -> None:
     slow = {"site": "checkpoint.shards", "rank": 1, "kind": "slow", "seconds": 1.0}
     bad = {"site": "gradients", "passing": 4, "kind": "corrupt", "factor": 1e45}
     run = tmp_path / "run"
@@ -195,7 +195,7 @@ def test_a_save_under_way_is_awaited_when_training_fails(store_path: Path, tmp_p
 # --------------------------------------------------------------------------- how often
 
 
-def test_youngs_interval_loses_least() -> None:
+def test_young_interval_loses_least() -> None:
     """The formula against the expected loss itself, over a range of intervals."""
 
     def lost(between: float, cost: float, mtbf: float) -> float:
@@ -218,14 +218,14 @@ def ask_when(mtbf_hours: float, stalls: list[float]) -> list[int]:
     return steps
 
 
-def test_auto_follows_the_slowest_rank() -> None:
+def test_auto_interval_follows_the_slowest_rank() -> None:
     alone, together = (run_ranks(ask_when, 2, 1.0, stalls) for stalls in ([2.0, 2.0], [0.1, 2.0]))
     assert alone[0] == alone[1] == together[0] == together[1]
     # sqrt(2 * 2 s * 3600 s) = 120 s of steps of 2 s.
     assert together[0] == list(range(110, 500, 60))
 
 
-def test_auto_in_a_run(store_path: Path, tmp_path: Path) -> None:
+def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_path: Path) -> None:
     overrides = [
         ("run.dir", str(tmp_path / "run")),
         ("train.steps", "24"),
@@ -260,7 +260,7 @@ def saves_of(folder: Path) -> list[tuple[int, int]]:
     return [(checkpoint_step(path), read_manifest(path)["epoch"]) for path in checkpoints(folder)]
 
 
-def test_an_abandoned_branch_does_not_count(tmp_path: Path) -> None:
+def test_checkpoints_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
     run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 4)
     assert saves_of(tmp_path) == [(1, 1), (2, 1), (3, 1), (4, 1)]
     # Back to step 2: 3 and 4 do not count from that moment on, before anything is saved.
@@ -291,7 +291,7 @@ def be_superseded(folder: str) -> str:
     return str(caught.value)
 
 
-def test_an_old_incarnation_cannot_commit(tmp_path: Path) -> None:
+def test_saver_superseded_process_cannot_commit(tmp_path: Path) -> None:
     for message in run_ranks(be_superseded, 2, str(tmp_path)):
         assert "another process has taken over the run" in message
         assert '"process": ' in message
@@ -303,14 +303,14 @@ def test_an_old_incarnation_cannot_commit(tmp_path: Path) -> None:
     ]
 
 
-def test_a_commit_that_comes_too_late_does_not_count(tmp_path: Path) -> None:
+def test_checkpoints_committed_after_a_takeover_do_not_count(tmp_path: Path) -> None:
     """It had looked for its lease just before another one took the run."""
     run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
     take(tmp_path, 2)
     assert saves_of(tmp_path) == [(1, 1), (2, 1)]
 
 
-def test_nothing_is_deleted_of_a_run_that_was_taken_from_its_beginning(tmp_path: Path) -> None:
+def test_delete_old_after_a_takeover_from_step_0_deletes_nothing(tmp_path: Path) -> None:
     """After the last look at the leases, and before older checkpoints go."""
     run_ranks(take_and_save, 1, str(tmp_path), 0, 1, 3)
     take(tmp_path, 0)
@@ -318,7 +318,7 @@ def test_nothing_is_deleted_of_a_run_that_was_taken_from_its_beginning(tmp_path:
     assert [checkpoint_step(path) for path in committed(tmp_path)] == [1, 2, 3]
 
 
-def test_a_damaged_lease_is_told(tmp_path: Path) -> None:
+def test_checkpoints_damaged_lease_raises(tmp_path: Path) -> None:
     """It may say that a branch is abandoned: nothing is guessed."""
     take(tmp_path, 0)
     for text in ("", "{", "[]", '{"step": "x"}'):
@@ -331,13 +331,13 @@ def take_many(folder: str) -> list[int]:
     return [manifest._take(Path(folder), 0) for _ in range(20)]
 
 
-def test_of_several_who_take_the_run_each_has_its_own_epoch(tmp_path: Path) -> None:
+def test_take_by_several_at_once_gives_distinct_epochs(tmp_path: Path) -> None:
     taken = run_ranks(take_many, 3, str(tmp_path))
     assert sorted(epoch for rank in taken for epoch in rank) == list(range(1, 61))
     assert not list(tmp_path.glob(".tmp*"))
 
 
-def test_of_two_who_write_a_file_at_once_one_succeeds(
+def test_put_new_of_two_writers_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if they have the same process id, as in two containers."""
@@ -355,7 +355,7 @@ def test_of_two_who_write_a_file_at_once_one_succeeds(
     assert os.listdir(tmp_path) == ["lease"]
 
 
-def test_a_file_that_is_cleared_away_in_the_making_is_made_again(
+def test_put_new_temporary_file_deleted_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who saves takes what begins with ``.tmp-lease`` for left behind."""
@@ -517,7 +517,7 @@ def test_train_error_in_backward_saves_nothing(store_path: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_sleeping_run_ends_when_it_wakes_up(store_path: Path, tmp_path: Path) -> None:
+def test_train_suspended_and_superseded_ends(store_path: Path, tmp_path: Path) -> None:
     """Stopped by a fault in step 5, its run taken and finished by another, and woken up."""
     run = tmp_path / "run"
     stop = {"site": "checkpoint.manifest", "passing": 2, "kind": "slow", "seconds": 6.0}

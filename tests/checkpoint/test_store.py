@@ -75,7 +75,7 @@ def with_buffers(value: float) -> nn.Module:
     return model
 
 
-def test_buffers_of_any_module(tmp_path: Path) -> None:
+def test_save_buffers_of_any_module_round_trip(tmp_path: Path) -> None:
     saved, loaded = with_buffers(1.0), with_buffers(2.0)
     save(tmp_path, [saved], torch.optim.AdamW(saved.parameters()), {"step": 1, "samples": 8}, 1)
     load(checkpoints(tmp_path)[0], [loaded], None)
@@ -89,21 +89,21 @@ def save_many(folder: str) -> None:
         save(Path(folder), parts, optimizer, {"step": step, "samples": 8 * step}, keep=2)
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_save_keeps_the_newest(tmp_path: Path) -> None:
     run_ranks(save_many, 2, str(tmp_path))
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000015", "step-100000000"]
     assert sorted(os.listdir(tmp_path)) == ["step-00000015", "step-100000000"]
     assert read_manifest(checkpoints(tmp_path)[-1])["step"] == 100_000_000
 
 
-def test_a_committed_checkpoint_is_never_written_again(tmp_path: Path) -> None:
+def test_save_committed_step_is_not_written_again(tmp_path: Path) -> None:
     first = run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)[0]
     run_ranks(save_once, 1, str(tmp_path), 5, -1e-3)
     on_disk = read_state(checkpoints(tmp_path)[-1])
     assert all(on_disk[name].equal(first[name]) for name in first)
 
 
-def test_one_that_lost_its_manifest_is_saved_again(tmp_path: Path) -> None:
+def test_save_step_without_a_manifest_is_written_again(tmp_path: Path) -> None:
     run_ranks(save_once, 1, str(tmp_path), 5, 1e-3)
     (tmp_path / "step-00000005/manifest.json").unlink()
     with pytest.raises(DamagedCheckpoint, match="No such file"):
@@ -126,7 +126,7 @@ def save_with_little_room(folder: str, limit: int) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_failed_write_is_told_and_cleaned_up(ranks: int, tmp_path: Path) -> None:
+def test_save_failed_write_is_reported_and_cleaned_up(ranks: int, tmp_path: Path) -> None:
     for message in run_ranks(save_with_little_room, ranks, str(tmp_path), 5000):
         assert "step-00000002: could not be written" in message
     assert sorted(os.listdir(tmp_path)) == ["step-00000001"]
@@ -134,7 +134,7 @@ def test_a_failed_write_is_told_and_cleaned_up(ranks: int, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk to fill")
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_save_on_a_full_disk_is_reported(tmp_path: Path) -> None:
     """The folder holds one checkpoint and not two."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -150,7 +150,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
+def test_save_clears_files_of_a_killed_writer(tmp_path: Path) -> None:
     (tmp_path / ".tmp-lease-000001.json-1600").write_text("{")
     (tmp_path / ".tmp-step-00000004-ab").mkdir()
     (tmp_path / ".tmp-step-00000004-ab/shard-00000.bin").write_bytes(b"half")
@@ -165,7 +165,7 @@ def save_several(folder: str) -> None:
         save(Path(folder), parts, optimizer, {"step": step, "samples": 8 * step}, keep=20)
 
 
-def test_what_is_no_checkpoint_is_not_seen(tmp_path: Path) -> None:
+def test_checkpoints_other_files_are_ignored(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "none") == []
     for name in ("step-5", "step-00000005", ".tmp-step-00000006-ab", "best"):
         (tmp_path / name).mkdir()
@@ -190,7 +190,7 @@ def load_damaged(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_load_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     run_ranks(save_once, 1, str(tmp_path), 1, 1e-3)
     (message,) = run_ranks(load_damaged, 1, str(tmp_path))
     assert "step-00000001: could not be loaded" in message
@@ -215,7 +215,7 @@ def save_and_note(folder: str) -> list[str]:
     return noted
 
 
-def test_all_is_on_the_disk_before_it_is_visible(tmp_path: Path) -> None:
+def test_save_syncs_everything_before_it_is_visible(tmp_path: Path) -> None:
     """Files, then their folder, then the rename, then the folder above: else a power cut undoes it.
 
     A rename can reach the disk before what is renamed.

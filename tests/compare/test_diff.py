@@ -121,7 +121,7 @@ def row(step: int, kind: str, name: str, order: int, **changes: float) -> dict[s
     return {"step": step, "kind": kind, "name": name, "order": order} | values | changes
 
 
-def test_without_statistics_it_says_how_to_have_them(tmp_path: Path) -> None:
+def test_diff_without_statistics_says_how_to_record_them(tmp_path: Path) -> None:
     before = {10: 5.0, 20: 4.0}
     a = made(tmp_path / "a", before | {30: 3.0})
     b = made(tmp_path / "b b", before | {30: 3.1}, job="[optim]\nlr = 0.1\n")
@@ -139,7 +139,7 @@ def test_without_statistics_it_says_how_to_have_them(tmp_path: Path) -> None:
     assert "  optim.lr: 0.0003 / 0.1" in said
 
 
-def test_rounding_is_told_from_a_difference(tmp_path: Path) -> None:
+def test_diff_rounding_is_distinguished_from_a_difference(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {1: 5.0, 2: 4.0, 3: 3.0})
     b = made(tmp_path / "b", {1: 5.0, 2: 4.000004, 3: 3.0003})
     found = compare_runs(a, b, 1e-4)
@@ -152,7 +152,7 @@ def test_rounding_is_told_from_a_difference(tmp_path: Path) -> None:
     assert part.step == 3
 
 
-def test_a_step_without_a_loss(tmp_path: Path) -> None:
+def test_diff_step_without_a_loss_is_not_comparable(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {1: 5.0, 2: None})
     assert compare_runs(a, a, 1e-4).part is None
     found = compare_runs(a, made(tmp_path / "b", {1: 5.0, 2: 4.0}), 1e-4)
@@ -180,7 +180,7 @@ ROWS = [
         ({"lm_head.w": "parameter"}, "the update of lm_head.w; forward and gradients agree"),
     ],
 )
-def test_the_first_in_the_order_of_computing(
+def test_diff_first_departure_is_in_order_of_computation(
     changed: dict[str, str], first: str, tmp_path: Path
 ) -> None:
     others = [
@@ -191,13 +191,13 @@ def test_the_first_in_the_order_of_computing(
 
 
 @pytest.mark.parametrize("change", [{"mean": 0.6}, {"most": 2.1}, {"nonfinite": 1}, {"count": 5}])
-def test_each_number_counts(change: dict[str, float], tmp_path: Path) -> None:
+def test_diff_any_statistic_that_differs_is_found(change: dict[str, float], tmp_path: Path) -> None:
     a = made(tmp_path / "a", {}, [row(5, "activation", "layers.0", 1)])
     b = made(tmp_path / "b", {}, [row(5, "activation", "layers.0", 1, **change)])
     assert compare_runs(a, b, 1e-4).part is not None
 
 
-def test_records_that_part_earlier_come_first(tmp_path: Path) -> None:
+def test_diff_earlier_departure_in_records_precedes_statistics(tmp_path: Path) -> None:
     others = [each | {"rms": 1.1} for each in ROWS]
     a, b = made(tmp_path / "a", {3: 1.0}, ROWS), made(tmp_path / "b", {3: 1.1}, others)
     said = str(compare_runs(a, b, 1e-4))
@@ -205,7 +205,9 @@ def test_records_that_part_earlier_come_first(tmp_path: Path) -> None:
     assert "--debug.statistics 1-3" in said
 
 
-def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_runs_without_common_steps_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = made(tmp_path / "a", {1: 5.0}), made(tmp_path / "b", {2: 5.0})
     with pytest.raises(InvalidJob, match="has no step in common with"):
         compare_runs(a, b, 1e-4)

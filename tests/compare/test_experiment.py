@@ -60,11 +60,11 @@ def slow(seconds: float, rank: int = 0) -> tuple[str, str]:
         ("a,,b", ["a", "", "b"]),
     ],
 )
-def test_values_are_split_with_care(text: str, parts: list[str]) -> None:
+def test_split_values_brackets_and_quotes_are_kept_together(text: str, parts: list[str]) -> None:
     assert split_values(text) == parts
 
 
-def test_mistakes_in_what_varies() -> None:
+def test_parse_vary_mistakes_are_problems() -> None:
     problems: list[Problem] = []
     for text in ("parallel.tp", "parallel.tp=", "parallel.tp=1,,2", "parallel.tp=1,2,1"):
         assert parse_vary(text, problems) == []
@@ -83,7 +83,7 @@ def variants(*arguments: Any, overrides: Overrides = []) -> list[Variant]:  # no
     return read_variants(recipes, vary, here, [], read)
 
 
-def test_labels_say_what_changed() -> None:
+def test_variants_labels_name_what_changed() -> None:
     found = variants(["demo"], ("parallel.tp", ["1", "2"]), ("remat.kind", ["none", "full"]))
     assert [each.label for each in found] == [
         "tp=1, remat=none",
@@ -100,7 +100,7 @@ def test_labels_say_what_changed() -> None:
     assert asked[0].job.checkpoint.interval == 5
 
 
-def test_what_cannot_be_is_a_row_unless_all_is() -> None:
+def test_variants_invalid_one_is_a_row_all_invalid_raise() -> None:
     found = variants(["demo"], ("parallel.tp", ["1", "3", "x"]))
     assert [each.plan is None for each in found] == [False, True, True]
     assert "does not divide" in str(found[1].problems[0])
@@ -110,7 +110,7 @@ def test_what_cannot_be_is_a_row_unless_all_is() -> None:
     assert [problem.key for problem in error.value.problems] == ["parallel.tpp"] * 2
 
 
-def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = rejected(
         capsys,
         *["compare", "demo", "dmeo", "--repeat", "0", "--margin", "much", "--price", "-1"],
@@ -132,7 +132,7 @@ def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("train.stepz = 3: unknown key")
 
 
-def test_inside_of_a_launcher(
+def test_compare_under_torchrun_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -141,7 +141,9 @@ def test_inside_of_a_launcher(
     assert "start it outside of torchrun" in line
 
 
-def test_a_folder_of_others_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_compare_folder_with_other_files_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "letters.txt").write_text("dear")
     command = ["compare", "demo", "--vary", "train.seed=1,2", "--out", str(tmp_path)]
     (line,) = rejected(capsys, *command)
@@ -156,7 +158,7 @@ def test_a_folder_of_others_is_refused(capsys: pytest.CaptureFixture[str], tmp_p
     assert "holds a comparison that was only planned" in line
 
 
-def test_order_and_seeds() -> None:
+def test_order_alternates_and_seeds_are_paired() -> None:
     assert order([0, 1, 2], 3) == [
         *[(1, 0), (1, 1), (1, 2)],
         *[(2, 2), (2, 1), (2, 0)],
@@ -169,7 +171,7 @@ def test_order_and_seeds() -> None:
     assert len(set(seeds)) == 6
 
 
-def test_why_a_trial_failed() -> None:
+def test_why_failed_trial_gives_last_reason() -> None:
     said = "step 1\nweft: rank 0 failed: KeyError: 3\n  | Traceback\n  log: x\n"
     assert why(1, said) == "rank 0 failed: KeyError: 3"
     said = "weft: 2 problems, nothing was started:\n  a = 1: is bad\n  b = 2: is worse\n"
@@ -271,12 +273,12 @@ def twice(once: dict[str, Any]) -> dict[str, Any]:
 pytestmark = pytest.mark.timeout(600, method="signal")
 
 
-def test_finished_trials_are_not_run_again(once: dict[str, Any]) -> None:
+def test_compare_resumed_finished_trials_are_kept(once: dict[str, Any]) -> None:
     assert once["first"] == once["first again"] != {}
     assert (once["folder"] / "said").read_text().count("trial 1 of 3: plain, repeat 1") == 1
 
 
-def test_a_comparison_of_one_run_each(once: dict[str, Any]) -> None:
+def test_compare_one_run_each_gives_no_verdict(once: dict[str, Any]) -> None:
     found = once["found"]
     assert once["status"] == 0
     (sentence,) = found["verdict"]
@@ -293,7 +295,7 @@ def test_a_comparison_of_one_run_each(once: dict[str, Any]) -> None:
     assert trial["step_seconds"] > 0.1
 
 
-def test_a_crash_and_a_mistake_are_rows(once: dict[str, Any]) -> None:
+def test_compare_crash_and_invalid_variant_are_rows(once: dict[str, Any]) -> None:
     wrong, crash = sorted(once["found"]["failures"], key=lambda line: line.startswith("crash"))
     assert wrong.startswith("wrong: cannot be run: parallel.tp = 3: does not divide")
     assert "crash: repeat 1 failed: rank 0 failed: RuntimeError: injected fault" in crash
@@ -301,7 +303,7 @@ def test_a_crash_and_a_mistake_are_rows(once: dict[str, Any]) -> None:
     assert "injected fault" in log.read_text()
 
 
-def test_another_comparison_is_refused(
+def test_compare_folder_of_another_comparison_is_refused(
     once: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipes, out = once["recipes"], ["--out", str(once["folder"] / "out")]
@@ -312,13 +314,13 @@ def test_another_comparison_is_refused(
 
 
 @pytest.mark.slow
-def test_a_signal_ends_it_well(twice: dict[str, Any]) -> None:
+def test_compare_interrupted_asks_to_be_requeued(twice: dict[str, Any]) -> None:
     assert twice["stopped"] == REQUEUE
     assert "the same command goes on" in (twice["folder"] / "said").read_text()
 
 
 @pytest.mark.slow
-def test_more_repeats_add_runs(once: dict[str, Any], twice: dict[str, Any]) -> None:
+def test_compare_more_repeats_add_runs(once: dict[str, Any], twice: dict[str, Any]) -> None:
     found = twice["found"]
     trials = {each["label"]: each["trials"] for each in found["variants"]}
     assert [trial["seed"] for trial in trials["plain"]] == [0, 6]  # seeds are what differs
@@ -339,7 +341,7 @@ def test_more_repeats_add_runs(once: dict[str, Any], twice: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
-def test_nothing_left_to_run_tells_the_same(
+def test_compare_nothing_left_to_run_same_verdict(
     twice: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--json`, and only the crash is tried again."""
@@ -358,7 +360,7 @@ def test_nothing_left_to_run_tells_the_same(
     [(2.0, 2.1, 4, 0.02), (0.3, 3.0, 3, 2.0)],
     ids=["5 percent", "tenfold"],
 )
-def test_a_planted_slowdown_is_found(
+def test_compare_planted_slowdown_is_found(
     fast: float, slower: float, repeats: int, room: float, store_path: Path, tmp_path: Path
 ) -> None:
     """Sleeps make up the step, unless the machine is so busy that steps take ``room`` longer."""
@@ -385,7 +387,7 @@ def test_a_planted_slowdown_is_found(
 
 
 @pytest.mark.slow
-def test_a_recipe_against_itself(store_path: Path, tmp_path: Path) -> None:
+def test_compare_recipe_with_itself_finds_no_difference(store_path: Path, tmp_path: Path) -> None:
     """With other seeds nothing is found: of the speed but for one time in 20, so that three times
     in a row are a mistake; of the loss never, for seeds decide it."""
     recipe = toml(tmp_path / "mine.toml", store_path, ("train.steps", "10"), slow(0.5))

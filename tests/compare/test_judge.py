@@ -46,7 +46,7 @@ def write_run(folder: Path, records: list[dict[str, Any]], devices: int = 1) -> 
 # --------------------------------------------------------------------------- measuring
 
 
-def test_the_median_step_without_warm_up(tmp_path: Path) -> None:
+def test_step_seconds_are_the_median_without_warm_up(tmp_path: Path) -> None:
     """20 records: two are left out, and a hiccup moves the median by nothing."""
     seconds = [9.0, 5.0, *[0.5] * 17, 7.0]
     write_run(tmp_path / "run", [record(i + 1, s, 3.0, mfu=0.4) for i, s in enumerate(seconds)])
@@ -57,7 +57,7 @@ def test_the_median_step_without_warm_up(tmp_path: Path) -> None:
     assert trial.mfu == 0.4
 
 
-def test_each_start_warms_up() -> None:
+def test_warm_up_each_start_has_its_own() -> None:
     """One that went on from a checkpoint shows in the time that restarting took."""
     first = [record(i, 1.0, 3.0) for i in range(1, 6)]
     second = [record(i, 1.0, 3.0) | {"seconds": {"restarting": 12.5}} for i in range(6, 11)]
@@ -66,13 +66,13 @@ def test_each_start_warms_up() -> None:
     assert [each["step"] for each in warm] == [2, 3, 4, 5, 7, 8, 9, 10]
 
 
-def test_one_step_has_no_speed(tmp_path: Path) -> None:
+def test_speed_of_one_step_is_none(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [record(1, 1.0, 3.0)])
     trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
     assert trial.step_seconds is trial.tokens_per_second is trial.device_hours is None
 
 
-def test_losses_at_equal_tokens() -> None:
+def test_losses_are_compared_at_equal_tokens() -> None:
     records = [record(i, 1.0, 10.0 - i) for i in range(1, 21)]
     records[4] |= {"loss": None}  # a skipped step
     records[9] |= {"eval_loss": 2.5}
@@ -114,7 +114,7 @@ def outcome(
     return result_of(folder, variants, ended, Settings(repeats, **settings))
 
 
-def test_faster(tmp_path: Path) -> None:
+def test_judge_faster_variant_is_named(tmp_path: Path) -> None:
     """The machine is twice as slow in one repeat: the pairs do not mind."""
     found = outcome(tmp_path, {"A": [1.0, 2.0, 1.1], "B": [0.95, 1.9, 1.05]})
     (judged,) = found.judged
@@ -128,7 +128,7 @@ def test_faster(tmp_path: Path) -> None:
     assert found.rows[1][8] == "+5.1 % (+4.4 to +5.8)"
 
 
-def test_no_difference(tmp_path: Path) -> None:
+def test_judge_equal_variants_have_no_difference(tmp_path: Path) -> None:
     found = outcome(tmp_path, {"A": [1.0, 1.0, 1.0], "B": [0.98, 1.03, 1.0]})
     assert found.judged[0].speed.answer == "no difference found"
     (line,) = found.verdict
@@ -139,7 +139,7 @@ def test_no_difference(tmp_path: Path) -> None:
     assert "equal" not in line.replace("equivalent", "")
 
 
-def test_one_of_three_is_not_claimed_for_being_one_of_three(tmp_path: Path) -> None:
+def test_judge_best_of_three_by_chance_is_not_claimed(tmp_path: Path) -> None:
     """An interval that excludes zero, found among three, is what chance brings in 14 %."""
     found = outcome(
         tmp_path,
@@ -159,7 +159,7 @@ def test_one_of_three_is_not_claimed_for_being_one_of_three(tmp_path: Path) -> N
     assert found.verdict[-1].startswith("3 variants were compared with A, by Holm's correction")
 
 
-def test_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
+def test_judge_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
     speeds = {"A": [1.0, 1.01, 0.99], "B": [0.60, 0.61, 0.60]}
     found = outcome(tmp_path, speeds, devices={"B": 2}, price=3.0)
     (judged,) = found.judged
@@ -171,7 +171,7 @@ def test_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
     assert found.rows[1][-2:] == [f"{hours:,.1f}", f"{3 * hours:,.2f}"]
 
 
-def test_the_number_of_comparisons_is_that_of_their_kind(tmp_path: Path) -> None:
+def test_judge_corrects_for_comparisons_of_the_same_kind(tmp_path: Path) -> None:
     """Three variants are compared in speed, of which two have other numbers of devices."""
     speeds = {
         "A": [1.0, 1.0, 1.0],
@@ -195,7 +195,9 @@ def test_the_number_of_comparisons_is_that_of_their_kind(tmp_path: Path) -> None
         ([3.02, 2.97, 3.00], "undecided", "is undecided: B's is"),
     ],
 )
-def test_losses(tmp_path: Path, theirs: list[float], answer: str, words: str) -> None:
+def test_judge_loss_difference_is_compared_with_margin(
+    tmp_path: Path, theirs: list[float], answer: str, words: str
+) -> None:
     same = [1.0, 1.0, 1.0]
     found = outcome(tmp_path, {"A": same, "B": same}, {"B": theirs})
     (judged,) = found.judged
@@ -207,7 +209,7 @@ def test_losses(tmp_path: Path, theirs: list[float], answer: str, words: str) ->
         assert f"--repeat {judged.more_pairs} might decide" in found.verdict[0]
 
 
-def test_the_margin(tmp_path: Path) -> None:
+def test_judge_margin_is_relative_or_in_nats(tmp_path: Path) -> None:
     """As a part of the loss or in nats."""
     same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
     losses = {"B": [3.020, 3.021, 3.022]}
@@ -219,7 +221,7 @@ def test_the_margin(tmp_path: Path) -> None:
     assert answers == ["higher", "equivalent", "higher"]
 
 
-def test_a_loss_below_zero_has_a_margin_too(tmp_path: Path) -> None:
+def test_judge_negative_losses_have_a_margin(tmp_path: Path) -> None:
     """Of an objective of the user's own, the margin is a part of its size."""
     same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
     losses = {"A": [-3.0, -3.0, -3.0], "B": [-3.001, -3.002, -3.001]}
@@ -228,7 +230,7 @@ def test_a_loss_below_zero_has_a_margin_too(tmp_path: Path) -> None:
     assert "losses are equivalent within 0.5 %: B's is -0.08 % to -0.01 %" in found.verdict[0]
 
 
-def test_losses_of_something_else_are_not_compared(tmp_path: Path) -> None:
+def test_judge_losses_of_other_data_are_not_compared(tmp_path: Path) -> None:
     same = {name: [1.0, 1.0] for name in "ABCD"}
     jobs = {
         "B": replace(Job(), data={"vocab_size": 300}),
@@ -242,7 +244,7 @@ def test_losses_of_something_else_are_not_compared(tmp_path: Path) -> None:
     assert "loss: held-out, of next_token, dpo, mine:objective after 2,560 tokens" in found.notes
 
 
-def test_without_a_finished_trial(tmp_path: Path) -> None:
+def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> None:
     job = Job()
     variants = [
         Variant("A", "demo", job, None, (Problem("parallel.tp", 3, "does not divide"),)),
@@ -258,7 +260,7 @@ def test_without_a_finished_trial(tmp_path: Path) -> None:
     json.dumps(found.document, allow_nan=False)
 
 
-def test_without_losses(tmp_path: Path) -> None:
+def test_judge_without_losses_reports_speed(tmp_path: Path) -> None:
     """Every step was skipped: speed is told all the same."""
     same = {"A": [1.0, 1.0], "B": [1.0, 1.1]}
     found = outcome(tmp_path, same, {"A": [None, None], "B": [None, None]})  # type: ignore[list-item]
@@ -267,14 +269,14 @@ def test_without_losses(tmp_path: Path) -> None:
     json.dumps(found.document, allow_nan=False)
 
 
-def test_the_first_that_ran_is_the_baseline(tmp_path: Path) -> None:
+def test_judge_baseline_is_the_first_variant_that_ran(tmp_path: Path) -> None:
     found = outcome(tmp_path, {"A": [], "B": [1.0, 1.0], "C": [2.0, 2.1]})
     (judged,) = found.judged
     assert (judged.baseline, judged.variant) == (1, 2)
     assert "than B" in found.verdict[0]
 
 
-def test_percent() -> None:
+def test_percent_is_formatted_without_sign() -> None:
     assert [percent(x) for x in (0.0512, -0.25, 0.0, 4e-5)] == [
         "5.1 %",
         "25.0 %",

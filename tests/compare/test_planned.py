@@ -30,7 +30,7 @@ def planned(label: str, seconds: float, doubts: tuple[str, ...] = (), fits: bool
     return Planned(label, plan, seen, "")
 
 
-def test_small_differences_are_not_called() -> None:
+def test_verdict_small_predicted_difference_is_undecided() -> None:
     lines = verdict(
         [
             planned("A", 1.0),
@@ -54,7 +54,9 @@ def test_small_differences_are_not_called() -> None:
 
 
 @pytest.mark.slow
-def test_four_layouts_of_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_compare_plan_only_layouts_of_8b_are_ranked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """On two servers, from this machine."""
     command = ["compare", "llama3-8b", "--plan-only", "--cluster", "2x8xh100", "--price", "2.5"]
     command += ["--vary", "parallel.tp=1,3,8", "--vary", "remat.kind=none,full"]
@@ -85,7 +87,7 @@ def test_four_layouts_of_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 PLANNED = ["compare", "demo", "--plan-only", "--vary", "parallel.dp_shard=1,2"]
 
 
-def test_it_replaces_nothing_but_another_plan(
+def test_compare_plan_only_replaces_only_another_plan(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A comparison of runs would lose what its trials have measured."""
@@ -105,7 +107,7 @@ def test_it_replaces_nothing_but_another_plan(
     assert "is neither empty nor a comparison's folder" in line
 
 
-def test_variants_may_be_of_different_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_plans_variants_of_different_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans for two of them may be equal."""
     asked = []
 
@@ -119,7 +121,7 @@ def test_variants_may_be_of_different_machines(monkeypatch: pytest.MonkeyPatch) 
     assert ["H100" in asked[0][1], "H200" in asked[1][1]] == [True, True]
 
 
-def test_a_folder_that_cannot_be_written(
+def test_compare_plan_only_unwritable_folder_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(self: Path, *args: Any, **options: Any) -> None:
@@ -130,7 +132,7 @@ def test_a_folder_that_cannot_be_written(
     assert "out: cannot be written: Permission denied" in capsys.readouterr().err
 
 
-def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_plan_only_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     vary = ["--vary", "remat.kind=none,full"]
     lines = rejected(capsys, "compare", "llama3-8b", *vary, "--plan-only", "--cluster", "2x8xh999")
     assert len(lines) == 1

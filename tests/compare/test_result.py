@@ -55,7 +55,9 @@ def compared(folder: Path, count: int, repeats: int = 3) -> Result:
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("count", [2, 4])
-def test_the_page(browser: Browser, tmp_path: Path, width: int, count: int) -> None:
+def test_page_shows_verdict_and_variants_at_any_width(
+    browser: Browser, tmp_path: Path, width: int, count: int
+) -> None:
     result = compared(tmp_path, count)
     browser.open(tmp_path / FILE, width, 844)
     assert browser.run("return document.documentElement.scrollWidth") <= width
@@ -78,7 +80,7 @@ def test_the_page(browser: Browser, tmp_path: Path, width: int, count: int) -> N
 
 
 @needs_browser
-def test_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> None:
+def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> None:
     """Where the lines end, by the scale that the zero and the means give."""
     result = compared(tmp_path, 4)
     browser.open(tmp_path / FILE)
@@ -102,7 +104,7 @@ def test_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> None:
     assert max(rights) <= edge
 
 
-def test_one_run_each_has_no_intervals(tmp_path: Path) -> None:
+def test_page_one_run_each_has_no_intervals(tmp_path: Path) -> None:
     result = compared(tmp_path, 2, repeats=1)
     assert result.verdict[0].startswith("one run each: tp=2, remat=full's was 10.0 % slower")
     page = (tmp_path / FILE).read_text()

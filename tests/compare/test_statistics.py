@@ -36,12 +36,12 @@ TABLE = {
 
 
 @pytest.mark.parametrize("df", TABLE)
-def test_quantiles_are_the_tables(df: int) -> None:
+def test_quantile_equals_published_table(df: int) -> None:
     found = [t_quantile(p, df) for p in (0.9, 0.975, 0.995)]
     assert found == pytest.approx(TABLE[df], abs=5.1e-4)
 
 
-def test_distribution_against_its_integral() -> None:
+def test_distribution_equals_integral_of_density() -> None:
     """The density, summed by Simpson's rule; and what is known in closed form."""
     for df in (1, 2, 3, 4, 7, 12):
         scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
@@ -57,7 +57,7 @@ def test_distribution_against_its_integral() -> None:
         assert t_above(t_quantile(0.975, df), df) == pytest.approx(0.025, abs=1e-12)
 
 
-def test_student_s_own_example() -> None:
+def test_t_test_students_example_has_published_value() -> None:
     """Cushny and Peebles' hours of sleep, the data of the paper of 1908."""
     hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
     found = interval(hours)
@@ -66,13 +66,13 @@ def test_student_s_own_example() -> None:
     assert p_different(hours) == pytest.approx(0.00283, abs=1e-5)
 
 
-def test_holm() -> None:
+def test_holm_adjusted_values_equal_published_example() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.4, 0.9]) == pytest.approx([0.8, 0.9])
     assert holm([0.02]) == [0.02]
 
 
-def test_equal_differences() -> None:
+def test_equal_differences_have_p_of_zero_or_one() -> None:
     """Deterministic losses may differ by the same in every pair, or not at all."""
     assert p_different([0.0, 0.0]) == 1
     assert p_different([0.25, 0.25]) == 0
@@ -81,7 +81,7 @@ def test_equal_differences() -> None:
     assert interval([0.25, 0.25]).low == interval([0.25, 0.25]).high == 0.25
 
 
-def test_equivalence_is_the_90_percent_interval_inside_of_the_margin() -> None:
+def test_equivalence_holds_if_90_percent_interval_is_inside_margin() -> None:
     some = [0.011, -0.004, 0.006, 0.009]
     found = interval(some, 0.9)
     at = max(abs(found.low), abs(found.high))
@@ -101,7 +101,7 @@ def within(hits: int, p: float, sigmas: float = 3.5) -> bool:
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 6])
-def test_coverage_and_false_claims(pairs: int) -> None:
+def test_interval_coverage_and_false_claims_are_nominal(pairs: int) -> None:
     """Of 95 % intervals 95 % hold the truth, and 5 % of the tests of nothing find something."""
     noise = np.random.default_rng(pairs).normal(0.02, 0.3, (SIMULATED, pairs))
     inside = false = wrongly_equivalent = 0
@@ -116,7 +116,7 @@ def test_coverage_and_false_claims(pairs: int) -> None:
     assert within(wrongly_equivalent, 0.05)
 
 
-def test_false_claims_among_three_comparisons() -> None:
+def test_holm_false_claims_among_three_comparisons_are_limited() -> None:
     """Without the correction 14 % of the comparisons of equals would name a winner."""
     noise = np.random.default_rng(1).normal(0, 0.1, (SIMULATED, 3, 6)).tolist()
     found = [[p_different(row) for row in rows] for rows in noise]
@@ -133,7 +133,9 @@ def test_false_claims_among_three_comparisons() -> None:
         (0.3, 1.0, 0.76, 0.87),  # nearer to one bound than to the other
     ],
 )
-def test_power(mean: float, margin: float, least: float, most: float) -> None:
+def test_pairs_needed_give_the_power_asked_for(
+    mean: float, margin: float, least: float, most: float
+) -> None:
     """What `pairs_needed` promises, a claim in 80 % of the cases, comes about.
 
     In the first case a difference is claimed, in the others equivalence; pairs are few, and one
@@ -147,7 +149,7 @@ def test_power(mean: float, margin: float, least: float, most: float) -> None:
     assert least < sum(each < LEVEL for each in p) / SIMULATED < most
 
 
-def test_several_comparisons_need_more_pairs() -> None:
+def test_pairs_needed_grow_with_comparisons() -> None:
     """As many as give the power at Holm's first level."""
     pilot = [-0.9, 0.8, -0.7, 0.9]
     alone, of_four = pairs_needed(pilot, 1.0), pairs_needed(pilot, 1.0, LEVEL / 4)
@@ -156,7 +158,7 @@ def test_several_comparisons_need_more_pairs() -> None:
     assert of_four > alone
 
 
-def test_more_pairs_for_more_noise() -> None:
+def test_pairs_needed_grow_with_noise() -> None:
     counts = [pairs_needed([-s, s, -s, s], 1.0) for s in (0.1, 0.5, 1.0, 2.0)]
     assert all(a is not None and b is not None and a <= b for a, b in pairwise(counts))
     assert pairs_needed([-50.0, 50.0], 0.001) is None

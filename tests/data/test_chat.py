@@ -75,7 +75,9 @@ def learned_text(of: Writer, found: Encoded) -> list[str]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-def test_token_ids_are_those_of_transformers(name: str, conversation: str, tmp_path: Path) -> None:
+def test_chat_token_ids_equal_those_of_transformers(
+    name: str, conversation: str, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     if (name, conversation) == ("mistral", "system"):
@@ -94,7 +96,7 @@ def test_token_ids_are_those_of_transformers(name: str, conversation: str, tmp_p
         assert found.learned.astype(int).tolist() == expected["assistant_masks"]
 
 
-def test_tools_and_calls_are_those_of_transformers(tmp_path: Path) -> None:
+def test_chat_tools_and_calls_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = write_tokenizer(tmp_path, LLAMA)
@@ -110,7 +112,7 @@ def test_tools_and_calls_are_those_of_transformers(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- what is learned
 
 
-def test_the_mask_token_by_token(tmp_path: Path) -> None:
+def test_chat_mask_is_right_for_each_token(tmp_path: Path) -> None:
     ours = writer(write_tokenizer(tmp_path, CHATML))
     found = encode(ours, Example([message("user", "it?"), message("assistant", "it is")], None, 0))
     names = pieces(ours, found)
@@ -142,14 +144,16 @@ def test_the_mask_token_by_token(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_learned_are_the_assistants_turns(name: str, expected: list[str], tmp_path: Path) -> None:
+def test_chat_learned_tokens_are_the_assistants_turns(
+    name: str, expected: list[str], tmp_path: Path
+) -> None:
     ours = writer(write_tokenizer(tmp_path, TEMPLATES[name]))
     assert learned_text(ours, encode(ours, Example(TURNS, None, 0))) == expected
     # Of a preference, only what comes after the prompt.
     assert learned_text(ours, encode(ours, Example(TURNS, None, 3))) == expected[1:]
 
 
-def test_with_and_without_marks_the_same_is_learned(tmp_path: Path) -> None:
+def test_chat_template_with_and_without_marks_learns_the_same(tmp_path: Path) -> None:
     unmarked = MARKED.replace("{% generation %}", "").replace("{%- endgeneration %}", "")
     marked, cut = (
         writer(write_tokenizer(tmp_path / str(i), text))
@@ -161,7 +165,7 @@ def test_with_and_without_marks_the_same_is_learned(tmp_path: Path) -> None:
         assert a.learned.tolist() == b.learned.tolist()
 
 
-def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+def test_chat_turns_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     ours = writer(write_tokenizer(tmp_path, REASONING))
     thought = message("assistant", "4", reasoning="two and two")
     one = parse(json.dumps({"messages": [TURNS[0], thought]}).encode(), False)[0]
@@ -183,17 +187,17 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
         {"messages": [message("user", "a?"), message("assistant", "b", name=None)]},
     ],
 )
-def test_pairs_are_conversations(line: dict[str, Any]) -> None:
+def test_chat_prompt_and_answer_pairs_are_conversations(line: dict[str, Any]) -> None:
     expected = [message("user", "a?"), message("assistant", "b")]
     assert parse(json.dumps(line).encode(), False) == [Example(expected, None, 0)]
 
 
-def test_characters_that_json_writes_in_two_halves_are_whole() -> None:
+def test_chat_surrogate_pairs_become_one_character() -> None:
     [example] = parse(rb'{"prompt": "\ud83d\ude42", "response": "x"}', False)
     assert example.messages[0]["content"] == "\U0001f642"
 
 
-def test_system_and_input() -> None:
+def test_chat_system_and_input_fields_are_read() -> None:
     line = {"system": "s", "instruction": "a", "input": "i", "output": "b"}
     [example] = parse(json.dumps(line).encode(), False)
     assert [m["content"] for m in example.messages] == ["s", "a\n\ni", "b"]
@@ -219,7 +223,7 @@ def test_system_and_input() -> None:
         },
     ],
 )
-def test_preferences(line: dict[str, Any]) -> None:
+def test_chat_preferences_give_two_answers(line: dict[str, Any]) -> None:
     chosen, rejected = parse(json.dumps(line).encode(), True)
     assert chosen == Example([message("user", "a?"), message("assistant", "b")], None, 1)
     assert rejected == Example([message("user", "a?"), message("assistant", "c")], None, 1)
@@ -242,7 +246,7 @@ BAD = {
 }
 
 
-def test_every_bad_line_is_told_with_its_place(tmp_path: Path) -> None:
+def test_chat_each_bad_line_is_reported_with_its_place(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
     good = json.dumps({"messages": TURNS})
     text = "\n".join([good, "", *BAD, good])
@@ -272,12 +276,12 @@ def test_every_bad_line_is_told_with_its_place(tmp_path: Path) -> None:
         ({"prompt": "a", "chosen": [TURNS[0]], "rejected": "c"}, "no assistant's turn"),
     ],
 )
-def test_bad_preferences(line: dict[str, Any], what: str) -> None:
+def test_chat_bad_preferences_are_refused(line: dict[str, Any], what: str) -> None:
     with pytest.raises(Malformed, match=what):
         parse(json.dumps(line).encode(), True)
 
 
-def test_a_templates_own_message_with_its_place(tmp_path: Path) -> None:
+def test_chat_error_raised_by_a_template_has_its_place(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MISTRAL)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[1:]}])
     with pytest.raises(InvalidJob, match=r"a\.jsonl:2: .*must alternate") as caught:
@@ -286,7 +290,7 @@ def test_a_templates_own_message_with_its_place(tmp_path: Path) -> None:
     assert {f.name for f in (tmp_path / "cache").rglob("*") if f.is_file()} == {"lock"}
 
 
-def test_a_template_is_a_program_in_a_sandbox(tmp_path: Path) -> None:
+def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
     text = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     ours = writer(write_tokenizer(tmp_path, text))
     with pytest.raises(Malformed, match=r"unsafe"):
@@ -296,7 +300,7 @@ def test_a_template_is_a_program_in_a_sandbox(tmp_path: Path) -> None:
         ours.write(Example(TURNS, None, 0))
 
 
-def test_where_templates_come_from(tmp_path: Path) -> None:
+def test_load_template_finds_each_source(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path, "in the config")
     source = load_template(section(Path("x"), tokenizer)).sources
     assert source == {"default": "in the config"}
@@ -325,7 +329,7 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
         ({"path": "/nowhere.jsonl"}, "data.path", "does not exist"),
     ],
 )
-def test_mistakes_that_need_no_reading(
+def test_chat_mistakes_in_keys_are_found_before_reading(
     changes: dict[str, str], key: str, rule: str, tmp_path: Path
 ) -> None:
     tokenizer = write_tokenizer(tmp_path, LLAMA)
@@ -337,7 +341,7 @@ def test_mistakes_that_need_no_reading(
     assert rule in problem.rule
 
 
-def test_mistakes_of_a_mixture_are_the_mixtures(tmp_path: Path) -> None:
+def test_chat_mistakes_in_a_mixture_name_its_key(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path, LLAMA)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
     mixed = {"mixture": {"/nowhere.jsonl": 1.0, str(file): 1.0, "python-stdlib": 1.0}}
@@ -352,7 +356,7 @@ def test_mistakes_of_a_mixture_are_the_mixtures(tmp_path: Path) -> None:
     ("template", "rule"),
     [("{% if %}", "is no chat template: line 1"), ("", "neither chat_template.jinja nor")],
 )
-def test_no_template(template: str, rule: str, tmp_path: Path) -> None:
+def test_chat_without_a_template_is_refused(template: str, rule: str, tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "m", template)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}])
     [problem] = check_chat(section(file, tokenizer))
@@ -367,7 +371,7 @@ def conversation(number: int) -> dict[str, Any]:
     return {"messages": [asked, message("assistant", f"it is {number}")]}
 
 
-def test_a_store_of_conversations(tmp_path: Path) -> None:
+def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
     lines = [conversation(i) for i in range(60)]
     (tmp_path / "data").mkdir()
@@ -421,7 +425,7 @@ def test_a_store_of_conversations(tmp_path: Path) -> None:
         prepare_text(section(store.path, tokenizer), tmp_path / "other")
 
 
-def test_inspecting_shows_what_is_learned(tmp_path: Path) -> None:
+def test_data_inspect_shows_learned_tokens(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MARKED)
     file = write_lines(tmp_path / "a.jsonl", [conversation(i) for i in range(10)])
     text = prepare_text(section(file, tokenizer), tmp_path / "cache")
@@ -435,7 +439,7 @@ def test_inspecting_shows_what_is_learned(tmp_path: Path) -> None:
     assert sum(line.startswith("-- ") for line in lines) == 2
 
 
-def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_chat_unreadable_files_are_reported(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MARKED)
     whole = "".join(json.dumps(conversation(i)) + "\n" for i in range(100)).encode()
     squeezed, packed = gzip.compress(whole), zstandard.compress(whole)
@@ -464,7 +468,7 @@ def lines_of(text: Text, split: SplitName) -> list[int]:
     return [int(line) for line in store.index(split)[:, 2]]
 
 
-def test_the_same_conversations_from_elsewhere(tmp_path: Path) -> None:
+def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> None:
     """Rows of tables, a data set on the hub (here its local stand-in), globs, an object store."""
     import datasets
     import fsspec
@@ -515,7 +519,7 @@ def tokens_of(store: Store, split: SplitName) -> list[tuple[int, ...]]:
     return [tuple(found[begin:end]) for begin, end in pairwise([0, *ends])]
 
 
-def test_tables_without_conversations(tmp_path: Path) -> None:
+def test_chat_tables_without_conversations_are_refused(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -533,7 +537,7 @@ def test_tables_without_conversations(tmp_path: Path) -> None:
         prepare_conversations(chosen, tmp_path / "cache")
 
 
-def test_too_few_to_hold_one_out(tmp_path: Path) -> None:
+def test_chat_too_few_conversations_are_refused(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
     file = write_lines(tmp_path / "a.jsonl", [conversation(1)] * 3)
     with pytest.raises(InvalidJob, match="fewer than two"):

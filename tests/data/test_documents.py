@@ -62,7 +62,7 @@ def several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "num_cores", lambda: 2)
 
 
-def test_every_document_is_in_one_split_whole(tmp_path: Path) -> None:
+def test_prepare_each_document_is_whole_in_one_split(tmp_path: Path) -> None:
     given = texts(800)
     store = prepare(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
     train, held = decoded(store, "train"), decoded(store, "validation")
@@ -76,7 +76,7 @@ def test_every_document_is_in_one_split_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_processes_make_what_one_makes(tmp_path: Path, several_processes: None) -> None:
+def test_prepare_by_several_processes_equals_one(tmp_path: Path, several_processes: None) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for n in range(3):
@@ -96,7 +96,7 @@ def test_processes_make_what_one_makes(tmp_path: Path, several_processes: None) 
         assert decoded(large, name) == decoded(store, name)
 
 
-def test_more_documents_move_none(tmp_path: Path) -> None:
+def test_prepare_more_documents_move_none_to_another_split(tmp_path: Path) -> None:
     given = texts(400)
     one = prepare(section(write_lines(tmp_path / "x.jsonl", given)), tmp_path / "c")
     more = [*texts(60, 1), *given, *texts(60, 2), *given[:100]]
@@ -107,7 +107,7 @@ def test_more_documents_move_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_of_few_documents_one_is_held_out(count: int, tmp_path: Path) -> None:
+def test_prepare_few_documents_leave_one_for_validation(count: int, tmp_path: Path) -> None:
     store = prepare(
         section(write_lines(tmp_path / "x.jsonl", texts(count)), holdout=0.001), tmp_path / "c"
     )
@@ -120,7 +120,7 @@ def test_of_few_documents_one_is_held_out(count: int, tmp_path: Path) -> None:
         prepare(section(tmp_path / "x.jsonl"), tmp_path / "c")
 
 
-def test_a_store_is_known_again_without_reading(
+def test_prepare_unchanged_file_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_lines(tmp_path / "x.jsonl", texts(300))
@@ -134,7 +134,7 @@ def test_a_store_is_known_again_without_reading(
     assert prepare(section(file), tmp_path / "c").path != store.path
 
 
-def test_a_mixture_of_kinds_shares_a_tokenizer(tmp_path: Path) -> None:
+def test_prepare_mixture_of_formats_shares_a_tokenizer(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "web.jsonl", texts(300))
     (tmp_path / "book.txt").write_text("A book of another kind.\n" * 500)
     mixture = {str(lines): 1.0, str(tmp_path / "book.txt"): 1.0}
@@ -163,8 +163,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_killed_and_started_again(cores: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cores", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_prepare_killed_resumes_with_the_shards_that_are_there(cores: int, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     write_lines(folder / "0.jsonl", texts(400))
@@ -186,7 +186,7 @@ def test_killed_and_started_again(cores: int, tmp_path: Path) -> None:
     assert len(kept) >= len(before) - 2 * cores  # at most those without a receipt are made again
 
 
-def test_any_shards_may_be_missing(tmp_path: Path) -> None:
+def test_prepare_missing_shards_are_made_again(tmp_path: Path) -> None:
     """Of a file that can only be read from its beginning, too."""
     file = tmp_path / "x.jsonl.gz"
     lines = write_lines(tmp_path / "x", texts(300)).read_bytes()
@@ -227,7 +227,7 @@ def test_prepare_broken_line_behind_many_is_found_quickly(
     assert time.monotonic() - began < 12  # some 0.8 on a quiet machine
 
 
-def test_every_mistake_with_its_place(tmp_path: Path) -> None:
+def test_prepare_each_mistake_has_its_place(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     write_lines(folder / "good.jsonl", texts(10))
@@ -247,7 +247,7 @@ def test_every_mistake_with_its_place(tmp_path: Path) -> None:
     assert "c.jsonl.gz, line 1001: the compressed file is cut off" in refused(tmp_path, folder)
 
 
-def test_parquet_without_the_column(tmp_path: Path) -> None:
+def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet", reason="pip install 'weft[data]'")
     import pyarrow as pa
 
@@ -264,7 +264,7 @@ def test_parquet_without_the_column(tmp_path: Path) -> None:
     assert "is not a Parquet file" in refused(tmp_path, tmp_path / "bad.parquet")
 
 
-def test_tables_without_rows(tmp_path: Path) -> None:
+def test_prepare_table_without_rows_is_refused(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet", reason="pip install 'weft[data]'")
     import pyarrow as pa
 
@@ -272,7 +272,7 @@ def test_tables_without_rows(tmp_path: Path) -> None:
     assert "holds no documents" in refused(tmp_path, tmp_path / "x.parquet")
 
 
-def test_empty_documents_are_counted(tmp_path: Path) -> None:
+def test_prepare_empty_documents_are_counted(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "x.jsonl", [*texts(30), "", " \n", ""])
     said: list[str] = []
     store = prepare(section(file), tmp_path / "c", lambda p: said.append(p.message))
@@ -283,7 +283,7 @@ def test_empty_documents_are_counted(tmp_path: Path) -> None:
     assert "holds no documents but 2 empty ones" in refused(tmp_path / "other", file)
 
 
-def test_invalid_utf8_in_lines(tmp_path: Path) -> None:
+def test_prepare_invalid_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "x.jsonl", texts(50))
     with file.open("ab") as out:
         out.write(b'{"text": "bad \xff"}\n')
@@ -295,7 +295,7 @@ def test_invalid_utf8_in_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
+def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
     """It is held a few times over, not many; and encoded in pieces, so it does not take long."""
     text = "".join(f"sentence number {n} of a long book.\n" for n in range(60_000))
     book = text * (50_000_000 // len(text) + 1)
@@ -328,7 +328,7 @@ def test_a_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
     assert b"".join(data[begin:end] for begin, end in pieces) == data
 
 
-def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_prepare_file_changed_meanwhile_is_refused(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "x.jsonl", texts(50))
 
     def spoil(progress: Progress) -> None:

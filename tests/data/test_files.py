@@ -41,7 +41,7 @@ fsspec = pytest.importorskip("fsspec", reason="pip install 'weft[s3]'")
         (["README.md", "notes.md"], "text", None),
     ],
 )  # fmt: skip
-def test_what_a_folder_holds(
+def test_look_folder_kind_follows_its_files(
     names: list[str], kind: str, read: list[str] | None, tmp_path: Path
 ) -> None:
     for name in names:
@@ -53,7 +53,7 @@ def test_what_a_folder_holds(
         assert [file.name for file in found.files] == read
 
 
-def test_globs_name_what_they_match(tmp_path: Path) -> None:
+def test_look_glob_names_what_it_matches(tmp_path: Path) -> None:
     for name in ("a/1.jsonl", "a/2.jsonl", "b/1.jsonl", "b/x.txt", "b/y.json", "b/.hidden.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"xx\n")
@@ -74,7 +74,7 @@ def test_globs_name_what_they_match(tmp_path: Path) -> None:
     assert "is no data set's name" in problem.rule
 
 
-def test_endings() -> None:
+def test_format_of_known_endings_is_jsonl() -> None:
     for name in ("x.jsonl", "X.JSONL.GZ", "c4-train.00000-of-01024.json.gz", "x.ndjson.zst"):
         assert format_of(name) == "jsonl"
     assert format_of("x.json") is None
@@ -82,7 +82,7 @@ def test_endings() -> None:
     assert format_of("x.txt.gz") is None
 
 
-def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+def test_open_file_replaced_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("before")
     file = local_file(tmp_path / "x", "x")
     (tmp_path / "x").write_text("after!")
@@ -127,7 +127,9 @@ def check_remote(url: str, files: dict[str, bytes], tmp_path: Path) -> None:
     assert total == sum(1 for text in TEXTS if text)
 
 
-def test_in_an_object_store(every_format: dict[str, bytes], tmp_path: Path) -> None:
+def test_prepare_from_memory_store_equals_local_files(
+    every_format: dict[str, bytes], tmp_path: Path
+) -> None:
     url = put(f"memory://{uuid.uuid4().hex}/data", every_format)
     check_remote(url, every_format, tmp_path)
     file = next(file for file in remote_files(url) if file.name == "x.jsonl")
@@ -136,7 +138,7 @@ def test_in_an_object_store(every_format: dict[str, bytes], tmp_path: Path) -> N
         pass
 
 
-def test_mistakes_of_places(tmp_path: Path) -> None:
+def test_check_path_each_mistake_of_a_url_is_reported(tmp_path: Path) -> None:
     url = put(f"memory://{uuid.uuid4().hex}", {"a.txt": b"x", "b.txt": b"x"})
     for place, rule in (
         (url, "holds other files than documents: a.txt, b.txt"),
@@ -149,7 +151,7 @@ def test_mistakes_of_places(tmp_path: Path) -> None:
         assert rule in problem.rule
 
 
-def test_over_http(tmp_path: Path) -> None:
+def test_prepare_over_http_equals_local_files(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="pip install aiohttp")
     folder = tmp_path / "web"
     folder.mkdir()
@@ -243,7 +245,7 @@ def s3_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
 
 
-def test_s3fs_reads_what_a_server_of_our_own_says(
+def test_prepare_from_own_s3_server_equals_local_files(
     every_format: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
@@ -281,11 +283,13 @@ def put_in_s3(url: str, files: dict[str, bytes]) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(s3.missing()), reason=f"no S3 server: {s3.missing()} not installed")
-def test_in_s3(bucket: str, every_format: dict[str, bytes], tmp_path: Path) -> None:
+def test_prepare_from_s3_equals_local_files(
+    bucket: str, every_format: dict[str, bytes], tmp_path: Path
+) -> None:
     check_remote(put_in_s3(bucket, every_format), every_format, tmp_path)
 
 
-def test_without_what_reads_it_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_path_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     _filesystem.cache_clear()
     from fsspec.registry import known_implementations
 

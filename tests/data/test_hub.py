@@ -17,7 +17,7 @@ datasets = pytest.importorskip("datasets", reason="pip install 'weft[data]'")
 datasets.disable_progress_bars()
 
 
-def test_saved_to_disk(tmp_path: Path) -> None:
+def test_prepare_dataset_saved_to_disk_has_each_document(tmp_path: Path) -> None:
     given = texts(500)
     made = datasets.Dataset.from_dict({"n": range(500), "text": given}).shuffle(seed=0)
     made.save_to_disk(tmp_path / "saved", num_shards=3)
@@ -37,7 +37,9 @@ def test_saved_to_disk(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_streamed(cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_streamed_dataset_has_each_document(
+    cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("weft.data.workers.num_cores", lambda: cores)
     given = texts(400)
     folder = tmp_path / "set"
@@ -64,7 +66,7 @@ def test_streamed(cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         prepare(section(f"hf://{folder}", field="n"), tmp_path / "c")
 
 
-def test_names() -> None:
+def test_parse_url_hub_names_are_read_or_refused() -> None:
     for url, parts in (
         ("hf://org/name", ("org/name", None, "train")),
         ("hf://org/name:en", ("org/name", "en", "train")),

@@ -32,7 +32,7 @@ def lines(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 24])
-def test_numbers_are_those_of_the_text(
+def test_inspect_numbers_are_those_of_the_text(
     chunk: int, lines: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspecting, "CHUNK_TOKENS", chunk)
@@ -59,7 +59,7 @@ def test_numbers_are_those_of_the_text(
         assert said.count("-- from token") == 2
 
 
-def test_shares_of_a_mixture(lines: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_inspect_mixture_shows_shares(lines: Path, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("line\n" * 2000)
     mixture = {str(lines): 3.0, str(tmp_path / "book.txt"): 1.0}
     text = prepare_text(DataSection(mixture=mixture, tokenizer=str(tokenizer)), tmp_path / "c")
@@ -71,7 +71,7 @@ def test_shares_of_a_mixture(lines: Path, tokenizer: Path, tmp_path: Path) -> No
         assert f"{count / sum(tokens):.1%}" in row
 
 
-def test_commands(
+def test_data_commands_print_what_was_prepared(
     lines: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["--data.tokenizer", str(tokenizer), "--data.cache", str(tmp_path / "c")]

@@ -84,7 +84,7 @@ def test_epochs_and_seeds_differ_and_none_is_the_identity(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_tiny_epochs_take_every_order(n: int) -> None:
+def test_order_of_tiny_epochs_takes_each_permutation(n: int) -> None:
     places = np.arange(400 * n)
     orders = {tuple(o) for o in sample_index(places, n, 0).reshape(-1, n).tolist()}
     assert len(orders) == {2: 2, 3: 6, 4: 24}[n]
@@ -111,7 +111,7 @@ def test_index_depends_on_the_place_alone() -> None:
 
 
 @pytest.mark.parametrize("n", [2**40, 2**40 - 87, 2**39 + 1])
-def test_huge_epochs(n: int) -> None:
+def test_order_of_huge_epochs_is_a_permutation(n: int) -> None:
     places = np.concatenate([np.arange(5000), n - 5000 + np.arange(5000)])
     index = sample_index(places, n, 0)
     assert index.min() >= 0
@@ -120,7 +120,7 @@ def test_huge_epochs(n: int) -> None:
     assert index.max() > n * 0.99
 
 
-def test_order_is_frozen() -> None:
+def test_order_for_a_seed_is_frozen() -> None:
     # Runs resume by this order, so it may never change.
     assert sample_index(np.arange(8), 10, 0).tolist() == FROZEN
     with pytest.raises(ValueError, match="num_windows"):
@@ -345,7 +345,7 @@ def test_ahead_gives_what_is_asked_for() -> None:
     assert by_thread == [(consumed + 24, *groups) for consumed, *groups in asked]
 
 
-def test_errors_come_where_the_batch_is_asked_for() -> None:
+def test_ahead_error_is_raised_where_the_batch_is_asked_for() -> None:
     ahead, plain = ahead_of(make_stream(3000))
     ahead.batch(48, 0, 1)  # the one at 72 fails while this one is in use
     assert equal(join(ahead.batch(0, 0, 1)), join(plain.batch(0)))  # and is not asked for
@@ -356,7 +356,7 @@ def test_errors_come_where_the_batch_is_asked_for() -> None:
     ahead.close()
 
 
-def test_no_thread_is_left_behind() -> None:
+def test_ahead_close_leaves_no_thread() -> None:
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "weft-data"]
 
@@ -369,7 +369,7 @@ def test_no_thread_is_left_behind() -> None:
     assert threads() == []
 
 
-def test_batches_do_not_depend_on_what_was_looked_up_before() -> None:
+def test_batch_does_not_depend_on_earlier_lookups() -> None:
     """Places are looked up for many steps at a time."""
     stream = make_stream(3000)
     for changes in ({}, {"dp_rank": 1, "dp_size": 4}, {"global_batch": 1100, "microbatch": 1100}):

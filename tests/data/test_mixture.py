@@ -20,7 +20,7 @@ from weft.train.check import prepare_job
 
 
 @pytest.mark.parametrize("shares", [[1.0], [0.7, 0.3], [0.5, 0.25, 0.249, 0.001], [1 / 9] * 9])
-def test_every_stretch_has_each_share(shares: list[float]) -> None:
+def test_mixture_each_stretch_has_each_share(shares: list[float]) -> None:
     places = np.arange(3 * ROUND + 77)
     owner, before = Turns(shares).at(places)
     for source, share in enumerate(shares):
@@ -34,7 +34,7 @@ def test_every_stretch_has_each_share(shares: list[float]) -> None:
         assert abs(mine.sum() - share * len(places)) <= 4
 
 
-def test_a_place_by_itself_is_the_same() -> None:
+def test_mixture_place_looked_up_alone_is_the_same() -> None:
     turns = Turns([0.6, 0.4])
     places = np.array([0, 5, ROUND - 1, ROUND, 10**9])
     owner, before = turns.at(places)
@@ -44,14 +44,14 @@ def test_a_place_by_itself_is_the_same() -> None:
     assert before[-1] + turns.at(places[-1:])[1] >= 0
 
 
-def test_turns_are_frozen() -> None:
+def test_mixture_turns_for_a_seed_are_frozen() -> None:
     # Runs resume by them, so they may never change.
     owner, before = Turns([0.7, 0.3]).at(np.arange(12))
     assert owner.tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1]
     assert before.tolist() == [0, 1, 2, 0, 3, 4, 1, 5, 2, 6, 7, 3]
 
 
-def test_parts_sum_up() -> None:
+def test_mixture_parts_sum_to_the_whole() -> None:
     generator = np.random.default_rng(0)
     for _ in range(300):
         shares = generator.random(generator.integers(1, 20)) ** 4 + 1e-9
@@ -87,7 +87,7 @@ def loader(of: Mixture, dp_rank: int = 0, dp_size: int = 1, microbatch: int = 24
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
-def test_a_source_is_read_as_if_it_were_alone(packing: str) -> None:
+def test_mixture_source_is_read_as_if_alone(packing: str) -> None:
     of = mixture(packing)
     batches = [batch for c in range(0, 24 * 20, 24) for batch in loader(of).batch(c)]
     together = Batch._make(join(batches))  # type: ignore[arg-type]
@@ -105,14 +105,14 @@ def test_a_source_is_read_as_if_it_were_alone(packing: str) -> None:
 
 
 @pytest.mark.parametrize(("dp_size", "microbatch"), [(2, 5), (4, 6), (8, 1)])
-def test_ranks_cut_the_same_batches(dp_size: int, microbatch: int) -> None:
+def test_mixture_ranks_cut_the_same_batches(dp_size: int, microbatch: int) -> None:
     for consumed in (0, 24, 24 * 417):
         whole = loader(mixture()).batch(consumed)
         ranks = [loader(mixture(), r, dp_size, microbatch).batch(consumed) for r in range(dp_size)]
         assert equal(join(whole), join([batch for rank in ranks for batch in rank]))
 
 
-def test_evaluation_has_each_share() -> None:
+def test_mixture_evaluation_has_each_share() -> None:
     for dp_size in (1, 3):
         ranks = [list(evaluation_batches(mixture(), 20, r, dp_size, 4)) for r in range(dp_size)]
         assert len({tuple(b.tokens_BT.shape for b in rank) for rank in ranks}) == 1
@@ -150,7 +150,7 @@ def section(texts: tuple[Path, Path], **more: object) -> DataSection:
     return DataSection.model_validate({"mixture": weights, "vocab_size": 300, **more})
 
 
-def test_preparing_a_mixture(texts: tuple[Path, Path], tmp_path: Path) -> None:
+def test_prepare_mixture_has_each_source(texts: tuple[Path, Path], tmp_path: Path) -> None:
     said: list[str] = []
     found = prepare_text(section(texts), tmp_path / "c", lambda p: said.append(p.message))
     assert [(s.name, s.share) for s in found.sources] == [("web", 0.75), ("code", 0.25)]
@@ -176,7 +176,7 @@ def test_preparing_a_mixture(texts: tuple[Path, Path], tmp_path: Path) -> None:
     )
 
 
-def test_a_shared_tokenizer_hangs_on_no_earlier_run(
+def test_mixture_shared_tokenizer_does_not_depend_on_earlier_runs(
     texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """What is held out decides what it learns from, so it decides the tokenizer."""
@@ -186,9 +186,7 @@ def test_a_shared_tokenizer_hangs_on_no_earlier_run(
     assert second.fingerprint == alone.fingerprint
 
 
-def test_a_store_in_a_mixture_brings_its_tokenizer(
-    texts: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_mixture_store_brings_its_tokenizer(texts: tuple[Path, Path], tmp_path: Path) -> None:
     web = prepare(DataSection(path=str(texts[0]), vocab_size=280), tmp_path / "c").path
     found = prepare_text(section((web, texts[1])), tmp_path / "c")
     assert {s.store.manifest.vocab_size for s in found.sources} == {280}
@@ -197,7 +195,9 @@ def test_a_store_in_a_mixture_brings_its_tokenizer(
         prepare_text(section((web, code)), tmp_path / "c")
 
 
-def test_mistakes_of_every_source_at_once(texts: tuple[Path, Path], tmp_path: Path) -> None:
+def test_mixture_mistakes_of_all_sources_are_reported_at_once(
+    texts: tuple[Path, Path], tmp_path: Path
+) -> None:
     nowhere = tmp_path / "nowhere"
     texts[0].write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidJob) as caught:
@@ -206,7 +206,7 @@ def test_mistakes_of_every_source_at_once(texts: tuple[Path, Path], tmp_path: Pa
     assert not (tmp_path / "c" / "mixtures").exists()
 
 
-def test_short_names() -> None:
+def test_mixture_names_are_shortened() -> None:
     assert source_names(["a/web.jsonl.gz", "b/code/", "python-stdlib"]) == [
         "web",
         "code",
@@ -218,7 +218,7 @@ def test_short_names() -> None:
 # ------------------------------------------------------------------ the key
 
 
-def test_on_the_command_line(tmp_path: Path) -> None:
+def test_mixture_on_the_command_line_is_parsed(tmp_path: Path) -> None:
     for text in ("web.txt=0.7,a=b/c=2", '{"web.txt" = 0.7, "a=b/c" = 2}'):
         job, _, problems = read_job("demo", [("data.mixture", text)])
         assert not problems
@@ -231,7 +231,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         assert problem.key == "data.mixture"
 
 
-def test_not_beside_another_path(texts: tuple[Path, Path]) -> None:
+def test_mixture_beside_data_path_is_refused(texts: tuple[Path, Path]) -> None:
     web, code = map(str, texts)
     more = [("data.mixture", f"{web}=1,{code}=1,/nowhere/x=1"), ("data.path", web)]
     with pytest.raises(InvalidJob) as caught:

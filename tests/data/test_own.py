@@ -33,7 +33,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 ROWS = f"def rows():\n    yield from {TEXTS!r}\n"
 
 
-def test_texts_and_mappings(module: Callable[[str], None], tmp_path: Path) -> None:
+def test_own_function_texts_and_mappings_are_prepared(
+    module: Callable[[str], None], tmp_path: Path
+) -> None:
     module(ROWS)
     assert look("mine:rows").kind == "own"
     store = prepare(section("mine:rows"), tmp_path / "c", shard_bytes=2000)
@@ -46,7 +48,7 @@ def test_texts_and_mappings(module: Callable[[str], None], tmp_path: Path) -> No
     assert decoded(other, "train") == decoded(store, "train")
 
 
-def test_what_can_be_called_and_is_no_def(module: Callable[[str], None], tmp_path: Path) -> None:
+def test_own_callable_object_is_prepared(module: Callable[[str], None], tmp_path: Path) -> None:
     module(f"from functools import partial\nrows = partial(iter, {TEXTS!r})\n")
     store = prepare(section("mine:rows"), tmp_path / "c")
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(TEXTS)
@@ -56,7 +58,9 @@ def test_what_can_be_called_and_is_no_def(module: Callable[[str], None], tmp_pat
         prepare(section("itertools:count"), tmp_path / "c")
 
 
-def test_a_file_of_that_name_goes_first(module: Callable[[str], None], tmp_path: Path) -> None:
+def test_own_function_named_like_a_file_is_the_file(
+    module: Callable[[str], None], tmp_path: Path
+) -> None:
     module(ROWS)
     (tmp_path / "mine:rows").write_text("text")
     assert look("mine:rows").kind == "text"
@@ -70,7 +74,9 @@ def test_a_file_of_that_name_goes_first(module: Callable[[str], None], tmp_path:
         ("rows = 3", "is no function"),
     ],
 )
-def test_what_cannot_be_called(body: str, told: str, module: Callable[[str], None]) -> None:
+def test_own_function_that_cannot_be_called_is_refused(
+    body: str, told: str, module: Callable[[str], None]
+) -> None:
     module(body)
     (problem,) = check_path("mine:rows")
     assert told in str(problem)
@@ -88,7 +94,7 @@ def test_what_cannot_be_called(body: str, told: str, module: Callable[[str], Non
         ("def rows():\n    yield {'text': 3}", "row 1: the column 'text' is no text"),
     ],
 )
-def test_what_it_does_wrong(
+def test_own_function_mistakes_are_reported(
     body: str, told: str, module: Callable[[str], None], tmp_path: Path
 ) -> None:
     module(body)
@@ -98,7 +104,7 @@ def test_what_it_does_wrong(
     assert not list((tmp_path / "c").glob("stores/*/store.json"))
 
 
-def test_by_the_command_line(
+def test_own_function_by_the_command_line_is_prepared(
     module: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module(ROWS)

@@ -30,14 +30,14 @@ def rows_of(lengths: np.ndarray[Any, Any], capacity: int, seed: int = 0) -> list
 
 @pytest.mark.parametrize("capacity", [1, 7, 100])
 @pytest.mark.parametrize("count", [0, 1, 500])
-def test_every_document_is_in_one_row(capacity: int, count: int) -> None:
+def test_packing_each_document_is_in_one_row(capacity: int, count: int) -> None:
     lengths = np.random.default_rng(0).integers(1, capacity + 1, count)
     rows = rows_of(lengths, capacity)
     assert sorted(document for row in rows for document in row) == list(range(count))
     assert all(0 < lengths[row].sum() <= capacity for row in rows)
 
 
-def test_it_is_best_fit_decreasing() -> None:
+def test_packing_is_best_fit_decreasing() -> None:
     """Against the definition, by trying every row."""
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(1, 31, 60)
@@ -52,14 +52,14 @@ def test_it_is_best_fit_decreasing() -> None:
         assert sorted(found) == sorted(rooms)
 
 
-def test_the_seed_decides_who_shares_a_row_and_nothing_else_does() -> None:
+def test_packing_seed_alone_decides_the_rows() -> None:
     lengths = np.random.default_rng(0).integers(1, 30, 300)
     assert rows_of(lengths, 64) == rows_of(lengths.copy(), 64)
     assert rows_of(lengths, 64) != rows_of(lengths, 64, seed=1)
     assert len(rows_of(lengths, 64)) == len(rows_of(lengths, 64, seed=1))
 
 
-def test_many_documents_are_packed_quickly_and_tightly() -> None:
+def test_packing_many_documents_is_quick_and_tight() -> None:
     lengths = np.random.default_rng(0).lognormal(5.5, 1, 200_000).astype(int).clip(1, 4096)
     began = time.perf_counter()
     order, firsts = best_fit(lengths, 4096, 0)
@@ -115,7 +115,7 @@ def documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def test_rows_hold_every_conversation_once(folder: Path) -> None:
+def test_packing_rows_hold_each_conversation_once(folder: Path) -> None:
     text, chosen = opened(folder, "chat.jsonl")
     batch = everything(samples_of(text, "train", 160, chosen, 3))
     store = text.sources[0].store
@@ -139,7 +139,7 @@ def test_rows_hold_every_conversation_once(folder: Path) -> None:
             assert positions[of == number].tolist() == list(range(count))
 
 
-def test_the_line_that_tells_of_packing(folder: Path) -> None:
+def test_packing_line_has_its_numbers(folder: Path) -> None:
     text, chosen = opened(folder, "chat.jsonl")
     store = text.sources[0].store
     rows = pack(store, "train", 160, chosen, 0)
@@ -153,7 +153,7 @@ def test_the_line_that_tells_of_packing(folder: Path) -> None:
     assert f"{targets / store.manifest.train.tokens:.0%} are learned" in line
 
 
-def test_what_is_too_long_is_told_by_file_and_line(folder: Path) -> None:
+def test_packing_too_long_conversation_is_reported_by_file_and_line(folder: Path) -> None:
     text, chosen = opened(folder, "chat.jsonl")
     store = text.sources[0].store
     [problem] = check_conversations(store, 100, chosen)
@@ -190,7 +190,7 @@ def test_what_is_too_long_is_told_by_file_and_line(folder: Path) -> None:
     assert "all" in problem.rule
 
 
-def test_a_store_of_another_format_is_refused(folder: Path) -> None:
+def test_packing_store_of_another_format_is_refused(folder: Path) -> None:
     text, chosen = opened(folder, "chat.jsonl")
     store = text.sources[0].store
     [problem] = check_conversations(store, 1024, DataSection(path=str(store.path)))
@@ -198,7 +198,7 @@ def test_a_store_of_another_format_is_refused(folder: Path) -> None:
     assert check_conversations(store, 1024, chosen) == []
 
 
-def test_pairs_are_rows_of_two_answers(folder: Path) -> None:
+def test_packing_pairs_are_rows_of_two_answers(folder: Path) -> None:
     text, chosen = opened(folder, "pairs.jsonl", format="preferences")
     mixture = samples_of(text, "train", 128, chosen, 0)
     [pairs] = mixture.sources
@@ -225,7 +225,7 @@ def test_pairs_are_rows_of_two_answers(folder: Path) -> None:
     assert problem.key == "data.too_long"
 
 
-def test_each_pair_carries_its_references(folder: Path) -> None:
+def test_packing_each_pair_carries_its_references(folder: Path) -> None:
     text, chosen = opened(folder, "pairs.jsonl", format="preferences")
     [pairs] = samples_of(text, "train", 128, chosen, 0).sources
     assert isinstance(pairs, Pairs)
@@ -248,7 +248,7 @@ def test_each_pair_carries_its_references(folder: Path) -> None:
 # --------------------------------------------------------------------------- text, and mixtures
 
 
-def test_best_fit_of_text_cuts_only_what_is_longer_than_a_row(text_folder: Path) -> None:
+def test_packing_best_fit_cuts_only_documents_longer_than_a_row(text_folder: Path) -> None:
     chosen = DataSection(path=str(text_folder), vocab_size=512, packing="best_fit")
     text = prepare_text(chosen, text_folder.parent / "best-fit")
     mixture = samples_of(text, "train", 512, chosen, 0)
@@ -270,7 +270,7 @@ def test_best_fit_of_text_cuts_only_what_is_longer_than_a_row(text_folder: Path)
     assert "full" in packing_line(store, 512, chosen, 0)
 
 
-def test_a_mixture_of_text_and_conversations(folder: Path, tmp_path: Path) -> None:
+def test_packing_mixture_of_text_and_conversations_is_read(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("it is what it is\n" * 300)
     tokenizer = folder / "model/tokenizer.json"
     plain = DataSection(path=str(tmp_path / "plain.txt"), tokenizer=str(tokenizer))
@@ -295,7 +295,7 @@ def test_a_mixture_of_text_and_conversations(folder: Path, tmp_path: Path) -> No
         assert torch.equal(ours[[0, 2]], theirs)  # type: ignore[index]
 
 
-def test_a_store_serves_every_length_of_rows(folder: Path) -> None:
+def test_packing_one_store_serves_each_row_length(folder: Path) -> None:
     text, _ = opened(folder, "chat.jsonl")
     assert opened(folder, "chat.jsonl", too_long="skip")[0].path == text.path
     assert opened(folder, "chat.jsonl", holdout=0.2)[0].path != text.path

@@ -63,7 +63,7 @@ def in_subprocess(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def test_tokens_are_the_text(text: Path, tmp_path: Path) -> None:
+def test_prepare_tokens_decode_to_the_text(text: Path, tmp_path: Path) -> None:
     store = prepare(section(text), tmp_path / "cache", shard_bytes=SHARD)
     tokenizer = store.tokenizer()
     separator = store.manifest.separator
@@ -77,7 +77,7 @@ def test_tokens_are_the_text(text: Path, tmp_path: Path) -> None:
     assert sorted(documents) == sorted(file.read_text() for file in text.iterdir())
 
 
-def test_one_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
+def test_prepare_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_text("".join(f"line {line} <|endoftext|>\n" for line in range(20000)))
     assert file.stat().st_size > 3 * PIECE_BYTES
@@ -94,7 +94,7 @@ def test_one_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
     assert "".join(decoded) == file.read_text()
 
 
-def test_second_time_nothing_is_tokenised(text: Path, tmp_path: Path) -> None:
+def test_prepare_second_time_tokenises_nothing(text: Path, tmp_path: Path) -> None:
     store = prepare(section(text), tmp_path / "cache")
     messages: list[str] = []
     again = prepare(section(text), tmp_path / "cache", lambda p: messages.append(p.message))
@@ -106,7 +106,7 @@ def test_second_time_nothing_is_tokenised(text: Path, tmp_path: Path) -> None:
     assert set(messages) == {"reading the text"}
 
 
-def test_everything_that_decides_the_content_decides_the_store(text: Path, tmp_path: Path) -> None:
+def test_prepare_each_deciding_key_makes_another_store(text: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     paths = {prepare(section(text), cache).path}
     for changes in ({"vocab_size": 301}, {"holdout": 0.1}, {"invalid_utf8": "skip"}):
@@ -118,8 +118,10 @@ def test_everything_that_decides_the_content_decides_the_store(text: Path, tmp_p
     assert len(paths) == 6
 
 
-@pytest.mark.parametrize("shards_before_death", [1, 6])
-def test_killed_preparation_goes_on(text: Path, tmp_path: Path, shards_before_death: int) -> None:
+@pytest.mark.parametrize("shards_before_death", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_prepare_killed_keeps_complete_shards(
+    text: Path, tmp_path: Path, shards_before_death: int
+) -> None:
     undisturbed = prepare(section(text), tmp_path / "one", shard_bytes=SHARD)
     kill = (
         "def die(progress):\n"
@@ -154,7 +156,7 @@ def test_killed_preparation_goes_on(text: Path, tmp_path: Path, shards_before_de
     assert resumed.fingerprint == undisturbed.fingerprint
 
 
-def test_processes_that_prepare_at_once_agree(text: Path, tmp_path: Path) -> None:
+def test_prepare_by_processes_at_once_agrees(text: Path, tmp_path: Path) -> None:
     code = f"print(prepare(section, cache, shard_bytes={SHARD}).fingerprint)\n"
     processes = [in_subprocess(code, text, tmp_path / "cache") for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
@@ -165,7 +167,7 @@ def test_processes_that_prepare_at_once_agree(text: Path, tmp_path: Path) -> Non
     assert contents(tmp_path / "cache" / "stores" / alone.path.name) == contents(alone.path)
 
 
-def test_waiting_is_told(text: Path, tmp_path: Path) -> None:
+def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: Path) -> None:
     # The store's name is known from another cache, and its lock is held here.
     name = prepare(section(text), tmp_path / "one").path.name
     folder = tmp_path / "two" / "stores" / name
@@ -189,7 +191,7 @@ def test_waiting_is_told(text: Path, tmp_path: Path) -> None:
     assert (folder / "store.json").exists()
 
 
-def test_cache_that_cannot_be_written_is_a_problem(text: Path, tmp_path: Path) -> None:
+def test_prepare_unwritable_cache_is_a_problem(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidJob) as caught:
         prepare(section(text), tmp_path / "file")
@@ -198,7 +200,7 @@ def test_cache_that_cannot_be_written_is_a_problem(text: Path, tmp_path: Path) -
     assert os.strerror(20) in problem.rule  # ENOTDIR
 
 
-def test_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) -> None:
+def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) -> None:
     # A limit on file sizes stands for a disk with room for the tokenizer but not for a shard.
     file = tmp_path / "text"
     file.write_text("".join(chr(33 + i * i % 90) for i in range(100_000)))
@@ -214,7 +216,7 @@ def test_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) -> None:
     assert {f.name for f in folder.iterdir()} == {"lock", "tokenizer.json"}
 
 
-def test_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> None:
+def test_prepare_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> None:
     for data, invalid in ((b"short", "error"), (b"\xff\0 binary" * 100, "skip")):
         (tmp_path / "x").write_bytes(data)
         with pytest.raises(InvalidJob) as caught:
@@ -224,7 +226,7 @@ def test_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> None:
         assert "too little text" in problem.rule
 
 
-def test_files_that_are_not_text(text: Path, tmp_path: Path) -> None:
+def test_prepare_binary_file_is_refused_skipped_or_replaced(text: Path, tmp_path: Path) -> None:
     (text / "bad.bin").write_bytes(b"\xff" * 900)
     with pytest.raises(InvalidJob, match=r"bad\.bin: byte 0, line 1"):
         prepare(section(text), tmp_path / "cache")
@@ -244,13 +246,13 @@ def test_files_that_are_not_text(text: Path, tmp_path: Path) -> None:
     assert parts == [40, 41]
 
 
-def test_all_problems_at_once(tmp_path: Path) -> None:
+def test_prepare_several_problems_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidJob) as caught:
         prepare(section(tmp_path / "no", tokenizer=str(tmp_path / "no.json")), tmp_path)
     assert [p.key for p in caught.value.problems] == ["data.path", "data.tokenizer"]
 
 
-def test_given_tokenizer_and_store_as_path(text: Path, tmp_path: Path) -> None:
+def test_prepare_given_tokenizer_or_store_is_used(text: Path, tmp_path: Path) -> None:
     mine, other = tmp_path / "mine.json", tmp_path / "other.json"
     train_tokenizer(["my own words, some of them here"], 280).save(str(mine))
     train_tokenizer(["other"], 270).save(str(other))
@@ -267,7 +269,7 @@ def test_given_tokenizer_and_store_as_path(text: Path, tmp_path: Path) -> None:
     assert caught.value.problems[0].key == "data.tokenizer"
 
 
-def test_large_vocabularies_take_four_bytes(text: Path, tmp_path: Path) -> None:
+def test_prepare_large_vocabulary_takes_four_bytes(text: Path, tmp_path: Path) -> None:
     tokenizer = json.loads(train_tokenizer(["words"], 280).to_str())
     tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 70000, "content": "<x>"})
     tokenizer["model"]["vocab"]["<x>"] = 70000
@@ -279,6 +281,6 @@ def test_large_vocabularies_take_four_bytes(text: Path, tmp_path: Path) -> None:
     assert store.tokenizer().decode(row[: row.index(store.manifest.separator)]).startswith("file ")
 
 
-def test_torch_is_not_imported() -> None:
+def test_prepare_does_not_import_torch() -> None:
     code = "print('torch' in sys.modules)"
     assert in_subprocess(code, "x", "y").communicate(timeout=60)[0].strip() == "False"

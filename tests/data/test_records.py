@@ -71,7 +71,7 @@ def read(path: Path, size: int = 1 << 30, **options: object) -> list[Document | 
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> None:
+def test_documents_of_each_format_are_the_same(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path / name, TEXTS)
     expected = [Document(n, text.encode()) for n, text in enumerate(TEXTS, 1)]
     assert read(tmp_path / name) == expected
@@ -83,7 +83,7 @@ def test_every_format_gives_the_same_documents(name: str, tmp_path: Path) -> Non
         assert list(documents(unit, "text", "error", after)) == expected[after:]
 
 
-def test_units_of_any_size_have_every_line_once(tmp_path: Path) -> None:
+def test_units_of_any_size_have_each_line_once(tmp_path: Path) -> None:
     rng = random.Random(0)
     texts = ["x" * rng.choice([0, 1, 5, 300]) for _ in range(60)]
     data = b"\n\n".join(lines_of(texts).splitlines())  # blank lines count, too, and none at the end
@@ -108,7 +108,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "told"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
-def test_lines_that_are_no_documents(line: str, told: str | None, tmp_path: Path) -> None:
+def test_documents_bad_lines_are_faults(line: str, told: str | None, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' + line + '\n{"text": "good"}\n')
     first, found, last = read(path)
@@ -120,7 +120,7 @@ def test_lines_that_are_no_documents(line: str, told: str | None, tmp_path: Path
         assert f"line {found.number}: {found.what}".startswith(told)
 
 
-def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+def test_documents_invalid_utf8_is_a_fault_or_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a\xffb"}\n{"text": "\\udc00c"}\n{"text": "d"}\n')
     one, two, _ = read(path)
@@ -140,7 +140,7 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
-def test_compressed_files_that_are_cut_off_or_damaged(name: str, tmp_path: Path) -> None:
+def test_documents_truncated_or_damaged_compression_is_a_fault(name: str, tmp_path: Path) -> None:
     whole = lines_of([str(random.Random(n).random()) for n in range(30_000)])
     compress = gzip.compress if name.endswith("gz") else zstandard.compress
     data = compress(whole)
@@ -157,7 +157,7 @@ def test_compressed_files_that_are_cut_off_or_damaged(name: str, tmp_path: Path)
     assert "damaged" in fault.what  # type: ignore[union-attr]
 
 
-def test_a_disk_that_fails_is_told_of_the_file(
+def test_documents_disk_error_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(io.BytesIO):
@@ -172,7 +172,9 @@ def test_a_disk_that_fails_is_told_of_the_file(
         read(tmp_path / "x.jsonl")
 
 
-def test_a_line_too_long_is_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_too_long_line_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(records, "LINE_BYTES", 1000)
     (tmp_path / "x.jsonl").write_bytes(lines_of(["a", "b" * 2000, "c"]))
     good, fault = read(tmp_path / "x.jsonl")

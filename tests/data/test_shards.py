@@ -31,7 +31,7 @@ def encoder(tmp_path: Path) -> Encoder:
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 10, 1 << 20])
-def test_batches_change_no_token(
+def test_encode_in_batches_changes_no_token(
     batch_bytes: int, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "BATCH_BYTES", batch_bytes)
@@ -49,7 +49,7 @@ def test_batches_change_no_token(
             assert tokens.dtype == encoder.dtype
 
 
-def test_a_tokenizer_that_does_not_know_a_text_is_a_problem(encoder: Encoder) -> None:
+def test_encode_text_unknown_to_the_tokenizer_is_a_problem(encoder: Encoder) -> None:
     words = Tokenizer(models.WordLevel({"some": 0}, unk_token="[UNK]"))
     batches = Batches(encoder._replace(tokenizer=words), lambda size: None)
     batches.add("other", 5, True, [])
@@ -57,7 +57,9 @@ def test_a_tokenizer_that_does_not_know_a_text_is_a_problem(encoder: Encoder) ->
         batches.flush()
 
 
-def test_only_whole_shards_of_the_same_tokenizer_are_kept(encoder: Encoder, tmp_path: Path) -> None:
+def test_finished_shard_incomplete_or_of_another_tokenizer_is_none(
+    encoder: Encoder, tmp_path: Path
+) -> None:
     file = tmp_path / "train-00000.bin"
     assert finished_shard(file, encoder) is None
     shard = write_shard(file, np.arange(5, dtype=encoder.dtype), encoder)
@@ -72,6 +74,6 @@ def test_only_whole_shards_of_the_same_tokenizer_are_kept(encoder: Encoder, tmp_
     assert finished_shard(file, encoder) is None
 
 
-def test_entropy() -> None:
+def test_unigram_entropy_is_right() -> None:
     assert entropy_nats(np.array([3, 0, 3])) == pytest.approx(math.log(2))
     assert entropy_nats(np.array([7])) == 0.0

@@ -76,7 +76,7 @@ def flip_a_byte(file: Path) -> None:
     file.write_bytes(data)
 
 
-def test_damage_is_named(store: Store) -> None:
+def test_open_store_damage_is_named(store: Store) -> None:
     shards = [store.path / shard.file for shard in store.manifest.train.shards]
     shards[0].write_bytes(shards[0].read_bytes()[:-2])
     shards[1].unlink()

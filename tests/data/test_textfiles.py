@@ -97,7 +97,7 @@ def test_error_lists_every_bad_file_once(tmp_path: Path) -> None:
     assert "--data.invalid_utf8 skip" in message
 
 
-def test_replace_and_skip(tmp_path: Path) -> None:
+def test_invalid_utf8_is_replaced_or_skipped(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"a\xffb\0c")
     (tmp_path / "empty").touch()
     (tmp_path / "good").write_bytes(b"good")

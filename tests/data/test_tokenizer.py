@@ -34,13 +34,13 @@ def random_texts() -> list[str]:
     return [*texts, "", " ", "\r\n\r\n", "don't  stop\n\n  it's 12345", "\0", "\ufeffx"]
 
 
-def test_every_text_comes_back(tokenizer: Tokenizer) -> None:
+def test_tokenizer_round_trip_is_exact(tokenizer: Tokenizer) -> None:
     for text in random_texts():
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_same_text_gives_the_same_json(tokenizer: Tokenizer) -> None:
+def test_train_tokenizer_same_text_gives_the_same_json(tokenizer: Tokenizer) -> None:
     # Another process, since hashing of words is seeded in each.
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -66,7 +66,7 @@ def test_literal_special_token_is_text(tokenizer: Tokenizer, tmp_path: Path) -> 
         assert each.decode(ids) == text
 
 
-def test_vocabulary(tokenizer: Tokenizer) -> None:
+def test_train_tokenizer_has_the_asked_vocabulary(tokenizer: Tokenizer) -> None:
     assert vocab_entries(tokenizer) == 512
     assert vocab_entries(train_tokenizer(["ab"], 512)) == 258
 
@@ -83,7 +83,7 @@ def test_load_names_the_hash_and_drops_truncation(tokenizer: Tokenizer, tmp_path
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{}", b"not json", b"\xff\xfe"])
-def test_broken_tokenizer_is_a_problem(tmp_path: Path, data: bytes | None) -> None:
+def test_load_broken_tokenizer_is_a_problem(tmp_path: Path, data: bytes | None) -> None:
     file = tmp_path / "tokenizer.json"
     if data is not None:
         file.write_bytes(data)

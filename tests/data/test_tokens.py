@@ -79,7 +79,9 @@ def flat(given: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("sentences", [1, 3])
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
-def test_megatron_in_place(dtype: str, sentences: int, tokenizer: Path, tmp_path: Path) -> None:
+def test_prepare_megatron_tokens_are_used_in_place(
+    dtype: str, sentences: int, tokenizer: Path, tmp_path: Path
+) -> None:
     given = documents(300, separator(tokenizer))
     write_megatron(tmp_path / "m_document", given, dtype, sentences)
     for name in ("m_document", "m_document.bin"):
@@ -112,7 +114,7 @@ def test_megatron_in_place(dtype: str, sentences: int, tokenizer: Path, tmp_path
         ("uint8", 1, False, False),
     ],
 )
-def test_megatron_copied(
+def test_prepare_megatron_tokens_are_copied(
     dtype: str,
     sentences: int,
     shuffled: bool,
@@ -140,7 +142,7 @@ def write_llm_c(path: Path, tokens: list[int], magic: int = 20240520) -> None:
 
 
 @pytest.mark.parametrize("magic", [20240520, 20240801])
-def test_llm_c(magic: int, tokenizer: Path, tmp_path: Path) -> None:
+def test_prepare_llm_c_tokens_are_read(magic: int, tokenizer: Path, tmp_path: Path) -> None:
     end = separator(tokenizer)
     given = flat([[end, *each] for each in documents(200, None)])  # it puts the separator first
     folder = tmp_path / "fineweb"
@@ -177,13 +179,13 @@ def test_best_fit_takes_what_comes_after_the_last_separator(
         assert sorted(targets[targets != IGNORE].tolist()) == sorted(rest)
 
 
-def test_too_few_tokens_to_hold_any_out(tokenizer: Path, tmp_path: Path) -> None:
+def test_prepare_too_few_tokens_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     np.array([1, 2, 3, 4, separator(tokenizer)], "<u2").tofile(tmp_path / "x.bin")
     with pytest.raises(InvalidJob, match=r"too few tokens \(5\): nothing is left to hold out"):
         open_it(tmp_path / "x.bin", tokenizer, tmp_path)
 
 
-def test_nanogpt_trains(tokenizer: Path, tmp_path: Path) -> None:
+def test_loader_nanogpt_tokens_are_read(tokenizer: Path, tmp_path: Path) -> None:
     """To the loader it is a store like any other; in a mixture, too."""
     given = flat(documents(200, separator(tokenizer)))
     folder = tmp_path / "shakespeare"
@@ -202,7 +204,7 @@ def test_nanogpt_trains(tokenizer: Path, tmp_path: Path) -> None:
     assert text.sources[0].store.manifest.validation.tokens == 300
 
 
-def test_tokens_need_their_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
+def test_prepare_tokens_without_a_tokenizer_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     np.array([1, 2, 289, 300, 5], "<u2").tofile(tmp_path / "x.bin")
     with pytest.raises(InvalidJob) as caught:
         prepare(DataSection(path=str(tmp_path / "x.bin")), tmp_path / "c")
@@ -215,7 +217,7 @@ def test_tokens_need_their_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "c").glob("stores/*/store.json"))
 
 
-def test_files_that_are_not_what_they_seem(tokenizer: Path, tmp_path: Path) -> None:
+def test_prepare_malformed_token_files_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     def told(name: str) -> str:
         with pytest.raises(InvalidJob) as caught:
             open_it(tmp_path / name, tokenizer, tmp_path)

@@ -32,7 +32,7 @@ def killed(number: int, advance: Advance) -> int:
     return number
 
 
-def test_every_thing_is_done_once_and_told() -> None:
+def test_each_item_is_done_once_and_reported() -> None:
     for processes in (1, 2):
         told: list[int] = []
         found = dict(each(doubled, range(20), told.append, processes))
@@ -43,7 +43,7 @@ def test_every_thing_is_done_once_and_told() -> None:
         assert {pid == os.getpid() for _, pid in found.values()} == {processes == 1}
 
 
-def test_a_refusal_stops_the_others_and_keeps_its_problems() -> None:
+def test_each_refusal_stops_the_others_and_keeps_its_problems() -> None:
     began = time.monotonic()
     with pytest.raises(InvalidJob) as caught:
         list(each(refused_at_3, [1, 3], lambda size: None, 2))
@@ -51,7 +51,7 @@ def test_a_refusal_stops_the_others_and_keeps_its_problems() -> None:
     assert time.monotonic() - began < 50
 
 
-def test_a_process_that_is_killed_is_told() -> None:
+def test_each_killed_process_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
         list(each(killed, [1, 2], lambda size: None, 2))
 
@@ -65,6 +65,6 @@ class Slow(list[int]):
             time.sleep(1)
 
 
-def test_a_process_that_is_killed_while_work_is_still_handed_out_is_told() -> None:
+def test_each_process_killed_during_submission_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
         list(each(killed, Slow(range(30)), lambda size: None, 2))

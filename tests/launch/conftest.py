@@ -8,6 +8,7 @@ only where its own start or death is tested; otherwise in one that the harness f
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -115,7 +116,7 @@ class Started:
         reader: of its standard output; without it the pipe is closed after some bytes.
 
     Attributes:
-        pid: of the command; it leads a session of its own.
+        pid: of the command; it leads a session.
     """
 
     def __init__(
@@ -223,11 +224,19 @@ def run_joined(
     """
     said = folder.with_name(f"{folder.name}.said")
     said.mkdir(exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        port = there.getsockname()[1]
+    port = free_port()
     call = (command[len(WEFT) :], str(folder), str(said), environment, port)
     statuses = run_ranks(be_joined, ranks, *call, timeout=120)
     return statuses, "".join((said / f"{rank}").read_text() for rank in range(ranks))
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, and that no outgoing connection is given meanwhile."""
+    choose = random.SystemRandom()
+    while True:
+        port = choose.randrange(20_000, 30_000)  # below Linux's range for outgoing connections
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def be_joined(

@@ -19,7 +19,7 @@ again.on_every_rank(SimpleNamespace(world_size=2, threads=1, device="cpu"), [], 
 """
 
 
-def test_who_is_killed_leaves_no_ranks_behind() -> None:
+def test_on_every_rank_killed_command_leaves_no_ranks() -> None:
     asking = subprocess.Popen([sys.executable, "-c", ASKS], stdout=subprocess.PIPE, text=True)
     assert asking.stdout is not None
     child = int(asking.stdout.readline())

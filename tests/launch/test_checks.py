@@ -274,7 +274,7 @@ CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 
 
 @pytest.mark.parametrize(("check", "changes", "severity", "words"), CASES)
-def test_what_is_wrong_is_found(
+def test_examine_faulty_node_finds_what_is_wrong(
     check: str, changes: dict[str, Any], severity: str, words: str
 ) -> None:
     found = list(CHECKS[check](replace(HEALTHY, **changes)))
@@ -283,12 +283,12 @@ def test_what_is_wrong_is_found(
     assert all(one.remedy for one in fitting)
 
 
-def test_a_check_without_a_case_is_none() -> None:
+def test_checks_each_have_a_test_case() -> None:
     assert {check for check, *_ in CASES} == set(CHECKS)
 
 
 @pytest.mark.parametrize("facts", [HEALTHY, AWS], ids=["InfiniBand", "EFA"])
-def test_a_healthy_node_has_nothing_but_ok(facts: Facts) -> None:
+def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
     facts = replace(facts, **store())
     found = examine(facts)
     assert {one.severity for one in found} == {"ok"}, [x for x in found if x.severity != "ok"]
@@ -297,12 +297,12 @@ def test_a_healthy_node_has_nothing_but_ok(facts: Facts) -> None:
     assert not any("control group" in one.seen for one in found)
 
 
-def test_of_what_is_not_known_nothing_is_said() -> None:
+def test_examine_unknown_facts_are_not_judged() -> None:
     """As of a container without /proc, tools and devices."""
     assert {one.severity for one in examine(Facts(torch="2.13.0"))} == {"ok"}
 
 
-def test_what_the_driver_noted_is_not_denied() -> None:
+def test_examine_nonfatal_driver_error_is_a_warning() -> None:
     """A fault that NVIDIA does not call fatal is told, and not that there were none."""
     noted = "[1.2] NVRM: Xid (PCI:0000:3b:00): 31, pid=2096908, name=python"
     (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=noted))
@@ -311,20 +311,20 @@ def test_what_the_driver_noted_is_not_denied() -> None:
     assert "no memory errors, what the driver noted is not known" in one.seen
 
 
-def test_what_nvidia_smi_does_not_know_is_not_judged() -> None:
+def test_examine_values_unknown_to_nvidia_smi_are_not_judged() -> None:
     unknown = {name: "[N/A]" for name in ASKED if name not in ("index", "name", "driver")}
     found = examine(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
     assert {one.severity for one in found} == {"ok"}
 
 
-def test_a_slow_cpu_is_no_reason_to_refuse_a_node() -> None:
+def test_examine_slow_cpu_is_no_bad_finding() -> None:
     slow = Measured(flops=(1e9,), bandwidth=(1e9,), same=(True,), busbw=1e6)
     facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=slow)
     assert {one.severity for one in examine(facts)} == {"ok", "note"}
 
 
 @pytest.mark.parametrize(("share", "severity"), [(0.97, "ok"), (0.8, "ok"), (0.31, "note")])
-def test_speed_of_a_busy_machine_is_not_judged(share: float, severity: str) -> None:
+def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: str) -> None:
     """Nor is what its processes say to each other, however slow."""
     here = Measured(
         flops=(9e9, 9e9), bandwidth=(9e9, 9e9), same=(True, True), busbw=9e9, cpu_share=(1.0, share)
@@ -350,7 +350,7 @@ SAGEMAKER = {
 }
 
 
-def test_what_sagemaker_sets_is_told_and_no_reason_to_refuse_a_node() -> None:
+def test_examine_variables_set_by_sagemaker_are_not_bad() -> None:
     found = list(check_variables(replace(AWS, variables=SAGEMAKER)))
     told = {one.seen.partition("=")[0]: one.severity for one in found}
     assert told == {
@@ -362,14 +362,14 @@ def test_what_sagemaker_sets_is_told_and_no_reason_to_refuse_a_node() -> None:
     }
 
 
-def test_an_old_plugin_wants_what_a_new_one_does_not() -> None:
+def test_examine_old_efa_plugin_needs_more_variables() -> None:
     variables = {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"}
     old = replace(AWS, variables=variables, ofi_plugin="1.5.0")
     assert [one.severity for one in check_variables(old)] == ["ok"]
 
 
 @pytest.mark.parametrize("row", VARIABLES, ids=lambda row: f"{row.name} on {row.on}")
-def test_every_row_of_the_table_can_be_met_and_be_missed(row: Variable) -> None:
+def test_version_table_each_row_can_match_and_fail(row: Variable) -> None:
     names = {
         "RDMAV_.*": "RDMAV_HUGEPAGES_SAFE",
         "NCCL_(BUFFSIZE|MIN_CHANNELS|MAX_CHANNELS|NTHREADS|ALGO)": "NCCL_BUFFSIZE",
@@ -397,20 +397,20 @@ def test_every_row_of_the_table_can_be_met_and_be_missed(row: Variable) -> None:
         ("^=lo", ["eth0", "eth1", "ib0"]),
     ],
 )
-def test_interfaces_are_chosen_as_nccl_chooses_them(value: str, expected: list[str]) -> None:
+def test_interfaces_are_chosen_as_by_nccl(value: str, expected: list[str]) -> None:
     assert interfaces_for(value, ("lo", "eth0", "eth1", "ib0")) == expected
 
 
 # --------------------------------------------------------------------------- reading
 
 
-def test_gpus_are_read_and_lines_of_another_kind_left_out() -> None:
+def test_gpus_in_other_lines_are_skipped() -> None:
     assert len(gpus_in(GPUS)) == 8
     assert gpus_in(GPUS)[5] | {"index": "5", "memory": "81559"} == gpus_in(GPUS)[5]
     assert gpus_in("No devices were found\n") == []
 
 
-def test_the_topology_is_read_with_its_underlined_head() -> None:
+def test_topology_underlined_head_is_read() -> None:
     joined = topology_in(TOPOLOGY)
     assert joined["GPU0", "GPU3"] == "NV18"
     assert joined["GPU2", "NIC2"] == "PIX"
@@ -418,7 +418,7 @@ def test_the_topology_is_read_with_its_underlined_head() -> None:
     assert len(joined) == 64
 
 
-def test_a_mount_is_the_innermost_one() -> None:
+def test_mount_of_a_path_is_the_innermost() -> None:
     mounts = (
         "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n"
         "40 22 0:35 / /my\\040data rw,relatime shared:1 - nfs4 server:/x rw,vers=4.2,nolock\n"
@@ -429,7 +429,7 @@ def test_a_mount_is_the_innermost_one() -> None:
     assert mount_of(Path("/Läufe/x"), mounts) == ("lustre", "rw,flock")
 
 
-def test_the_plugin_for_efa_is_found_with_its_version(tmp_path: Path) -> None:
+def test_efa_plugin_is_found_with_its_version(tmp_path: Path) -> None:
     assert plugin(["", str(tmp_path / "nowhere"), str(tmp_path)]) == ""
     library = tmp_path / "lib" / f"{platform.machine()}-linux-gnu" / "libnccl-net.so"
     library.parent.mkdir(parents=True)
@@ -439,7 +439,7 @@ def test_the_plugin_for_efa_is_found_with_its_version(tmp_path: Path) -> None:
     assert plugin([str(tmp_path)]) == "?"
 
 
-def test_adapters_are_read(tmp_path: Path) -> None:
+def test_adapters_in_sysfs_are_read(tmp_path: Path) -> None:
     port = tmp_path / "rdmap0s6" / "ports" / "1"
     (port / "hw_counters").mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
@@ -458,7 +458,7 @@ def test_adapters_are_read(tmp_path: Path) -> None:
     assert list(adapters(tmp_path / "nowhere")) == []
 
 
-def test_limits_of_control_groups_of_both_versions(tmp_path: Path) -> None:
+def test_cgroup_limits_of_both_versions_are_read(tmp_path: Path) -> None:
     own, root = tmp_path / "cgroup", tmp_path / "fs"
     job = root / "slurm" / "job_7"
     job.mkdir(parents=True)

@@ -90,24 +90,24 @@ def test_doctor_json_has_findings_and_facts(
     monkeypatch.setenv("SECRET_KEY", "x")
     assert main(["doctor", "--json", "--checkpoint.local", "local"]) == 1
     out = capsys.readouterr().out
-    told = json.loads(out)
-    assert told["bad"] == 1
-    (bad,) = (one for one in told["findings"] if one["severity"] == "bad")
+    shown = json.loads(out)
+    assert shown["bad"] == 1
+    (bad,) = (one for one in shown["findings"] if one["severity"] == "bad")
     assert (bad["check"], "nowhere" in bad["seen"], bad["remedy"] != "") == (
         "variables",
         True,
         True,
     )
-    assert [one["key"] for one in told["facts"]["folders"]] == ["run.dir", "checkpoint.local"]
+    assert [one["key"] for one in shown["facts"]["folders"]] == ["run.dir", "checkpoint.local"]
     assert "SECRET_KEY" not in out
-    found = told["facts"]["measured"]  # by one process
+    found = shown["facts"]["measured"]  # by one process
     assert (found["error"], found["busbw"], found["same"]) == ("", 0.0, [True])
     assert found["right"] is True
     assert found["flops"][0] > 1e8
     assert 0 < found["cpu_share"][0] <= 1
 
 
-def test_mistakes_are_told_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_several_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--run.nodse", "2", "--resilience.preflight", "maybe"]) == MISTAKE
     said = capsys.readouterr().err
     assert "2 problems" in said
@@ -117,7 +117,7 @@ def test_mistakes_are_told_all_at_once(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-def test_nodes_compare_clocks_and_versions(tmp_path: Path) -> None:
+def test_doctor_of_two_nodes_compares_clocks_and_versions(tmp_path: Path) -> None:
     meeting = ["--nodes", "2", "--rendezvous", f"localhost:{free_port()}", "--json"]
     both = [finish(node) for node in [run([*WEFT, "doctor", *meeting], tmp_path) for _ in range(2)]]
     for status, out, err in both:
@@ -134,7 +134,7 @@ def test_nodes_compare_clocks_and_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_processes_that_fail_or_hang_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_failed_or_hanging_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure("cuda", 1, 1, False, 60)  # there is none here
     assert found.device == "cuda"
     assert found.error.startswith("process 0: ")
@@ -171,7 +171,7 @@ def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> Non
 # --------------------------------------------------------------------------- storage
 
 
-def test_a_folder_is_tried_where_it_will_be_and_left_as_it_was(tmp_path: Path) -> None:
+def test_try_folder_missing_path_is_measured_and_left_unchanged(tmp_path: Path) -> None:
     found = try_folder("run.dir", tmp_path / "a" / "b", 1 << 20)
     assert (found.error, found.locks, found.links) == ("", True, True)
     assert found.write > 0
@@ -181,7 +181,7 @@ def test_a_folder_is_tried_where_it_will_be_and_left_as_it_was(tmp_path: Path) -
     assert try_folder("run.dir", tmp_path / ("x" * 300), 1 << 20).error == ""  # but no traceback
 
 
-def test_a_lock_that_holds_nobody_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system that grants every lock, or has none."""
     file = tmp_path / "file"
     file.touch()
@@ -196,20 +196,20 @@ def test_a_lock_that_holds_nobody_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     assert not locks(file)
 
 
-def test_only_folders_that_are_named_are_tried() -> None:
+def test_folders_of_a_job_are_only_the_named_ones() -> None:
     given = [("run.dir", "/x"), ("checkpoint.dir", "s3://b/p"), ("checkpoint.local", "/dev/shm/y")]
     job, _, _ = read_job("demo", given)
     assert folders(job) == [("run.dir", Path("/x")), ("checkpoint.local", Path("/dev/shm/y"))]
 
 
-def test_the_meeting_place() -> None:
+def test_try_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
     assert try_endpoint(f"localhost:{free_port()}") == "free"
     assert "known" in try_endpoint("no-such-host.invalid:29400")
     assert "invalid literal" in try_endpoint("localhost:port")
 
 
 @pytest.mark.system
-def test_something_else_at_the_meeting_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which accepts whoever comes, and says nothing that a launcher would."""
     with socket.create_server(("127.0.0.1", 0)) as there:
 
@@ -232,7 +232,7 @@ def test_something_else_at_the_meeting_place(monkeypatch: pytest.MonkeyPatch) ->
     ("visible", "count"),
     [(None, 8), ("0,3", 2), ("GPU-6968dfc2,MIG-1", 2), ("", 0), ("NoDevFiles", 0), ("1,-1,2", 1)],
 )
-def test_only_visible_gpus_are_measured(
+def test_visible_gpus_follow_cuda_visible_devices(
     visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -243,14 +243,14 @@ def test_only_visible_gpus_are_measured(
 
 
 @pytest.mark.system
-def test_a_tool_may_print_anything() -> None:
+def test_run_tool_invalid_utf8_is_replaced() -> None:
     assert run_tool("printf", r"\377 NVRM: Xid") == "\ufffd NVRM: Xid"
     assert run_tool("no-such-tool") == run_tool("false") == ""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(s3.missing()), reason=f"needs {s3.missing()}: see tests/s3.py")
-def test_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_try_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3.server() as port:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
@@ -290,7 +290,9 @@ def test_preflight_fit_node_trains(arguments: list[str], tmp_path: Path) -> None
 
 @pytest.mark.system
 @pytest.mark.parametrize("launcher", ["weft", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_sick_node_starts_nothing(launcher: str, arguments: list[str], tmp_path: Path) -> None:
+def test_preflight_sick_node_starts_no_ranks(
+    launcher: str, arguments: list[str], tmp_path: Path
+) -> None:
     command = [*arguments, "--resilience.preflight", "true"]
     if launcher == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -310,7 +312,9 @@ def test_a_sick_node_starts_nothing(launcher: str, arguments: list[str], tmp_pat
 
 
 @pytest.mark.slow
-def test_the_others_train_without_a_sick_node(arguments: list[str], tmp_path: Path) -> None:
+def test_preflight_other_nodes_train_without_a_sick_one(
+    arguments: list[str], tmp_path: Path
+) -> None:
     meeting = ["--nodes", "1:2", "--rendezvous", f"localhost:{free_port()}"]
     command = [*arguments, "--train.steps", "4", "--run.workers", "1", *meeting]
     command += ["--resilience.preflight", "true"]
@@ -335,7 +339,9 @@ esac
 
 
 @pytest.mark.slow
-def test_a_node_that_fell_sick_does_not_start_again(arguments: list[str], tmp_path: Path) -> None:
+def test_preflight_node_that_became_sick_does_not_restart(
+    arguments: list[str], tmp_path: Path
+) -> None:
     """Its GPU, which a tool shows but no rank uses, has a memory error from the second look on."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()

@@ -71,9 +71,9 @@ def kill(process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def check_calls(told: dict[str, Any], number: int) -> None:
+def check_calls(found: dict[str, Any], number: int) -> None:
     """Of two ranks the first waits in broadcast ``number``, and the second is past it."""
-    zero, one = told["ranks"]
+    zero, one = found["ranks"]
     group = "dp_shard (ranks 0, 1)"
     assert zero["calls"] == [
         {"group": group, "number": number, "name": "broadcast", "sizes": [[3]], "ranks": [0, 1]}
@@ -121,9 +121,9 @@ def test_debug_hang_live_run_names_a_skipped_collective(
         r"^    (.*mine\.py:\d+ in exchange)$", said, re.MULTILINE
     )  # rank 0's alone
     assert said.index("rank 0, step 12") < said.index(mine) < said.index("rank 1, step 12")
-    told = json.loads(ask(tmp_path, "--json"))
-    assert told["missing"] == [1]
-    check_calls(told, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
+    answer = json.loads(ask(tmp_path, "--json"))
+    assert answer["missing"] == [1]
+    check_calls(answer, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
 
     # As if rank 1 were another host's, where the command has been called, too.
     logs = tmp_path / "run/logs"
@@ -155,7 +155,7 @@ def test_debug_hang_live_run_names_a_skipped_collective(
 
 
 @pytest.mark.slow
-def test_a_run_that_moves(arguments: list[str], tmp_path: Path) -> None:
+def test_debug_hang_slow_run_is_said_to_move(arguments: list[str], tmp_path: Path) -> None:
     fault = faults(site="step", kind="slow", rank=1, times=10**6, seconds=0.1)
     process = start_and_wait([*arguments, "--train.steps", "100000", *fault], tmp_path, 15)
     try:
@@ -168,7 +168,9 @@ def test_a_run_that_moves(arguments: list[str], tmp_path: Path) -> None:
         kill(process)
 
 
-def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_hang_folder_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["debug", "hang", str(tmp_path)]) == 2
     assert "is not the folder of a run; name the one with job.toml" in capsys.readouterr().err
 
@@ -183,7 +185,7 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def test_without_evidence(tmp_path: Path) -> None:
+def test_explain_without_evidence_says_how_the_run_ended(tmp_path: Path) -> None:
     """What there is, is told."""
     run_ = made(tmp_path)
     assert "no rank of this run has ever come to its first step" in str(explain(run_))
@@ -199,7 +201,7 @@ def test_without_evidence(tmp_path: Path) -> None:
     assert "the run is complete, at step 1000" in str(explain(run_))
 
 
-def test_a_process_that_has_got_the_id_of_a_rank_is_left_alone(tmp_path: Path) -> None:
+def test_explain_reused_process_id_is_not_taken_for_a_rank(tmp_path: Path) -> None:
     run_ = made(tmp_path)
     contact = [0, os.getpid(), "1", 0, 0, 0, 0, None]  # this one began later than that
     host = {"time": 1.0, "host": socket.gethostname(), "world_size": 1, "ranks": [contact]}
@@ -214,7 +216,9 @@ def at(rank: int, group: str, number: int, name: str, ranks: list[int], **change
     return seen(rank, calls=[call], done=done)
 
 
-def test_hosts_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_evidence_of_several_hosts_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each host sees only that all of its ranks wait; together they know for whom."""
     run_ = made(tmp_path)
     everyone, far = [0, 1, 2, 3], "pp (ranks 2, 3)"
@@ -241,7 +245,7 @@ def test_hosts_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "nothing was left by ranks 2, 3" in str(explain(run_))
 
 
-def test_who_is_behind_is_not_said_to_have_gone_past() -> None:
+def test_verdict_rank_behind_is_not_said_to_be_past() -> None:
     """A rank that makes one too many is at odds; the other one has gone past it."""
     zero = at(0, "all ranks", 42, "all_gather", [0, 1])._replace(step=8)
     one = at(1, "all ranks", 42, "broadcast", [0, 1])
@@ -270,7 +274,7 @@ def dump_one() -> bytes:
     return data
 
 
-def test_a_dump_of_torchs_own(tmp_path: Path) -> None:
+def test_explain_flight_recorder_dump_is_read(tmp_path: Path) -> None:
     data = run_ranks(dump_one, 2)[0]
     one = seen_in_dump(5, data)
     assert one.calls is not None
@@ -294,7 +298,7 @@ class Evil:
     [pickle.dumps(Evil()), b"", b"no pickle", pickle.dumps([1]), pickle.dumps({"a": 1})],
     ids=["a call", "empty", "text", "a list", "another dict"],
 )
-def test_nothing_in_a_dump_is_run(
+def test_seen_in_dump_hostile_pickle_runs_nothing(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -303,7 +307,7 @@ def test_nothing_in_a_dump_is_run(
     assert not (tmp_path / "evil").exists()
 
 
-def test_what_the_user_has_set_of_the_flight_recorder_stays(
+def test_record_flights_keeps_variables_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
@@ -318,7 +322,7 @@ def test_what_the_user_has_set_of_the_flight_recorder_stays(
         monkeypatch.delenv(name, raising=False)
 
 
-def test_ranks_in_words() -> None:
+def test_ranks_text_abbreviates_sequences() -> None:
     for ranks, text in (
         ([3], "rank 3"),
         ([0, 1], "ranks 0, 1"),

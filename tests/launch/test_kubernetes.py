@@ -59,14 +59,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", [*REQUESTS, *KINDS])
-def test_the_models_have_nothing_against_it(name: str) -> None:
+def test_manifest_is_valid_for_the_kubernetes_models(name: str) -> None:
     pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
     asked = (REQUESTS | KINDS)[name]
     assert kubernetes.problems(asked) == []
     assert kubernetes.check(kubernetes.render(asked)) == []
 
 
-def test_the_models_notice_mistakes(tmp_path: Path) -> None:
+def test_manifest_with_mistakes_is_refused_by_the_models(tmp_path: Path) -> None:
     pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
     asked = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path), nodes=(2, 2))
     text = kubernetes.render(asked)
@@ -79,7 +79,7 @@ def test_the_models_notice_mistakes(tmp_path: Path) -> None:
     assert "is none of" in kubernetes.check(text.replace("kind: TrainJob", "kind: TrianJob"))[0]
 
 
-def test_a_trainjob() -> None:
+def test_trainjob_manifest_has_what_was_asked_for() -> None:
     found = documents(kubernetes.render(REQUESTS["gpu"]))
     assert found["TrainJob"]["spec"] == {
         "runtimeRef": {
@@ -103,7 +103,7 @@ def test_a_trainjob() -> None:
     assert pod["terminationGracePeriodSeconds"] == 600
 
 
-def test_what_starts_a_pod_again() -> None:
+def test_manifest_pod_failure_policy_follows_exit_statuses() -> None:
     job = job_of(documents(kubernetes.render(REQUESTS["gpu"])))
     rules = job["podFailurePolicy"]["rules"]
     by_status = {
@@ -117,7 +117,7 @@ def test_what_starts_a_pod_again() -> None:
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # or there is no such policy
 
 
-def test_efa() -> None:
+def test_manifest_for_efa_requests_adapters() -> None:
     found = documents(kubernetes.render(REQUESTS["efa"]))
     pod = pod_of(found)
     [container] = pod["containers"]
@@ -130,7 +130,7 @@ def test_efa() -> None:
     assert pod["serviceAccountName"] == "trainer"
 
 
-def test_on_cpus_nothing_of_gpus() -> None:
+def test_manifest_on_cpus_requests_no_gpus() -> None:
     text = kubernetes.render(REQUESTS["cpu"])
     assert "nvidia" not in text
     assert pod_of(documents(text))["containers"][0]["resources"] == {
@@ -138,7 +138,7 @@ def test_on_cpus_nothing_of_gpus() -> None:
     }
 
 
-def test_elastic_nodes() -> None:
+def test_manifest_with_a_range_of_nodes_is_elastic() -> None:
     for kind, asked in KINDS.items():
         found = documents(kubernetes.render(asked))
         words = pod_of(found)["containers"][0]["command"]
@@ -147,7 +147,7 @@ def test_elastic_nodes() -> None:
     assert (job["completions"], job["parallelism"]) == (4, 4)
 
 
-def test_a_jobsets_pods_know_the_others() -> None:
+def test_jobset_pods_know_each_other() -> None:
     """The resolver takes what their environment says."""
     asked = request(IMAGE, options=OPTIONS | {"kind": "jobset"}, nodes=(2, 2))
     env = pod_of(documents(kubernetes.render(asked)))["containers"][0]["env"]
@@ -160,7 +160,7 @@ def test_a_jobsets_pods_know_the_others() -> None:
     assert rank["valueFrom"] == {"fieldRef": {"fieldPath": path}}
 
 
-def test_a_recipe_of_ones_own_travels(tmp_path: Path) -> None:
+def test_manifest_carries_a_local_recipe(tmp_path: Path) -> None:
     asked = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))
     found = documents(kubernetes.render(asked))
     assert "steps = 7" in found["ConfigMap"]["data"]["recipe.toml"]
@@ -169,19 +169,19 @@ def test_a_recipe_of_ones_own_travels(tmp_path: Path) -> None:
     assert {"name": "recipe", "mountPath": "/etc/weft"} in container["volumeMounts"]
 
 
-def test_every_mistake() -> None:
+def test_problems_each_mistake_is_reported() -> None:
     text = said(kubernetes.problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"})))
     for part in ("claim: is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
         assert part in text
 
 
-def test_a_name_that_begins_with_a_digit() -> None:
+def test_problems_name_with_a_leading_digit_is_refused() -> None:
     asked = replace(REQUESTS["cpu"], name="405b")
     assert "begins with a letter" in said(kubernetes.problems(asked))
 
 
 @pytest.mark.system
-def test_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_calls_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pods = {
         "items": [
             {"status": {"phase": "Running"}, "spec": {"nodeName": "node-b"}},
@@ -222,7 +222,7 @@ esac"""
 
 
 @pytest.mark.system
-def test_what_is_there_already_is_left_alone(
+def test_submit_existing_object_is_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fake_tool(tmp_path, monkeypatch, "kubectl", "echo trainjob/small-run")
@@ -232,7 +232,9 @@ def test_what_is_there_already_is_left_alone(
 
 
 @pytest.mark.system
-def test_nothing_half_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_failure_deletes_what_was_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = 'case "$*" in apply*) echo admission denied it >&2; exit 1;; esac'
     calls = fake_tool(tmp_path, monkeypatch, "kubectl", body)
     with pytest.raises(WeftError, match="admission denied it"):

@@ -15,7 +15,7 @@ CHAIN = ["dp_shard3", "pp2", "", "dp_shard2 tp2"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900, method="signal")
-def test_one_command_after_another(arguments: list[str], tmp_path: Path) -> None:
+def test_train_one_layout_after_another_resumes(arguments: list[str], tmp_path: Path) -> None:
     more = ["--train.global_batch", "12", "--train.microbatch", "2", "--data.packing", "documents"]
     more += ["--model.tied_embeddings", "false", "--optim.decay_fraction", "0"]
 

@@ -25,7 +25,7 @@ from weft.launch.manifest import (
 )
 
 
-def test_seconds() -> None:
+def test_seconds_of_a_duration_are_parsed() -> None:
     assert seconds("1-02:03:04") == 93784
     assert seconds("48:00:00") == 172800
     for text in ("90", "1:00", "00:60:00", "1-", "-1:00:00"):
@@ -33,7 +33,7 @@ def test_seconds() -> None:
             seconds(text)
 
 
-def test_every_mistake_at_once() -> None:
+def test_common_problems_several_mistakes_are_reported_at_once() -> None:
     asked = request(("launch.time", "soon"), options={"buckte": "b", "role": "a b", "disk": "x"})
     known = {"bucket": Option("where to"), "role": Option("who"), "disk": Option("", WHOLE, "no")}
     text = said(common_problems(asked, known, ["bucket"], r"\w+"))
@@ -44,7 +44,7 @@ def test_every_mistake_at_once() -> None:
     assert "launch.time" in text
 
 
-def test_words_of_the_command() -> None:
+def test_command_has_the_words_of_the_request() -> None:
     asked = request(("train.steps", "5"), ("run.dir", "here"), ("launch.image", "i"), nodes=(2, 4))
     assert command(asked, "r.toml", {"run.dir": "/runs/x"}) == [
         *("weft", "train", "r.toml", "--train.steps", "5"),
@@ -52,7 +52,7 @@ def test_words_of_the_command() -> None:
     ]
 
 
-def test_a_script_runs_what_it_says(tmp_path: Path) -> None:
+def test_script_runs_the_command(tmp_path: Path) -> None:
     """Whatever quotes there are in the words."""
     words = ["printf", "%s\n", "it's", "--a", "b c", "--d", '[{e = "$f"}]']
     text = script(["cd /", "x=1"], words)
@@ -61,7 +61,7 @@ def test_a_script_runs_what_it_says(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-c", script(["false"], words)], check=False).returncode == 1
 
 
-def test_a_recipe_of_ones_own_stands_alone(tmp_path: Path) -> None:
+def test_own_recipe_is_self_contained(tmp_path: Path) -> None:
     """It is what it was, less what is of the machine where it was."""
     assert own_recipe(request()) is None
     recipe = a_recipe(tmp_path)
@@ -76,7 +76,7 @@ def test_a_recipe_of_ones_own_stands_alone(tmp_path: Path) -> None:
     assert (job.run.dir, job.launch.image) == ("auto", "auto")
 
 
-def test_yaml_is_readable_and_the_same() -> None:
+def test_yaml_round_trip_is_exact_and_readable() -> None:
     documents = [{"b": "x\ny\n", "a": ["1", 2, {"c": "yes"}]}, {"d": None}]
     text = to_yaml(documents, "two\nlines")
     assert text.startswith("# two\n# lines\nb: |\n  x\n  y\na:\n- '1'\n- 2\n")
@@ -84,7 +84,7 @@ def test_yaml_is_readable_and_the_same() -> None:
 
 
 @pytest.mark.system
-def test_tools_that_are_missing_or_fail() -> None:
+def test_tool_missing_or_failing_is_reported() -> None:
     with pytest.raises(WeftError, match=r"no-such-tool is not installed.*: get it"):
         tool("no-such-tool", "get", remedy="get it")
     with pytest.raises(WeftError, match=r"ls /no/such/place: .*[Nn]o such file"):

@@ -110,7 +110,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
 
 
 @pytest.mark.slow
-def test_standing_by_taking_over_and_the_end(nodes: Callable[..., Node]) -> None:
+def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) -> None:
     """Where one or two nodes can be used, and three are there."""
     trio = [nodes(1, 2, 4) for _ in range(3)]
     joining = [each.joining() for each in trio]
@@ -142,7 +142,7 @@ def test_standing_by_taking_over_and_the_end(nodes: Callable[..., Node]) -> None
     assert second.meeting.verdict() == {"rank": 1}
 
 
-def test_growing(nodes: Callable[..., Node]) -> None:
+def test_meet_new_node_joins_a_running_job(nodes: Callable[..., Node]) -> None:
     """A node that comes makes the others save, but only if it can be used."""
     first = nodes(1, 3)
     assert first.join() == 1
@@ -157,7 +157,7 @@ def test_growing(nodes: Callable[..., Node]) -> None:
     assert [each.result(60).world_size for each in joining] == [3, 3]
 
 
-def test_a_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
+def test_meet_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
     """One without a heartbeat, as after a power cut: no connection is reset."""
     pair = [nodes(1, 2) for _ in range(2)]
     for each in [node.joining() for node in pair]:
@@ -172,7 +172,7 @@ def test_a_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
     assert pair[0].join() == 1
 
 
-def test_another_job_is_refused(nodes: Callable[..., Node]) -> None:
+def test_meet_node_of_another_job_is_refused(nodes: Callable[..., Node]) -> None:
     nodes(1, 2, **{"optim.lr": 1e-3, "train.seed": 0})
     with pytest.raises(InvalidJob) as caught:
         nodes(1, 2, **{"optim.lr": 2e-3, "train.seed": 0})
@@ -182,7 +182,7 @@ def test_another_job_is_refused(nodes: Callable[..., Node]) -> None:
 
 
 @pytest.mark.slow
-def test_an_earlier_life_of_the_run(nodes: Callable[..., Node]) -> None:
+def test_meet_state_of_an_earlier_start_is_ignored(nodes: Callable[..., Node]) -> None:
     """Where the meeting place survives the run, the same command begins anew."""
     first = nodes(1, 2, lr=1)
     first.join()
@@ -191,7 +191,7 @@ def test_an_earlier_life_of_the_run(nodes: Callable[..., Node]) -> None:
     assert nodes(1, 2, lr=2).join() == 1
 
 
-def test_an_address_of_this_host() -> None:
+def test_is_this_host_recognises_its_addresses() -> None:
     assert is_here("localhost:29400")
     assert is_here("127.0.0.1")
     assert is_here(f"{socket.gethostname()}:1")
@@ -200,7 +200,7 @@ def test_an_address_of_this_host() -> None:
 
 
 @pytest.mark.slow
-def test_a_name_that_torch_does_not_take_for_this_hosts(
+def test_meet_alias_of_this_host_hosts_the_store(
     nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that of a second network interface is."""
@@ -208,7 +208,7 @@ def test_a_name_that_torch_does_not_take_for_this_hosts(
     assert nodes(1, 2).join() == 1
 
 
-def test_what_is_private() -> None:
+def test_torch_private_rendezvous_api_is_there() -> None:
     """What `Meeting` uses of torch beyond its documentation."""
     names = DynamicRendezvousHandler.next_rendezvous.__code__.co_names
     assert {"_state_holder", "_op_executor", "_stop_heartbeats", "_get_world"} <= set(names)
@@ -217,7 +217,7 @@ def test_what_is_private() -> None:
     assert issubclass(Meeting, DynamicRendezvousHandler)
 
 
-def test_numbers_of_nodes_that_cannot_be_used() -> None:
+def test_node_range_invalid_numbers_are_refused() -> None:
     def plan(nodes: str, *more: tuple[str, str]) -> Any:
         overrides = [("run.nodes", nodes), ("run.workers", "2"), ("train.global_batch", "8"), *more]
         job, _, problems = read_job("demo", [("run.rendezvous", "here"), *overrides])
@@ -329,7 +329,9 @@ def check_against_undisturbed(folder: Path, store: Path) -> None:
 
 
 @pytest.mark.slow
-def test_shrinks_and_grows(cluster: Cluster, store_path: Path, tmp_path: Path) -> None:
+def test_train_lost_and_new_nodes_continue_the_run(
+    cluster: Cluster, store_path: Path, tmp_path: Path
+) -> None:
     cluster.start("a", "--nodes", "1:2")
     cluster.until_hosting()
     cluster.start("b", "--nodes", "1:2")
@@ -368,7 +370,7 @@ def test_shrinks_and_grows(cluster: Cluster, store_path: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_killed_rank_restarts_all_nodes(
+def test_train_killed_rank_restarts_all_nodes(
     cluster: Cluster, store_path: Path, tmp_path: Path
 ) -> None:
     fault = '[{kind = "kill", rank = 1, passing = 15}, {kind = "kill", rank = 0, passing = 8}]'
@@ -385,7 +387,7 @@ def test_a_killed_rank_restarts_all_nodes(
 
 
 @pytest.mark.slow
-def test_a_failure_for_good_ends_all_nodes(cluster: Cluster) -> None:
+def test_train_permanent_failure_ends_all_nodes(cluster: Cluster) -> None:
     fault = '[{kind = "kill", rank = 1, passing = 5}]'
     more = ("--nodes", "1:2", "--resilience.faults", fault, "--resilience.restarts", "0")
     cluster.start("a", *more)
@@ -397,7 +399,7 @@ def test_a_failure_for_good_ends_all_nodes(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_the_meeting_place_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+def test_train_lost_rendezvous_ends_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
     """Its host dies: the others end, in good order and saying why."""
     cluster.start("a", "--nodes", "1:2")
     cluster.until_hosting()
@@ -413,7 +415,7 @@ def test_the_meeting_place_is_lost(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_launchers_leave_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_train_killed_launchers_leave_no_processes(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start("a", "--nodes", "2")
     cluster.until_hosting()
     cluster.start("b", "--nodes", "2")
@@ -425,7 +427,7 @@ def test_killed_launchers_leave_nothing(cluster: Cluster, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_all_nodes_are_told_to_stop(cluster: Cluster, tmp_path: Path) -> None:
+def test_train_signal_to_all_nodes_saves_and_ends(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start("a", "--nodes", "1:2")
     cluster.until_hosting()
     cluster.start("b", "--nodes", "1:2")

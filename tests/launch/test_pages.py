@@ -42,7 +42,9 @@ def commands_of(page: str, folder: Path) -> list[tuple[list[str], str]]:
 
 @pytest.mark.system
 @pytest.mark.parametrize("page", ["slurm", "kubernetes", "sagemaker", "skypilot"])
-def test_a_cluster(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_a_cluster_has_commands_that_work(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     # What submitting would need is not there; SkyPilot's own check has its test.
     bin = tmp_path / "bin"
@@ -95,7 +97,7 @@ def test_page_of_a_gpu_machine_plans_what_it_says(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_laptop(tmp_path: Path) -> None:
+def test_page_of_a_laptop_has_commands_that_work(tmp_path: Path) -> None:
     """In order, as somebody types them; only the pages' own files are there."""
     library = Path(sysconfig.get_paths()["stdlib"])
     book = (path.read_text("utf-8") for path in sorted(library.glob("[a-d]*.py")))

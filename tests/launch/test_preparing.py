@@ -8,7 +8,7 @@ from weft.job import DataSection
 from weft.launch.preparing import cache_folder
 
 
-def test_the_folder_of_prepared_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_folder(DataSection()) == tmp_path / ".cache" / "weft"

@@ -42,12 +42,12 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_model_has_nothing_against_it(name: str) -> None:
+def test_request_is_valid_for_the_service_model(name: str) -> None:
     assert sagemaker.problems(REQUESTS[name]) == []
     assert sagemaker.check(sagemaker.render(REQUESTS[name])) == []
 
 
-def test_the_model_notices_mistakes() -> None:
+def test_request_with_mistakes_is_refused_by_the_model() -> None:
     right = json.loads(sagemaker.render(REQUESTS["two"]))
 
     def wrong(**changes: Any) -> str:
@@ -67,7 +67,7 @@ def test_the_model_notices_mistakes() -> None:
     assert sagemaker.check("{")[0].startswith("no JSON")
 
 
-def test_a_request() -> None:
+def test_request_has_what_was_asked_for() -> None:
     asked = json.loads(sagemaker.render(REQUESTS["one"]))
     assert re.fullmatch(r"small-run-\d{6}-\d{6}", asked.pop("TrainingJobName"))
     home = "s3://my-bucket/weft/small-run"
@@ -90,7 +90,7 @@ def test_a_request() -> None:
     }
 
 
-def test_several_instances_and_spot() -> None:
+def test_request_for_spot_instances_has_checkpoints() -> None:
     asked = json.loads(sagemaker.render(REQUESTS["two"]))
     checkpoints = "s3://my-bucket/weft/small-run/checkpoints"
     assert asked["HyperParameters"]["checkpoint.dir"] == checkpoints
@@ -101,7 +101,7 @@ def test_several_instances_and_spot() -> None:
     assert asked["VpcConfig"] == vpc
 
 
-def test_what_is_inside_is_what_was_asked_for() -> None:
+def test_request_hyperparameters_make_the_same_job() -> None:
     """The words that the entry makes of the hyperparameters, on two hosts."""
     parameters = json.loads(sagemaker.render(REQUESTS["two"]))["HyperParameters"]
     base = Path("/opt/ml")
@@ -113,7 +113,7 @@ def test_what_is_inside_is_what_was_asked_for() -> None:
     }
 
 
-def test_data_are_a_channel_unless_they_are_a_pattern() -> None:
+def test_request_data_become_a_channel_unless_a_pattern() -> None:
     asked = json.loads(sagemaker.render(REQUESTS["data"]))
     [channel] = asked["InputDataConfig"]
     assert channel["ChannelName"] == "training"
@@ -125,7 +125,7 @@ def test_data_are_a_channel_unless_they_are_a_pattern() -> None:
     assert asked["HyperParameters"]["data.path"] == "s3://texts/*.jsonl"
 
 
-def test_setup_runs_before(tmp_path: Path) -> None:
+def test_request_setup_runs_before_training(tmp_path: Path) -> None:
     asked = json.loads(
         sagemaker.render(request(IMAGE, ("launch.setup", "pip install x"), options=OPTIONS))
     )
@@ -134,7 +134,7 @@ def test_setup_runs_before(tmp_path: Path) -> None:
     assert entry[2] == "set -e\npip install x\nexec python -m weft.launch.sagemaker_entry"
 
 
-def test_a_mistake_is_not_told_of_another_key() -> None:
+def test_request_mistake_is_reported_for_its_own_key() -> None:
     asked = request(
         IMAGE,
         options=OPTIONS | {"spot": "true", "wait": "2-00:00:00"},
@@ -144,7 +144,7 @@ def test_a_mistake_is_not_told_of_another_key() -> None:
     assert [problem.key for problem in sagemaker.problems(asked)] == ["launch.time"]
 
 
-def test_every_mistake() -> None:
+def test_request_each_mistake_is_reported() -> None:
     options = {"spot": "yes", "volume": "big", "wait": "1", "subnets": "a", "gpu": "8"}
     text = said(sagemaker.problems(request(options=options, nodes=(1, 2))))
     for part in ("role: is missing", "instance_type", "bucket", "spot", "volume", "wait"):
@@ -210,7 +210,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Service
 ARN = "arn:aws:sagemaker:us-east-1:123456789012:training-job/small-run-1"
 
 
-def test_a_job_is_handed_in(service: Service, tmp_path: Path) -> None:
+def test_submit_creates_a_training_job(service: Service, tmp_path: Path) -> None:
     service.answers["CreateTrainingJob"] = [(200, {"TrainingJobArn": ARN})]
     options = OPTIONS | {"region": "us-east-1"}
     asked = request(IMAGE, options=options, recipe=own_recipe(tmp_path))
@@ -225,7 +225,7 @@ def test_a_job_is_handed_in(service: Service, tmp_path: Path) -> None:
     assert body["InputDataConfig"][0]["ChannelName"] == "recipe"
 
 
-def test_what_the_service_refuses(service: Service, tmp_path: Path) -> None:
+def test_submit_refusal_of_the_service_is_reported(service: Service, tmp_path: Path) -> None:
     refused = {"__type": "ResourceInUse", "message": "names must be unique"}
     service.answers["CreateTrainingJob"] = [(400, refused)]
     asked = request(IMAGE, options=OPTIONS | {"region": "us-east-1"})
@@ -235,7 +235,9 @@ def test_what_the_service_refuses(service: Service, tmp_path: Path) -> None:
         sagemaker.submit(path, asked)
 
 
-def test_no_region(service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_submit_without_a_region_is_refused(
+    service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
     path = tmp_path / "launch.json"
     path.write_text(sagemaker.render(REQUESTS["one"]))
@@ -248,7 +250,7 @@ def job(state: str, **more: Any) -> tuple[int, dict[str, Any]]:
     return 200, {"TrainingJobStatus": state, "ResourceConfig": resources, **more}
 
 
-def test_how_a_job_is(service: Service) -> None:
+def test_status_of_a_job_is_described(service: Service) -> None:
     for answer, line in (
         (job("InProgress", SecondaryStatus="Starting"), "waiting for 2 ml.p5.48xlarge: Starting"),
         (job("InProgress", SecondaryStatus="Training"), "running on 2 ml.p5.48xlarge: Training"),
@@ -266,7 +268,7 @@ def test_how_a_job_is(service: Service) -> None:
     assert service.asked[-1] == ("StopTrainingJob", {"TrainingJobName": "small-run-1"})
 
 
-def test_a_log_is_followed_to_its_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_followed_to_the_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sagemaker, "POLL_SECONDS", 0.01)
 
     def page(token: str, *lines: str) -> tuple[int, dict[str, Any]]:

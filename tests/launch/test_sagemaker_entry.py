@@ -110,7 +110,7 @@ def pairs(words: list[str]) -> dict[str, str]:
     return dict(zip(words[1::2], words[2::2], strict=True))
 
 
-def test_values_as_the_toolkit_writes_them() -> None:
+def test_entry_values_written_by_the_toolkit_are_read() -> None:
     arguments = ["--recipe", "demo", "--parallel.dp_shard", "2", "--remat.x", "True"]
     assert pairs_of(arguments) == [
         ("recipe", "demo"),
@@ -123,14 +123,14 @@ def test_values_as_the_toolkit_writes_them() -> None:
     assert as_weft_has_it("[not python") == "[not python"
 
 
-def test_what_is_no_pair_is_refused() -> None:
+def test_entry_word_without_a_value_is_refused() -> None:
     with pytest.raises(InvalidJob, match="--b: is not --key value"):
         pairs_of(["--a", "1", "--b"])
     with pytest.raises(InvalidJob, match="-k: is not --key value"):
         pairs_of(["-k", "1"])
 
 
-def test_defaults_are_what_sagemaker_says(tmp_path: Path) -> None:
+def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
     container = alone(tmp_path, training=tmp_path / "data")
     words = train_words([("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container)
     assert words[0] == "demo"
@@ -141,7 +141,7 @@ def test_defaults_are_what_sagemaker_says(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_given_goes_first(tmp_path: Path) -> None:
+def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('extends = "demo"\n[run]\ndir = "/fsx/run"\n')
     container = alone(tmp_path, training=tmp_path / "data")
@@ -149,12 +149,12 @@ def test_what_is_given_goes_first(tmp_path: Path) -> None:
     assert pairs(train_words(given, container)) == {"--data.path": "s3://bucket/web"}
 
 
-def test_without_a_recipe(tmp_path: Path) -> None:
+def test_entry_without_a_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match="recipe: is missing; give the hyperparameter recipe"):
         train_words([("train.steps", "5")], alone(tmp_path))
 
 
-def test_hosts_share_no_folder(tmp_path: Path) -> None:
+def test_entry_several_hosts_need_a_shared_checkpoint_dir(tmp_path: Path) -> None:
     two = Container(("a", "b"), "a", {}, tmp_path, tmp_path / "model", tmp_path / "failure")
     with pytest.raises(InvalidJob, match=r"checkpoint\.dir = .*each of the 2 hosts has"):
         train_words([("recipe", "demo")], two)
@@ -162,7 +162,7 @@ def test_hosts_share_no_folder(tmp_path: Path) -> None:
     assert pairs(train_words(given, two))["--checkpoint.dir"] == "s3://bucket/run"
 
 
-def test_from_the_files_alone_as_from_the_variables(tmp_path: Path) -> None:
+def test_entry_configuration_files_equal_the_variables(tmp_path: Path) -> None:
     parameters = {"recipe": "demo", "debug.deterministic": True, "sagemaker_program": "train.py"}
     configure(tmp_path, "algo-2", ["algo-2", "algo-1"], parameters, {"training": tmp_path})
     base = {"SAGEMAKER_BASE_DIR": str(tmp_path)}
@@ -183,7 +183,7 @@ def test_from_the_files_alone_as_from_the_variables(tmp_path: Path) -> None:
         container_of({"SAGEMAKER_BASE_DIR": str(tmp_path / "nowhere")})
 
 
-def test_what_the_toolkit_exports_to_its_harm() -> None:
+def test_entry_harmful_exports_of_the_toolkit_are_removed() -> None:
     toolkit = {"NCCL_IB_DISABLE": "1", "RDMAV_FORK_SAFE": "1", "FI_PROVIDER": "efa"}
     assert cleaned(toolkit) == (toolkit, [])  # somebody else's: meant so
     left, harmful = cleaned(toolkit | {"SM_TRAINING_ENV": "{}"})
@@ -191,7 +191,7 @@ def test_what_the_toolkit_exports_to_its_harm() -> None:
     assert harmful == ["NCCL_IB_DISABLE", "RDMAV_FORK_SAFE"]
 
 
-def test_the_first_cause_and_the_first_word(tmp_path: Path) -> None:
+def test_entry_failure_file_begins_with_the_first_cause(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for rank, when, kind in ((0, 11.0, "RuntimeError"), (1, 10.0, "MemoryError"), (2, 1.0, "Old")):
         report = {"rank": rank, "time": when, "kind": kind, "message": "m", "traceback": "t"}
@@ -302,7 +302,7 @@ def free_port() -> Iterator[None]:
 @whole_job
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
-def test_two_hosts_by_the_toolkit(text_folder: Path, tmp_path: Path) -> None:
+def test_entry_two_hosts_by_the_toolkit_train(text_folder: Path, tmp_path: Path) -> None:
     """Data come from the channel; checkpoints are where both reach them; the first one exports."""
     from transformers import AutoModelForCausalLM
 
@@ -331,7 +331,7 @@ def test_two_hosts_by_the_toolkit(text_folder: Path, tmp_path: Path) -> None:
 @whole_job
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
-def test_a_crash_by_the_toolkit(store_path: Path, tmp_path: Path) -> None:
+def test_entry_crash_by_the_toolkit_is_reported(store_path: Path, tmp_path: Path) -> None:
     """The failure's text begins with the error of the rank that had it, not with what followed."""
     fault = [{"kind": "raise", "rank": 1, "passing": 5}]
     more = {"resilience.faults": fault, "data.path": str(store_path)}
@@ -353,7 +353,7 @@ def test_a_crash_by_the_toolkit(store_path: Path, tmp_path: Path) -> None:
 @whole_job
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
-def test_a_job_that_starts_again_goes_on(store_path: Path, tmp_path: Path) -> None:
+def test_entry_restarted_job_resumes(store_path: Path, tmp_path: Path) -> None:
     """Of a container that is gone only the checkpoints' folder comes back."""
     first, again = tmp_path / "first", tmp_path / "again"
     fault = [{"kind": "kill", "rank": 0, "passing": 15}]
@@ -375,7 +375,7 @@ def test_a_job_that_starts_again_goes_on(store_path: Path, tmp_path: Path) -> No
 @whole_job
 @pytest.mark.slow
 @pytest.mark.usefixtures("free_port")
-def test_two_containers(store_path: Path, tmp_path: Path) -> None:
+def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
     """What weft launch asks for: weft is the first process of each, and they find each other."""
     bases = [tmp_path / "one", tmp_path / "two"]
     processes = []
@@ -393,7 +393,7 @@ def test_two_containers(store_path: Path, tmp_path: Path) -> None:
 
 @whole_job
 @pytest.mark.slow
-def test_stopped_as_a_container_and_started_again(store_path: Path, tmp_path: Path) -> None:
+def test_entry_stopped_container_resumes(store_path: Path, tmp_path: Path) -> None:
     """SageMaker's SIGTERM reaches the first process of a container: it saves."""
     parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.workers": 2}
     parameters |= {"train.steps": 3000, "checkpoint.interval": 0}

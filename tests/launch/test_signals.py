@@ -153,6 +153,7 @@ def test_signal_before_the_first_step_ends_a_run_that_can_start_again(
     ready = time.monotonic() + 120
     while not int(status(process.pid)["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1:
         assert time.monotonic() < ready
+        time.sleep(0.05)
     time.sleep(seconds)
     os.killpg(process.pid, number)
     assert process.wait(timeout=90) == REQUEUE, process.stderr

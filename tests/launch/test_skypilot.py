@@ -40,14 +40,14 @@ def task(text: str) -> dict[str, Any]:
 @needs_sky
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_schemas_have_nothing_against_it(name: str) -> None:
+def test_task_is_valid_for_the_schemas(name: str) -> None:
     assert skypilot.problems(REQUESTS[name]) == []
     assert skypilot.check(skypilot.render(REQUESTS[name])) == []
 
 
 @needs_sky
 @pytest.mark.slow
-def test_the_schemas_notice_mistakes() -> None:
+def test_task_with_mistakes_is_refused_by_the_schemas() -> None:
     text = skypilot.render(REQUESTS["gpu"])
     for right, wrong in (
         ("num_nodes:", "number_of_nodes:"),
@@ -58,7 +58,7 @@ def test_the_schemas_notice_mistakes() -> None:
         assert skypilot.check(text.replace(right, wrong)), wrong
 
 
-def test_without_sky_nothing_is_checked(
+def test_check_without_sky_is_skipped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
@@ -67,7 +67,7 @@ def test_without_sky_nothing_is_checked(
 
 
 @pytest.mark.system
-def test_where_sky_is_a_wrapper_nothing_is_checked_either(
+def test_check_with_a_wrapper_of_sky_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its first line names a shell, which cannot run the check: no mistake of the task's."""
@@ -76,7 +76,7 @@ def test_where_sky_is_a_wrapper_nothing_is_checked_either(
     assert "not checked against SkyPilot's schemas, by /bin/sh" in capsys.readouterr().err
 
 
-def test_a_task() -> None:
+def test_task_has_what_was_asked_for() -> None:
     found = task(skypilot.render(REQUESTS["gpu"]))
     run = found.pop("run")
     assert found == {
@@ -97,7 +97,7 @@ def test_a_task() -> None:
     assert task(skypilot.render(REQUESTS["spot"]))["resources"]["use_spot"] is True
 
 
-def test_on_cpus() -> None:
+def test_task_on_cpus_has_no_accelerators() -> None:
     found = task(skypilot.render(REQUESTS["cpu"]))
     resources = {"cpus": "8+", "memory": "32", "disk_size": 100}
     assert found["resources"] | resources == found["resources"]
@@ -105,14 +105,14 @@ def test_on_cpus() -> None:
     assert found["run"].startswith("set -e\nsource ~/venv/bin/activate\nexec weft train demo")
 
 
-def test_checkpoints_that_are_somewhere_else_stay_there() -> None:
+def test_task_remote_checkpoints_stay_there() -> None:
     asked = request(IMAGE, ("checkpoint.dir", "s3://other/x"), options=OPTIONS)
     run = task(skypilot.render(asked))["run"]
     assert "--checkpoint.dir s3://other/x" in run
     assert "my-bucket" not in run
 
 
-def test_a_recipe_of_ones_own_travels(tmp_path: Path) -> None:
+def test_task_carries_a_local_recipe(tmp_path: Path) -> None:
     """The node's shell writes it where the command looks for it."""
     found = task(skypilot.render(request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))))
     home = tmp_path / "home"
@@ -127,7 +127,7 @@ def test_a_recipe_of_ones_own_travels(tmp_path: Path) -> None:
     assert "steps = 7" in done.stdout
 
 
-def test_nodes_know_each_other() -> None:
+def test_task_nodes_know_each_other() -> None:
     around = {
         "SKYPILOT_NODE_RANK": "1",
         "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
@@ -139,7 +139,7 @@ def test_nodes_know_each_other() -> None:
     assert where.rendezvous.startswith("10.0.0.4:")
 
 
-def test_every_mistake() -> None:
+def test_task_each_mistake_is_reported() -> None:
     asked = request(
         options={"bucket": "gs://b", "spot": "yes", "disk": "big"}, nodes=(1, 2), devices=8
     )
@@ -149,7 +149,7 @@ def test_every_mistake() -> None:
 
 
 @pytest.mark.system
-def test_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_calls_sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [
         {"job_id": 3, "job_name": "small-run", "status": "FAILED", "failure_reason": "old"},
         {"job_id": 11, "job_name": "small-run", "status": "RUNNING", "resources": "2x[H100:8]"},

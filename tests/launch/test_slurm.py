@@ -134,7 +134,7 @@ def check_against_undisturbed(folder: Path, store: Path, steps: int) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"
 
 
-def test_two_nodes(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
     launcher.hurry()
     out = launcher.launch("--nodes", "2", "--launch.options", "comment=it's here,nice=1")
     number = re.search(r"slurm job (\d+)", out)
@@ -154,7 +154,9 @@ def test_two_nodes(launcher: Launcher, tmp_path: Path, store_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_ranks_that_srun_starts(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+def test_slurm_ranks_started_by_srun_train(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
     """A task for each device, where weft joins and starts nothing."""
     launcher.hurry()
     words = ["weft", "train", "demo", *launcher.words]
@@ -177,7 +179,7 @@ def test_ranks_that_srun_starts(launcher: Launcher, tmp_path: Path, store_path: 
 
 
 @pytest.mark.slow
-def test_stop_saves_and_does_not_come_back(launcher: Launcher) -> None:
+def test_slurm_stop_saves_and_is_not_requeued(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--train.steps", "400")
     launcher.until_step(12)
     assert "running on n[0-1]" in launcher.status()
@@ -190,7 +192,7 @@ def test_stop_saves_and_does_not_come_back(launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
-def test_stop_before_a_rank_runs(launcher: Launcher) -> None:
+def test_slurm_stop_before_the_ranks_ends_the_job(launcher: Launcher) -> None:
     """The script runs, and no step of its yet that the signal could be for."""
     slow = ["--launch.setup", '["sleep 15"]']
     launcher.launch("--nodes", "1", *slow)
@@ -203,7 +205,7 @@ def test_stop_before_a_rank_runs(launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
-def test_a_sick_node_is_left_out(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+def test_slurm_sick_node_is_excluded(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
     """The first start is on n0, which is not fit; the job comes back and trains on n1."""
     sick = '[ "$SLURMD_NODENAME" != n0 ] || export NCCL_SOCKET_IFNAME=nowhere'
     launcher.hurry()
@@ -222,7 +224,7 @@ def test_a_sick_node_is_left_out(launcher: Launcher, tmp_path: Path, store_path:
 
 
 @pytest.mark.slow
-def test_a_waiting_job_is_taken_back(launcher: Launcher) -> None:
+def test_slurm_pending_job_is_cancelled(launcher: Launcher) -> None:
     launcher.launch("--nodes", "2", "--launch.options", "begin=now+1hour")
     assert "waiting: pending, BeginTime" in launcher.status()
     assert "has printed nothing" in launcher.weft("logs", "run", status=1)
@@ -231,7 +233,9 @@ def test_a_waiting_job_is_taken_back(launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
-def test_comes_back_and_goes_on(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+def test_slurm_preempted_job_is_requeued_and_resumes(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
     """The signal before the time limit: it saves, is queued again, and ends as if never stopped."""
     launcher.launch("--nodes", "2", "--train.steps", "60")
     launcher.until_step(12)
@@ -249,7 +253,9 @@ def test_comes_back_and_goes_on(launcher: Launcher, tmp_path: Path, store_path: 
 
 
 @pytest.mark.slow
-def test_the_time_limit(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+def test_slurm_time_limit_requeues_and_resumes(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
     """Slurm's own signal: of a limit of 2 minutes some time in the last one and a half.
 
     On a busy machine it comes more than once.
@@ -263,14 +269,16 @@ def test_the_time_limit(launcher: Launcher, tmp_path: Path, store_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_mistake_does_not_come_back(launcher: Launcher) -> None:
+def test_slurm_mistake_is_not_requeued(launcher: Launcher) -> None:
     launcher.launch("--nodes", "1", "--data.path", "/no/such/file")
     assert "ended: failed, exit status 2" in launcher.until_said("ended")
     assert "/no/such/file" in launcher.weft("logs", "run")
 
 
 @pytest.mark.slow
-def test_a_killed_node(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+def test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
     """Last, for the node is gone then: the other one goes on in the same job."""
     # The meeting place is on the first node.  Here both are the host of that name: it comes first.
     setup = ["--launch.setup", '["sleep $((SLURM_NODEID * 15))"]']

@@ -40,7 +40,9 @@ def script(*words: str, recipe: str = "demo") -> str:
     return slurm.render(request("slurm", recipe, overrides, (), lambda _: Machine("cpu", 2)))
 
 
-def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_launch_several_mistakes_are_reported_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = ["--nodes", "2", "--run.cluster", "2x8xH100", "--train.step", "5", "--optim.lr", "x"]
     more = ["--launch.time", "1 day", "--launch.image", "a/b", "--follow"]
     options = ["--launch.options", "nodes=3,Partition=gpu,comment=a", "--parallel.tp", "3"]
@@ -78,7 +80,9 @@ def test_every_mistake_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["status", ".", "--follow"], "--follow = true: is for weft launch logs"),
     ],
 )
-def test_mistakes(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_each_mistake_is_reported(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert launch(*words) == 2
     assert told in capsys.readouterr().err
 
@@ -100,7 +104,9 @@ def test_mistake_that_leaves_no_run_directory_is_reported_alone(
     assert "run.dir" not in said
 
 
-def test_a_damaged_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_launched_damaged_record_is_reported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for text in ("{", "[]", "{}", '{"on": "lsf", "id": "7"}'):
         (tmp_path / "launch.json").write_text(text)
         assert launch("status", ".") == 2
@@ -108,7 +114,9 @@ def test_a_damaged_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 
 @pytest.mark.system
-def test_slurms_commands_are_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_submit_without_slurm_commands_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A script can be had anywhere, and nothing is left of one that cannot be handed in."""
     words = ["demo", "--on", "slurm", "--run.device", "cpu"]
     assert launch(*words, "--dry-run") == 0
@@ -118,7 +126,7 @@ def test_slurms_commands_are_elsewhere(capsys: pytest.CaptureFixture[str], tmp_p
     assert os.listdir(tmp_path) == ["bin"]
 
 
-def test_the_script(tmp_path: Path) -> None:
+def test_script_has_what_was_asked_for(tmp_path: Path) -> None:
     words = ["--run.cluster", "4x2xH100", "--launch.time", "12:00:00", "--train.steps", "7"]
     assert (
         script(*words, "--launch.options", "partition=gpu,account=7,contiguous")
@@ -154,7 +162,7 @@ exit $status
     )
 
 
-def test_a_number_of_nodes_that_may_change() -> None:
+def test_script_with_a_range_of_nodes_is_elastic() -> None:
     text = script("--run.nodes", "2:4", "--run.cluster", "4x2xH100")
     assert "#SBATCH --nodes=2-4\n" in text
     assert "#SBATCH --no-kill\n" in text
@@ -162,7 +170,7 @@ def test_a_number_of_nodes_that_may_change() -> None:
     assert "    --run.nodes 2:4\n" in text
 
 
-def test_a_part_of_a_node() -> None:
+def test_script_for_part_of_a_node_requests_its_gpus() -> None:
     text = script("--run.device", "cpu", "--launch.options", "cpus-per-task=4,signal=USR1@60")
     assert "--exclusive" not in text
     assert "--gpus-per-node" not in text
@@ -171,7 +179,7 @@ def test_a_part_of_a_node() -> None:
     assert " --cpus-per-task=4 " in text  # srun does not read sbatch's
 
 
-def test_launch_keys_make_no_other_run(tmp_path: Path) -> None:
+def test_launch_keys_do_not_change_the_run(tmp_path: Path) -> None:
     text = script("--run.device", "cpu", "--launch.time", "01:00:00")
     assert f"--run.dir {tmp_path}/runs/demo\n" in text
     assert "launch.time" not in text
@@ -195,7 +203,7 @@ echo "$@" > "$FOLDER/requeued"
 
 @pytest.mark.parametrize("setup", ["", 'export SAID="it\'s $((40 + 2))"'])
 @pytest.mark.parametrize("ends", [0, 1, 2, 75])
-def test_what_the_script_does(ends: int, setup: str, tmp_path: Path) -> None:
+def test_script_runs_the_command_on_each_node(ends: int, setup: str, tmp_path: Path) -> None:
     odd = 'it\'s $HOME `x` "y" \\ *'
     words = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.field", odd]
     more = ["--launch.setup", json.dumps([setup])] if setup else []
@@ -309,7 +317,7 @@ def test_script_of_a_recipe_with_another_cluster_names_the_effective_one(tmp_pat
 
 
 @pytest.mark.system
-def test_the_script_of_the_documentation(
+def test_script_in_the_documentation_is_current(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     quoted = re.findall(r"```\n\$ weft (.*)\n(#!(?:.*\n)*?)```", DOCS.read_text("utf-8"))
@@ -319,7 +327,7 @@ def test_the_script_of_the_documentation(
 
 
 @pytest.mark.system
-def test_a_script_that_bash_does_not_read() -> None:
+def test_script_refused_by_bash_is_reported() -> None:
     assert slurm.check("echo hello\n") == []
     (told,) = slurm.check("if true; then\n")[:1]
     assert "bash -n" in told
@@ -335,7 +343,7 @@ def test_a_script_that_bash_does_not_read() -> None:
         (75, ["n1"], "exclude=n[5-6]", ["requeue 7", "update JobId=7 ExcNodeList=n1,n[5-6]"]),
     ],
 )
-def test_sick_nodes_are_left_out(
+def test_script_excludes_sick_nodes(
     status: int, sick: list[str], options: str, asked: list[str], tmp_path: Path
 ) -> None:
     """What a shell makes of the script, with commands of Slurm's that only say what they are."""
@@ -356,12 +364,12 @@ def test_sick_nodes_are_left_out(
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (status, asked, "")
 
 
-def test_without_a_preflight_no_node_is_left_out() -> None:
+def test_script_without_preflight_excludes_no_node() -> None:
     assert "sick" not in script("--run.device", "cpu")
 
 
 @pytest.mark.system
-def test_a_short_word_for_the_preflight(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_preflight_shorthand_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--on", "slurm", "--preflight", "--run.device", "cpu", "--dry-run"]
     assert launch(*words) == 0
     told = capsys.readouterr().out
@@ -369,7 +377,7 @@ def test_a_short_word_for_the_preflight(capsys: pytest.CaptureFixture[str]) -> N
     assert "ExcNodeList" in told
 
 
-def test_looking_after_a_run_takes_no_words_of_handing_in(
+def test_launch_status_refuses_options_of_submission(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Least of all one that would seem to make 'stop' harmless."""

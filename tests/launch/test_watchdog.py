@@ -82,7 +82,7 @@ def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> N
     ],
     ids=["stopped", "interpreter lock", "loader", "first rank"],
 )
-def test_a_missing_rank_is_named(
+def test_watchdog_missing_rank_is_named_and_the_run_ends(
     fault: dict[str, object],
     sentence: str,
     arguments: list[str],
@@ -98,9 +98,9 @@ def test_a_missing_rank_is_named(
     # Afterwards, from the evidence that the watchdog has left.
     capsys.readouterr()
     assert main(["debug", "hang", str(tmp_path / "run")]) == 0
-    told = capsys.readouterr().out
-    assert re.match(sentence, told), told
-    assert f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the run was ended" in told
+    shown = capsys.readouterr().out
+    assert re.match(sentence, shown), shown
+    assert f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the run was ended" in shown
     assert main(["debug", "hang", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["missing"] == [fault["rank"]]
 
@@ -123,7 +123,7 @@ def build(groups, section):
 
 
 @pytest.mark.slow
-def test_collectives_at_odds(arguments: list[str], tmp_path: Path) -> None:
+def test_watchdog_mismatched_collectives_are_named(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MISMATCH)
     done = run([*arguments, *WATCHED, "--optim.kind", "mine:build"], tmp_path)
     assert done.returncode == HUNG, done.stderr
@@ -136,7 +136,9 @@ def test_collectives_at_odds(arguments: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_pipeline(arguments: list[str], tmp_path: Path) -> None:
+def test_watchdog_in_a_pipeline_names_the_stopped_rank(
+    arguments: list[str], tmp_path: Path
+) -> None:
     """gloo records no sending and receiving; who waits there is known by its stack."""
     fault = faults(site="step", kind="stop", rank=0, passing=30)
     pipeline = ["--parallel.pp", "2", "--model.tied_embeddings", "false"]
@@ -151,7 +153,7 @@ def test_in_a_pipeline(arguments: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inside_torchrun(
+def test_watchdog_inside_torchrun_ends_the_run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun shows the sentence; its own status is 1."""
@@ -165,7 +167,9 @@ def test_inside_torchrun(
 
 
 @pytest.mark.slow
-def test_who_is_suspended_and_goes_on_is_not_late(arguments: list[str], tmp_path: Path) -> None:
+def test_watchdog_suspended_and_continued_ranks_are_not_late(
+    arguments: list[str], tmp_path: Path
+) -> None:
     """All of them, the watchdog too, one after another as a batch system does."""
     process = start_and_wait([*arguments, *WATCHED], tmp_path, 30)
     ranks = workers(process)
@@ -243,11 +247,13 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize(("ranks", "missing", "sentence"), VERDICTS)
-def test_the_verdict(ranks: list[Seen], missing: list[int], sentence: str) -> None:
+def test_verdict_names_the_missing_ranks(
+    ranks: list[Seen], missing: list[int], sentence: str
+) -> None:
     assert verdict(ranks, len(ranks)) == (missing, sentence)
 
 
-def test_who_is_missing_on_another_host() -> None:
+def test_verdict_missing_rank_on_another_host_accuses_nobody() -> None:
     """A host whose ranks wait accuses nobody, not even one that waits outside the recorder."""
     waits = seen(1, calls=[])
     missing, sentence = verdict([seen(0), waits], 4)
@@ -257,7 +263,7 @@ def test_who_is_missing_on_another_host() -> None:
     assert "no rank is missing" in verdict([seen(0), waits], 2)[1]
 
 
-def test_the_limit_of_a_step() -> None:
+def test_step_limit_depends_on_the_measured_step() -> None:
     assert step_limit(5.0, 100.0, 10) == 5.0
     assert step_limit(None, 0.1, 10) == 60.0
     # On a GPU the host may wait for ten steps at once, and that is ordinary.
@@ -287,7 +293,7 @@ def say_where() -> list[tuple[int, float, str]]:
     return heard
 
 
-def test_a_rank_tells_where_it_is() -> None:
+def test_beat_writes_step_limit_and_site() -> None:
     (heard,) = run_ranks(say_where, 1)
     assert heard == [
         (0, 600.0, "start"),
@@ -311,11 +317,11 @@ def watch_myself() -> list[bool]:
     return late
 
 
-def test_only_the_time_in_which_it_looked_counts() -> None:
+def test_watched_only_observed_time_counts() -> None:
     assert run_ranks(watch_myself, 1) == [[False, False, True, True, False]]
 
 
-def test_the_main_thread_is_read_out_of_what_faulthandler_writes() -> None:
+def test_main_stack_is_read_from_faulthandler_output() -> None:
     text = (
         'Thread 0x01 (most recent call first):\n  File "other.py", line 1 in f\n\n'
         'Current thread 0x02 (most recent call first):\n  File "a b.py", line 3 in g\n'

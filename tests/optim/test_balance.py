@@ -40,7 +40,7 @@ def model(rate: float = 0.01) -> tuple[Moe, Balance]:
 TOKENS = torch.arange(64).view(2, 32)
 
 
-def test_biases_move_against_the_error_by_the_rate() -> None:
+def test_balance_biases_move_against_the_error_by_the_rate() -> None:
     made, balance = model()
     made(TOKENS)
     (loads_LE,) = balance.total()
@@ -53,14 +53,14 @@ def test_biases_move_against_the_error_by_the_rate() -> None:
     assert worst == pytest.approx(loads_LE.max().item() / 16)
 
 
-def test_a_bad_step_moves_nothing() -> None:
+def test_balance_bad_step_moves_nothing() -> None:
     made, balance = model()
     made(TOKENS)
     balance.step(torch.tensor(True))
     assert not any(layer.router.expert_bias.any() for layer in routed(made))
 
 
-def test_counted_once() -> None:
+def test_balance_recomputed_and_evaluated_tokens_are_not_counted() -> None:
     """Neither an evaluation, nor what is computed again, nor the batch before."""
     made, balance = model()
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_counted_once() -> None:
     assert balance.total()[0].sum() == 0
 
 
-def test_experts_become_balanced() -> None:
+def test_balance_experts_become_balanced() -> None:
     """Routers that love two experts, left as they are: only the biases move."""
     made, balance = model(rate=0.001)
     x_ND = torch.randn(512, 16) + 1  # all tokens have something in common
@@ -93,7 +93,7 @@ def test_experts_become_balanced() -> None:
     assert worst[-1] < 1.3
 
 
-def test_no_experts() -> None:
+def test_balance_without_experts_does_nothing() -> None:
     balance = Balance([torch.nn.Linear(2, 2)], None, 0.0, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
     balance.begin()
     balance.step()

@@ -65,7 +65,7 @@ def trained(states: str, steps: int, beta2: float = 0.95) -> tuple[nn.Parameter,
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_it_is_adamw_but_for_rounding(states: str) -> None:
+def test_lean_adamw_equals_adamw_to_rounding(states: str) -> None:
     plain, _ = trained("float32", 30)
     lean, optimizer = trained(states, 30)
     assert isinstance(optimizer, LeanAdamW)
@@ -79,7 +79,7 @@ def held_bytes(moment: Tensor) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def test_moments_are_small() -> None:
+def test_lean_moments_take_the_planned_bytes() -> None:
     """As small as the planner reckons; both moments have their ranges in common."""
     for states in STATES:
         param, optimizer = trained(states, 1)
@@ -188,7 +188,7 @@ def moved_on_one(states: str, lr: str, store: str) -> dict[str, Tensor]:
         pytest.param("dp_shard2 tp2", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_moments_are_rounded_alike_on_every_layout(
+def test_lean_moments_are_rounded_alike_on_every_layout(
     layout: str, states: str, store_path: Path
 ) -> None:
     """Blocks and chance go by the whole parameter, not by the part that a rank has of it."""
@@ -203,7 +203,7 @@ def test_moments_are_rounded_alike_on_every_layout(
     assert off**0.5 < 1e-3 * way**0.5, off**0.5 / way**0.5
 
 
-def test_rounding_by_chance_is_right_on_average() -> None:
+def test_round_by_chance_is_right_on_average() -> None:
     values = torch.randn(100) * 10.0 ** torch.randint(-20, 20, (100,))
     chance = torch.arange(0, 1 << 16, 16, dtype=torch.int32)
     mean = round_by(values[:, None].expand(-1, len(chance)).contiguous(), chance).double().mean(1)
@@ -216,7 +216,7 @@ def test_rounding_by_chance_is_right_on_average() -> None:
     assert kept.float().view(torch.int32).equal(exact.bfloat16().float().view(torch.int32))
 
 
-def test_nearest_rounding_would_not_forget() -> None:
+def test_lean_second_moment_decays_where_nearest_rounding_would_not() -> None:
     """The reason for rounding by chance: large gradients long ago, small ones ever since."""
     param = nn.Parameter(torch.zeros(4096))
     optimizer = optimizer_of("bfloat16", param, beta2=0.9985)
@@ -234,7 +234,7 @@ def test_nearest_rounding_would_not_forget() -> None:
 
 
 @pytest.mark.parametrize("states", STATES)
-def test_a_bad_step_changes_no_bit(states: str) -> None:
+def test_lean_bad_step_changes_no_bit(states: str) -> None:
     param, optimizer = trained(states, 3)
 
     def everything() -> list[Tensor]:
@@ -254,8 +254,8 @@ def test_a_bad_step_changes_no_bit(states: str) -> None:
     assert not param.equal(before[0])
 
 
-@pytest.mark.parametrize("states", STATES)
-def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(
+@pytest.mark.parametrize("states", [pytest.param("bfloat16", marks=pytest.mark.slow), "8bit"])
+def test_lean_resumed_run_is_equal_bit_for_bit(
     states: str, tmp_path: Path, store_path: Path
 ) -> None:
     overrides = [
@@ -308,7 +308,7 @@ def packed_names(store: str) -> set[str]:
     }
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_lean_with_muon_is_refused() -> None:
     job = small_job(("optim.states", "8bit"), ("optim.kind", "muon"))
     with pytest.raises(InvalidJob, match=r"optim.states = \"8bit\": is for adamw, not muon"):
         resolve(job, Machine("cpu", devices=2, world_size=1))
@@ -316,7 +316,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", STATES)
-def test_compiled_it_does_the_same(states: str) -> None:
+def test_lean_compiled_step_is_equal(states: str) -> None:
     from weft.optim import lean
 
     plain, of_plain = trained(states, 3)
@@ -347,12 +347,14 @@ def step_with_a_part_of_nothing(states: str) -> list[float]:
 
 
 @pytest.mark.parametrize("states", ["float32", *STATES])
-def test_a_rank_without_a_part_counts_steps_as_well(states: str) -> None:
+def test_lean_rank_without_a_part_counts_steps(states: str) -> None:
     assert run_ranks(step_with_a_part_of_nothing, 2, states) == [[1.0], [1.0]]
 
 
-@pytest.mark.parametrize("states", [pytest.param("bfloat16", marks=pytest.mark.slow), "8bit"])
-def test_a_run_goes_on_with_whole_moments(states: str, tmp_path: Path, store_path: Path) -> None:
+@pytest.mark.parametrize("states", ["bfloat16", pytest.param("8bit", marks=pytest.mark.slow)])
+def test_lean_resume_with_other_moments_continues(
+    states: str, tmp_path: Path, store_path: Path
+) -> None:
     overrides = [("run.dir", str(tmp_path)), ("model.dim", "64"), ("model.ffn_dim", "128")]
     for steps, kind in (("2", states), ("4", "float32"), ("6", states)):
         here = [*overrides, ("train.steps", steps), ("optim.states", kind)]

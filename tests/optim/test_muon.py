@@ -22,7 +22,7 @@ MUON = OptimSection(kind="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (24, 40)])
-def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
+def test_orthogonal_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(*shape)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     found = orthogonal(matrix)
@@ -35,7 +35,7 @@ def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     assert orthogonal(torch.zeros(shape)).abs().max() == 0
 
 
-def test_steps_are_muon_and_the_rest_is_adamw() -> None:
+def test_muon_matrices_take_muon_steps_the_rest_adamw() -> None:
     matrix, table = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(8, 12))
     groups: list[dict[str, Any]] = [
         {"params": [matrix], "weight_decay": 0.1, "matrices": True},
@@ -60,7 +60,7 @@ def test_steps_are_muon_and_the_rest_is_adamw() -> None:
     torch.testing.assert_close(table, copy)
 
 
-def test_a_bad_step_changes_no_bit() -> None:
+def test_muon_bad_step_changes_no_bit() -> None:
     matrix = nn.Parameter(torch.randn(8, 12))
     optimizer = muon([{"params": [matrix], "weight_decay": 0.1, "matrices": True}], MUON)
     matrix.grad = torch.randn(8, 12)
@@ -133,7 +133,7 @@ RARELY = {"all of them", "tensor parallel", "a pipeline"}  # pairs of these are 
     "layout",
     [pytest.param(name, marks=[pytest.mark.slow] if name in RARELY else []) for name in LAYOUTS],
 )
-def test_every_layout_takes_the_step_of_one_rank(layout: str) -> None:
+def test_muon_layout_takes_the_step_of_one_rank(layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     batch = [override for override in overrides if override[0].startswith("train")]
     (alone,) = run_ranks(update_of, 1, batch)
@@ -149,9 +149,7 @@ def test_every_layout_takes_the_step_of_one_rank(layout: str) -> None:
         assert all(rank["work"] < rank["matrices"] for rank in many if rank["matrices"])
 
 
-def test_it_trains_and_goes_on_from_a_checkpoint_in_another_layout(
-    tmp_path: Path, store_path: Path
-) -> None:
+def test_muon_run_resumes_in_another_layout(tmp_path: Path, store_path: Path) -> None:
     common = [
         ("optim.kind", "muon"),
         ("optim.lr", "0.01"),

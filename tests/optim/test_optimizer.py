@@ -25,7 +25,7 @@ from weft.parallel.private import skip_where
 OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.25)
 
 
-def test_gains_and_embeddings_are_not_decayed() -> None:
+def test_optimizer_gains_and_embeddings_are_not_decayed() -> None:
     model = llama.Llama(llama.PRESETS["toy"].model_copy(update={"tied_embeddings": False}))
     inside = {param for block in llama.blocks(model) for param in block.parameters()}
     optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, llama.decays, inside)
@@ -41,7 +41,7 @@ def test_gains_and_embeddings_are_not_decayed() -> None:
     assert "embed_tokens.weight" in found[0.0, False]
 
 
-def test_a_step_is_adamw() -> None:
+def test_optimizer_step_equals_adamw() -> None:
     """Against the formula, with decoupled weight decay and bias correction."""
     model = nn.Linear(5, 7, bias=False)
     optimizer = build_optimizer(model.named_parameters(), OPTIM, adamw, lambda name: True, ())
@@ -60,7 +60,7 @@ def test_a_step_is_adamw() -> None:
     torch.testing.assert_close(model.weight.detach().double(), w, rtol=1e-5, atol=1e-6)
 
 
-def test_clipping_leaves_small_gradients_alone() -> None:
+def test_clip_grad_norm_small_gradients_are_unchanged() -> None:
     param = nn.Parameter(torch.zeros(4))
     param.grad = torch.tensor([3.0, 0.0, 4.0, 0.0])
     assert clip_grad_norm([param, nn.Parameter(torch.zeros(2))], 10.0).item() == 5.0
@@ -69,7 +69,7 @@ def test_clipping_leaves_small_gradients_alone() -> None:
     torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.0, 0.8, 0.0]))
 
 
-def test_the_norm_of_a_part_that_trains_nothing_is_where_its_weights_are() -> None:
+def test_grad_norm_of_frozen_part_is_on_its_device() -> None:
     """Else it would be added up with the other stages' over another network, or never."""
     frozen = nn.Parameter(torch.empty(4, device="meta"), requires_grad=False)
     assert [norm.device.type for norm in grad_norm([frozen])] == ["meta", "meta"]
@@ -78,7 +78,7 @@ def test_the_norm_of_a_part_that_trains_nothing_is_where_its_weights_are() -> No
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("fused", [True, False], ids=["on the device", "by the host"])
-def test_a_bad_step_changes_no_bit(kind: Any, fused: bool) -> None:
+def test_optimizer_bad_step_changes_no_bit(kind: Any, fused: bool) -> None:
     param = nn.Parameter(torch.randn(50))
     optimizer = kind([param], lr=0.1, fused=fused, weight_decay=0.1)
     no, yes = torch.tensor(False), torch.tensor(True)
@@ -97,7 +97,7 @@ def test_a_bad_step_changes_no_bit(kind: Any, fused: bool) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 100), (10, 100), (10, 11), (50, 20), (0, 1)])
-def test_schedules_rise_then_fall(name: str, warmup: int, steps: int) -> None:
+def test_learning_rate_rises_then_falls(name: str, warmup: int, steps: int) -> None:
     optim = OPTIM.model_copy(update={"warmup_steps": warmup})
     rates = [learning_rate(step, steps, optim, SCHEDULES[name]) for step in range(1, steps + 1)]
     assert all(0 < rate <= optim.lr * (1 + 1e-12) for rate in rates)
@@ -110,7 +110,7 @@ def test_schedules_rise_then_fall(name: str, warmup: int, steps: int) -> None:
         assert rates[warmup - 1] == pytest.approx(optim.lr)
 
 
-def test_schedules_have_their_shapes() -> None:
+def test_learning_rate_schedules_have_their_shapes() -> None:
     def middle(name: str) -> float:
         optim = OPTIM.model_copy(update={"min_lr_ratio": 0.0})
         return learning_rate(10 + 45, 100, optim, SCHEDULES[name]) / optim.lr

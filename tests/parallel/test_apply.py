@@ -16,11 +16,11 @@ from weft.train.setup import build
 LAYOUTS = [
     # ranks, replicas, microbatch, packing
     (1, 1, "2", "windows"),
-    (2, 1, "2", "documents"),
-    (4, 2, "auto", "documents"),
     *(
-        pytest.param(*layout, marks=pytest.mark.slow)
+        pytest.param(*layout, marks=pytest.mark.slow)  # see `COVERED` of tests/layouts.py
         for layout in (
+            (2, 1, "2", "documents"),
+            (4, 2, "auto", "documents"),
             (2, 1, "auto", "windows"),
             (2, 2, "1", "documents"),
             (4, 1, "1", "documents"),
@@ -31,7 +31,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "replicas", "microbatch", "packing"), LAYOUTS)
-def test_gradients_equal_one_process(
+def test_data_parallel_gradients_equal_one_process(
     ranks: int, replicas: int, microbatch: str, packing: str, store_path: Path
 ) -> None:
     data = [("data.packing", packing)]
@@ -49,7 +49,7 @@ def test_gradients_equal_one_process(
                 )
 
 
-def test_the_clipped_norm_is_the_limit(store_path: Path) -> None:
+def test_clip_grad_norm_clipped_norm_is_the_limit(store_path: Path) -> None:
     (one,) = run_ranks(gradients, 1, [], str(store_path))
     norm = torch.stack([grad.norm() for grad in one["grads"].values()]).norm()
     assert one["norm"] == pytest.approx(norm.item(), rel=1e-5)
@@ -73,7 +73,7 @@ def count_reductions(overrides: list[tuple[str, str]], store: str) -> list[str]:
     ]
 
 
-def test_accumulation_reduces_once(store_path: Path) -> None:
+def test_accumulation_gradients_are_reduced_once(store_path: Path) -> None:
     """Four microbatches communicate as many gradients as one does."""
     (few, _), (many, _) = (
         run_ranks(count_reductions, 2, [("train.microbatch", size)], str(store_path))
@@ -96,7 +96,7 @@ def loss_of_nothing(overrides: list[tuple[str, str]], store: str) -> float:
     return built.engine.forward_backward(empty).item()
 
 
-def test_a_batch_without_targets_has_no_loss(store_path: Path) -> None:
+def test_forward_backward_batch_without_targets_loss_is_zero(store_path: Path) -> None:
     assert run_ranks(loss_of_nothing, 2, [], str(store_path)) == [0.0, 0.0]
 
 
@@ -116,7 +116,9 @@ def bfloat16(overrides: list[tuple[str, str]], store: str) -> tuple[float, str, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bfloat16_computes_low_and_keeps_high(ranks: int, store_path: Path) -> None:
+def test_bfloat16_computes_low_and_keeps_parameters_in_float32(
+    ranks: int, store_path: Path
+) -> None:
     (exact,) = run_ranks(gradients, 1, [], str(store_path))
     for loss, computed, kept in run_ranks(bfloat16, ranks, [], str(store_path)):
         assert computed == "torch.bfloat16"

@@ -47,7 +47,7 @@ WEFT = [sys.executable, "-m", "weft.cli"]
         "dp_shard2 tp2 remat.kind=selective remat.offload=true",
     ],
 )
-def test_any_layout(layout: str, store_path: Path) -> None:
+def test_compile_any_layout_equals_one_process(layout: str, store_path: Path) -> None:
     check(f"{layout} compile.enable=true", store_path)
 
 
@@ -57,7 +57,7 @@ class Broken(nn.Module):
         return x * 2
 
 
-def test_a_break_is_told(tmp_path: Path) -> None:
+def test_compile_graph_break_is_reported(tmp_path: Path) -> None:
     block = Broken()
     compile_blocks([block], str(tmp_path))
     with pytest.raises(Exception, match="print") as caught:
@@ -69,7 +69,7 @@ def test_a_break_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_once_for_all_blocks_and_starts(store_path: Path, tmp_path: Path) -> None:
+def test_compile_is_once_for_all_blocks_and_starts(store_path: Path, tmp_path: Path) -> None:
     """Six blocks are compiled as one is, and the second start takes what the first left."""
 
     def compiled(run: str, layers: int) -> list[float]:
@@ -126,7 +126,7 @@ def train_recomputed_under_a_context(store: str, folder: str) -> str:
     return written.getvalue()
 
 
-def test_run_whose_blocks_are_not_captured_warns_once(store_path: Path, tmp_path: Path) -> None:
+def test_compile_blocks_not_captured_warns_once(store_path: Path, tmp_path: Path) -> None:
     """Of blocks that need not be one graph, as under a context, torch.compile says nothing."""
     said, _ = run_ranks(
         train_recomputed_under_a_context, 2, str(store_path), str(tmp_path / "run"), timeout=200

@@ -37,7 +37,7 @@ def token_order(num_tokens: int, cp_size: int, balance: bool) -> Tensor:
 
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_token_has_one_rank(size: int, balance: bool) -> None:
+def test_cut_every_token_has_one_rank(size: int, balance: bool) -> None:
     num_tokens = 12 * size
     order_CL = token_order(num_tokens, size, balance)
     assert order_CL.shape == (size, 12)
@@ -50,7 +50,7 @@ def test_every_token_has_one_rank(size: int, balance: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_balanced_ranks_have_equal_work(size: int) -> None:
+def test_cut_balanced_ranks_have_equal_work(size: int) -> None:
     """A query at position p has p + 1 keys."""
     work_C = (token_order(24 * size, size, balance=True) + 1).sum(1)
     assert len(set(work_C.tolist())) == 1
@@ -71,7 +71,7 @@ def area(blocks: Blocks) -> int:
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("method", ["ring", "allgather"])
-def test_blocks_cover_the_triangle_once(method: str, size: int, balance: bool) -> None:
+def test_ring_blocks_cover_the_causal_triangle_once(method: str, size: int, balance: bool) -> None:
     """And nothing above it: no product is computed in vain, and nobody waits for another."""
     num_tokens = 8 * size
     order_CL = token_order(num_tokens, size, balance)
@@ -92,7 +92,7 @@ def test_blocks_cover_the_triangle_once(method: str, size: int, balance: bool) -
     assert (len(set(areas)) == 1) == balance
 
 
-def test_uneven_rows_are_refused() -> None:
+def test_cut_uneven_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"multiple of 8"):
         cut(torch.zeros(1, 12), 0, 4, balance=True)
     assert cut(torch.zeros(1, 12), 0, 4, balance=False).shape == (1, 3)
@@ -112,7 +112,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, allowed_BQS: Tensor) -> tuple[Tensor,
     return torch.einsum("bhqs,bshk->bqhk", weights, v), scores.logsumexp(-1)
 
 
-def test_a_query_without_keys_has_no_weight() -> None:
+def test_attend_block_query_without_keys_has_no_weight() -> None:
     """In a block; PyTorch's operator gives it the log-sum-exp 0."""
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     allowed = torch.rand(2, 5, 7) > 0.4
@@ -125,7 +125,7 @@ def test_a_query_without_keys_has_no_weight() -> None:
     torch.testing.assert_close(lse, expected_lse)
 
 
-def test_private_operators_are_those_we_call() -> None:
+def test_private_attention_operators_have_expected_schemas() -> None:
     """If this fails, PyTorch changed: compare what `attention_ops` passes."""
     name = "_scaled_dot_product_"
     qkv = "Tensor query, Tensor key, Tensor value, "
@@ -169,7 +169,7 @@ def test_private_operators_are_those_we_call() -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_operators_take_what_they_are_given(dtype: torch.dtype, masked: bool) -> None:
+def test_cuda_attention_operators_take_our_arguments(dtype: torch.dtype, masked: bool) -> None:
     """On the meta device, which has shapes and no values: all that can be tried without a GPU."""
 
     def meta(*shape: int) -> Tensor:
@@ -274,18 +274,20 @@ def check_errors(results: list[dict[str, list[float]]], limit: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_equals_one_process(ranks: int) -> None:
+def test_context_parallel_attention_equals_one_process(ranks: int) -> None:
     check_errors(run_ranks(attention_errors, ranks, METHODS, BOTH), 2e-6)
 
 
 # Query heads, key heads, ranks: as many groups as heads, one group, uneven shares of groups.
 @pytest.mark.parametrize(("heads", "groups", "ranks"), [(4, 4, 2), (4, 1, 2), (6, 2, 3), (6, 3, 2)])
-def test_any_grouping_in_float64(heads: int, groups: int, ranks: int) -> None:
+def test_context_parallel_any_head_grouping_equals_one_process_in_float64(
+    heads: int, groups: int, ranks: int
+) -> None:
     args = (METHODS, [True], torch.float64, heads, groups)
     check_errors(run_ranks(attention_errors, ranks, *args), 1e-14)
 
 
-def test_bfloat16() -> None:
+def test_context_parallel_bfloat16_error_is_of_rounding() -> None:
     """Against float32: the inputs are equal, so it is the rounding within."""
     check_errors(run_ranks(attention_errors, 2, METHODS, [True], torch.bfloat16), 1.5e-2)
 
@@ -321,7 +323,7 @@ def largest_tensors(num_tokens: list[int]) -> dict[Method, list[int]]:
     return found
 
 
-def test_without_documents_there_is_no_mask() -> None:
+def test_context_parallel_without_documents_makes_no_mask() -> None:
     """What is kept and passed on grows as the row does, not as its square."""
     (found, _) = run_ranks(largest_tensors, 2, [128, 1024])
     for small, large in found.values():
@@ -349,7 +351,7 @@ def with_odd_heads(group: dist.ProcessGroup) -> None:
     model(q, k, k, documents=None)
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_apply_context_unsupported_model_is_refused() -> None:
     (unreachable, uneven), _ = run_ranks(refusals, 2)
     assert "`attend`" in unreachable
     assert "2 context-parallel ranks cannot share 3 query heads" in uneven
@@ -437,12 +439,13 @@ def model_errors(
     return errors
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_model_equals_one_process(ranks: int) -> None:
+@pytest.mark.slow  # attention alone does it above, and models in `COVERED` of tests/layouts.py
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallel_model_equals_one_process(ranks: int) -> None:
     check_errors(run_ranks(model_errors, ranks, METHODS, BOTH, tied=ranks == 2), 2e-6)
 
 
-def test_two_groups_with_recomputation() -> None:
+def test_context_parallel_two_groups_with_recomputation_equal_one_process() -> None:
     check_errors(run_ranks(model_errors, 4, METHODS, [True], tied=False, num_groups=2), 2e-6)
 
 
@@ -464,7 +467,7 @@ def traced() -> dict[str, dict[str, int]]:
     return found
 
 
-def test_fake_tensors_pass_through() -> None:
+def test_context_parallel_fake_tensors_have_expected_collectives() -> None:
     """Two layers on two ranks: what passes between them is known before anything runs."""
     (found, _) = run_ranks(traced, 2)
     assert found == {
@@ -501,7 +504,7 @@ def compiled_graphs() -> tuple[list[int], float]:
     return graphs, error
 
 
-def test_compiled_blocks_are_compiled_once() -> None:
+def test_context_parallel_blocks_are_compiled_once_for_all_documents() -> None:
     """Whatever the documents are."""
     for graphs, error in run_ranks(compiled_graphs, 2):
         assert graphs[0] > 0

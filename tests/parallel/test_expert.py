@@ -80,20 +80,24 @@ MORE = [
 
 
 @pytest.mark.parametrize("layouts", together(OFTEN))
-def test_layouts(layouts: list[str], store_path: Path) -> None:
+def test_moe_layouts_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
     check_many(layouts, store_path, lambda layout: [*MODEL, *size(layout)], TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", MORE)
-def test_expert_parallel_with_everything_else(layout: str, store_path: Path) -> None:
+def test_expert_parallel_with_other_techniques_gradients_equal_one_process(
+    layout: str, store_path: Path
+) -> None:
     changed = [word.split("=") for word in layout.split() if "model." in word or "train." in word]
     check(layout, store_path, [*MODEL, *((name, value) for name, value in changed)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compiled_around_the_experts(store_path: Path, tmp_path: Path) -> None:
+def test_expert_parallel_compiled_gradients_equal_one_process(
+    store_path: Path, tmp_path: Path
+) -> None:
     compiled = [("compile.enable", "true"), ("compile.cache", str(tmp_path))]
     check("dp_shard2 ep=2", store_path, more=compiled)
 
@@ -114,7 +118,7 @@ def biases(folder: Path) -> dict[str, torch.Tensor]:
 RATE = ("model.balance_rate", "0.01")
 
 
-def test_the_bias_is_state_that_every_layout_loads(store_path: Path, tmp_path: Path) -> None:
+def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_path: Path) -> None:
     """Five steps of one process; and three with ``ep``, saved, and two more without."""
     few = [RATE, ("train.global_batch", "4"), ("train.microbatch", "2")]
     run(tmp_path / "one", "dp_shard1", 5, store_path, *few)
@@ -139,7 +143,7 @@ def test_the_bias_is_state_that_every_layout_loads(store_path: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_resumed_to_the_bit(store_path: Path, tmp_path: Path) -> None:
+def test_expert_parallel_resumed_run_is_equal_bit_for_bit(store_path: Path, tmp_path: Path) -> None:
     layout = "dp_shard2 ep=2 resilience.replica_check=1"
     run(tmp_path / "once", layout, 4, store_path)
     run(tmp_path / "twice", layout, 2, store_path)
@@ -164,14 +168,16 @@ def other_biases(overrides: Overrides) -> str:
     return ""
 
 
-def test_ranks_compare_their_biases() -> None:
+def test_compare_replicas_different_expert_bias_is_found() -> None:
     _, overrides = parse("dp_shard2 ep=2")
     for told in run_ranks(other_biases, 2, MODEL + overrides, timeout=180):
         assert "model.layers.2.mlp.router.expert_bias" in told
 
 
 @pytest.mark.slow
-def test_canonical_order(store_path: Path, tmp_path: Path) -> None:
+def test_moe_canonical_order_is_equal_on_any_number_of_ranks(
+    store_path: Path, tmp_path: Path
+) -> None:
     """The same weights and biases, bit for bit, on one rank and on two."""
     canonical = ("train.canonical", "true")
     for ranks in (1, 2):
@@ -183,7 +189,7 @@ def test_canonical_order(store_path: Path, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- refusals
 
 
-def test_what_experts_cannot_have_is_told() -> None:
+def test_moe_unsupported_keys_are_refused() -> None:
     job, _, found = read_job(
         "demo",
         [

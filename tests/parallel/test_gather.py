@@ -58,7 +58,7 @@ def compare_gathers(mesh: DeviceMesh, node_size: int, dtype: torch.dtype) -> Non
             assert torch.equal(staged, plain)
 
 
-def test_two_stages_gather_what_one_does() -> None:
+def test_two_stage_gather_equals_all_gather() -> None:
     run_ranks(gather_both_ways, 4, [((1, 4, 1), 2)])
     beside = [((2, 4, 1), 2), ((1, 4, 2), 2)]
     run_ranks(gather_both_ways, 8, [*beside, ((1, 8, 1), 2), ((1, 8, 1), 4)])
@@ -73,7 +73,7 @@ def stages() -> list[Seen]:
     return collectives.seen
 
 
-def test_each_byte_enters_a_node_once() -> None:
+def test_two_stage_gather_each_byte_enters_a_node_once() -> None:
     nodes, node_size = 4, 2
     received: Counter[int] = Counter()  # of each node, from others
     for rank, seen in enumerate(run_ranks(stages, 8)):
@@ -98,7 +98,7 @@ def gather_groups(settings: list[tuple[bool, int | None]]) -> list[set[tuple[int
     return found
 
 
-def test_two_stages_only_across_nodes() -> None:
+def test_hierarchical_gather_is_used_only_across_nodes() -> None:
     settings = [(True, 2), (False, 2), (True, None), (True, 4), (True, 8), (True, 1)]
     across, *plain = run_ranks(gather_groups, 4, settings)[0]
     assert across == {(0, 1), (0, 2)}
@@ -123,13 +123,13 @@ def unsharded_ahead() -> dict[str, Any]:
     return {"grads": whole_gradients(model)}
 
 
-def test_asynchronous_two_stages() -> None:
+def test_two_stage_gather_asynchronous_gradients_equal_one_process() -> None:
     one = one_process()
     for many in run_ranks(unsharded_ahead, 4):
         assert_equal(many, one)
 
 
-def test_pytorch_still_calls_a_gather_so() -> None:
+def test_all_gather_interface_is_that_of_pytorch() -> None:
     """The abstract class is private; its methods are what ours stand in for."""
     assert AllGather.__abstractmethods__ == {"allocate", "__call__"}
     for method in ("allocate", "__call__"):

@@ -56,19 +56,19 @@ def shards(shape: tuple[int, ...], sizes: tuple[int, ...], dims: tuple[int | Non
         ((3, 4, 5), (2,), (2,)),
     ],
 )
-def test_shards_are_parts_of_the_whole(shape, sizes, dims) -> None:
+def test_init_shards_are_parts_of_the_whole(shape, sizes, dims) -> None:
     expected = filled(shape)
     for whole in run_ranks(shards, math.prod(sizes), shape, sizes, dims):
         assert torch.equal(whole, expected)
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_is_independent_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = filled((50, 7))
     monkeypatch.setattr(init_module, "CHUNK", 20)
     assert torch.equal(filled((50, 7)), expected)
 
 
-def test_distribution() -> None:
+def test_init_has_the_given_distribution() -> None:
     values = filled((1000, 1000)).double() / 0.02
     # A normal cut at 3 sigma: variance 1 - 2 * 3 * pdf(3) / (2 cdf(3) - 1).
     pdf = math.exp(-4.5) / math.sqrt(2 * math.pi)
@@ -86,7 +86,7 @@ def test_distribution() -> None:
     )
 
 
-def test_seed_and_name_decide() -> None:
+def test_init_depends_on_seed_and_name() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -71,7 +71,7 @@ def own_model(layout: str) -> Overrides:
 BESIDE = [
     *(each for each in EACH_SCHEDULE if each.partition("schedule=")[2] not in COVERED_SCHEDULES),
     *PIPELINES,
-    *TENSOR,
+    TENSOR[0],
     *DATA[:2],
     LARGER_RINGS[0],
     "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=4",  # whose weights all stay
@@ -109,13 +109,13 @@ def test_pairs_with_each_schedule_compute_gradients_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*PAIRS, *THREE])
-def test_every_two_or_three_axes(layout: str, store_path: Path) -> None:
+def test_two_or_three_axes_compute_gradients_of_one_process(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FOUR)
-def test_every_four_axes(layout: str, store_path: Path) -> None:
+def test_four_axes_compute_gradients_of_one_process(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
 
@@ -125,7 +125,9 @@ def test_every_four_axes(layout: str, store_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("other", ["tp2", "dp_shard2", "cp2", "dp_shard2 tp2"])
-def test_each_schedule_with_other_axes(schedule: str, other: str, store_path: Path) -> None:
+def test_schedule_with_other_axes_computes_gradients_of_one_process(
+    schedule: str, other: str, store_path: Path
+) -> None:
     check(f"pp2 {other} schedule={schedule}", store_path)
 
 
@@ -167,7 +169,9 @@ def test_split_backward_resharded_weights_other_axes_hold(
     check(f"pp2 schedule={schedule} reshard_after_forward=always {other}", store_path)
 
 
-def test_a_schedule_from_a_file(store_path: Path, tmp_path: Path) -> None:
+def test_schedule_from_a_file_computes_gradients_of_one_process(
+    store_path: Path, tmp_path: Path
+) -> None:
     """Three stages on two ranks, one of them alone, in an order of one's own."""
     file = tmp_path / "mine.csv"
     forward = "".join(f"0F{m}," for m in range(4))
@@ -182,20 +186,24 @@ def test_a_schedule_from_a_file(store_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LARGER_RINGS)
-def test_larger_rings(layout: str, store_path: Path) -> None:
+def test_context_parallel_four_ranks_compute_gradients_of_one_process(
+    layout: str, store_path: Path
+) -> None:
     check_any(layout, store=store_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*MORE_TENSOR, *MORE_DATA])
-def test_more_layouts(layout: str, store_path: Path) -> None:
+def test_other_layout_computes_gradients_of_one_process(layout: str, store_path: Path) -> None:
     check_any(layout, store=store_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["allgather", "ulysses"])
 @pytest.mark.parametrize("others", ["tp2", "pp2", "dp_shard2", "tp2 pp2"])
-def test_context_parallel_with_other_axes(method: str, others: str, store_path: Path) -> None:
+def test_context_parallel_with_other_axes_computes_gradients_of_one_process(
+    method: str, others: str, store_path: Path
+) -> None:
     check(f"cp2 {others} context={method}", store_path)
 
 
@@ -205,7 +213,7 @@ def test_context_parallel_with_other_axes(method: str, others: str, store_path: 
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=pytest.mark.slow) for each in BFLOAT16[:-1]] + BFLOAT16[-1:]
 )
-def test_bfloat16(layout: str, store_path: Path) -> None:
+def test_bfloat16_layout_differs_no_more_than_rounding(layout: str, store_path: Path) -> None:
     """Layouts differ from one process in bfloat16 no more than that does from float32."""
     plain = [*MODEL, *size(layout)]
     low = [*plain, ("precision.compute", "bfloat16")]

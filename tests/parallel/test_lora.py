@@ -90,7 +90,7 @@ OFTEN = ["dp_shard2", "tp2", "tp2 sequence_parallel=false", "pp2 schedule=ZBVZer
 
 
 @pytest.mark.parametrize("layouts", together(OFTEN))
-def test_layouts(layouts: list[str], store_path: Path) -> None:
+def test_lora_layouts_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
     check_together(layouts, store_path, MODEL)
 
 
@@ -115,7 +115,7 @@ def test_layouts(layouts: list[str], store_path: Path) -> None:
         "dp_shard2 train.canonical=true",
     ],
 )
-def test_more_layouts(layout: str, store_path: Path) -> None:
+def test_lora_other_layout_gradients_equal_one_process(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
 
@@ -134,7 +134,9 @@ MORE_QUANTIZED = [
     ],
     ids=", ".join,
 )
-def test_layouts_with_a_quantised_base(layouts: list[str], store_path: Path) -> None:
+def test_lora_quantized_base_gradients_equal_one_process(
+    layouts: list[str], store_path: Path
+) -> None:
     check_together(layouts, store_path, WIDE)
 
 
@@ -142,13 +144,15 @@ def test_layouts_with_a_quantised_base(layouts: list[str], store_path: Path) -> 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 @pytest.mark.parametrize("layout", ["dp_shard2", "tp2"])
-def test_compiled(layout: str, quantize: str, store_path: Path) -> None:
+def test_lora_compiled_gradients_equal_one_process(
+    layout: str, quantize: str, store_path: Path
+) -> None:
     model = [*WIDE, ("data.packing", "windows"), ("lora.quantize", quantize)]
     check(f"{layout} compile.enable=true", store_path, model)
 
 
 @pytest.mark.slow
-def test_bfloat16(store_path: Path) -> None:
+def test_lora_bfloat16_differs_no_more_than_rounding(store_path: Path) -> None:
     """Frozen weights are kept in it; layouts differ from one process no more than that does from
     float32."""
     model = [*WIDE, ("lora.alpha", "1")]  # more of such random adapters, and logits are steep
@@ -165,7 +169,7 @@ def test_bfloat16(store_path: Path) -> None:
 # --------------------------------------------------------------------------- one process
 
 
-def test_a_plain_implementation_has_the_same_gradients() -> None:
+def test_lora_gradients_equal_plain_implementation() -> None:
     """x W' + alpha / r (x A') B', with the base's own modules, by torch's own autograd."""
     family, config = load_family("llama"), PRESETS["toy"].model_copy(update={"num_layers": 2})
     torch.manual_seed(3)
@@ -210,7 +214,7 @@ def test_a_plain_implementation_has_the_same_gradients() -> None:
     assert all(p.grad is None for _, p in frozen_parameters([model]))
 
 
-def test_adapters_start_as_those_of_peft() -> None:
+def test_lora_initial_adapters_are_distributed_as_in_peft() -> None:
     """A evenly up to one over the root of its inputs, B with zeros."""
     job = small_job(*WIDE)
     run_ranks(_initial, 1, WIDE)
@@ -261,8 +265,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
-def test_only_adapters_move(quantize: str, store_path: Path) -> None:
+def test_lora_step_moves_only_adapters(quantize: str, store_path: Path) -> None:
     keys = [*WIDE, ("lora.quantize", quantize), ("parallel.dp_shard", "2")]
+    keys.append(("train.global_batch", "4"))
     for moved, states in run_ranks(_step, 2, keys, str(store_path)):
         assert moved == 4 * 7 * 2
         assert len(states) == 3 * moved
@@ -272,7 +277,7 @@ def test_only_adapters_move(quantize: str, store_path: Path) -> None:
 # --------------------------------------------------------------------------- fewer bits
 
 
-def test_nf4_has_the_published_levels() -> None:
+def test_nf4_levels_equal_torchao() -> None:
     from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
 
     torch.manual_seed(0)
@@ -288,7 +293,7 @@ def test_nf4_has_the_published_levels() -> None:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("nf4", 0.152), ("int8", 0.5 / 127)])
-def test_quantisation_error(kind: str, error: float) -> None:
+def test_pack_error_is_within_half_a_level(kind: str, error: float) -> None:
     """Of a block's largest number, at most: half of the widest gap between levels."""
     torch.manual_seed(0)
     weight = torch.randn(48, 320) * torch.logspace(-6, 6, 48).unsqueeze(1)
@@ -306,7 +311,7 @@ def test_quantisation_error(kind: str, error: float) -> None:
     )
 
 
-def test_any_cut_has_the_bytes_of_the_whole() -> None:
+def test_pack_of_a_part_equals_part_of_the_whole() -> None:
     torch.manual_seed(0)
     weight = torch.randn(10, 256)
     for kind in BYTES:
@@ -316,7 +321,7 @@ def test_any_cut_has_the_bytes_of_the_whole() -> None:
         assert torch.cat(parts, dim=1).equal(whole)
 
 
-def test_the_product_and_its_gradient() -> None:
+def test_quantized_linear_equals_product_of_unpacked_weights() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(24, 128), torch.randn(2, 5, 128, dtype=torch.float64)
     packed = pack(weight, "nf4")
@@ -330,7 +335,7 @@ def test_the_product_and_its_gradient() -> None:
     torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_memory() -> None:
+def test_lora_quantized_block_memory_is_small() -> None:
     """A block in nf4 takes less than 0.3 times what it takes in bfloat16."""
     family = load_family("llama")
     size = {}
@@ -355,7 +360,7 @@ def planned(*overrides: tuple[str, str], preset: str = "8b", devices: int = 1) -
     return resolve(job, Machine("cuda", devices=devices, world_size=devices))
 
 
-def test_the_plan_counts_what_is_trained() -> None:
+def test_plan_with_lora_counts_trained_parameters() -> None:
     plain, plan = planned(), planned(("lora.rank", "16"))
     # Of 32 blocks: q and o 4096 to 4096, k and v to 1024, gate and up to 14336, and down.
     sides = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
@@ -395,7 +400,7 @@ def test_the_plan_counts_what_is_trained() -> None:
         ),
     ],
 )
-def test_what_is_refused(keys: Overrides, expected: str) -> None:
+def test_lora_unsupported_keys_are_refused(keys: Overrides, expected: str) -> None:
     shape = [("model.num_layers", "2"), ("model.dim", "128"), ("model.ffn_dim", "192")]
     heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")]
     with pytest.raises(InvalidJob) as caught:

@@ -37,7 +37,7 @@ def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def test_traceable_collectives() -> None:
+def test_traceable_collectives_have_expected_arguments() -> None:
     arguments = {
         name: [a.name for a in getattr(private.traceable, name).default._schema.arguments]
         for name in (
@@ -55,7 +55,7 @@ def test_traceable_collectives() -> None:
     }
 
 
-def test_asynchronous_tensor_parallel() -> None:
+def test_asynchronous_tensor_parallel_names_are_as_expected() -> None:
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -63,7 +63,7 @@ def test_asynchronous_tensor_parallel() -> None:
     assert parameters(enable_symm_mem_for_group) == ["group_name"]
 
 
-def test_meshes_and_placements() -> None:
+def test_mesh_and_placement_names_are_as_expected() -> None:
     assert parameters(DeviceMesh._unflatten)[:4] == ["self", "dim", "mesh_sizes", "mesh_dim_names"]
     assert private.is_strided(placement_types._StridedShard(0, split_factor=2))
     assert not private.is_strided(placement_types.Shard(0))
@@ -72,7 +72,7 @@ def test_meshes_and_placements() -> None:
     assert inspect.getsource(_fsdp_init).count("DeviceMesh(\n") == 1
 
 
-def test_gathers_of_ones_own() -> None:
+def test_fsdp_gather_extension_names_are_as_expected() -> None:
     param: Any = _fsdp_param.FSDPParam
     source = inspect.getsource(param)
     for attribute in (
@@ -113,7 +113,7 @@ def gathered_with_its_block() -> dict[str, list[bool]]:
     return seen | {"gradient": [inner.weight.grad is not None]}
 
 
-def test_a_unit_is_gathered_with_the_one_around_it() -> None:
+def test_gather_with_inner_unit_follows_the_outer_one() -> None:
     for seen in run_ranks(gathered_with_its_block, 2, timeout=60):
         assert seen == {
             "before": [True] * 2,
@@ -123,7 +123,7 @@ def test_a_unit_is_gathered_with_the_one_around_it() -> None:
         }
 
 
-def test_bytes_can_be_sharded() -> None:
+def test_sharding_bytes_parameters_need_no_gradient() -> None:
     """torch 2.11 makes parameters of them by this name, in this module."""
     assert _fsdp_param.nn is torch.nn
     with private.sharding_bytes():
@@ -134,12 +134,12 @@ def test_bytes_can_be_sharded() -> None:
     assert _fsdp_param.nn is torch.nn
 
 
-def test_what_a_stage_receives_has_gradients() -> None:
+def test_pipeline_stage_infra_names_are_as_expected() -> None:
     """torch 2.11 decides it in this method, which later ones have, too."""
     assert parameters(PipelineStage._prepare_forward_infra)[:2] == ["self", "num_microbatches"]
 
 
-def test_schedules() -> None:
+def test_schedule_names_are_as_expected() -> None:
     runtime: Any = schedules._PipelineScheduleRuntime
     assert parameters(runtime._load_csv)[:2] == ["self", "filename"]
     assert parameters(schedules._add_unshard_reshard) == ["compute_actions", "max_active_stages"]
@@ -154,7 +154,7 @@ def test_schedules() -> None:
     assert "] = _add_unshard_reshard(" in source
 
 
-def test_reductions_of_a_stage() -> None:
+def test_pipeline_stage_reduction_names_are_as_expected() -> None:
     stage: Any = PipelineStage
     backward = ["self", "backward_type", "bwd_kwargs", "last_backward"]
     assert parameters(stage.backward_maybe_with_nosync) == backward
@@ -193,9 +193,7 @@ def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
     )
     plan = plan_here(job)
     built = build(job, plan, this_rank())
-    counts: dict[str, int] = {}
-    for _ in range(2):
-        counts = counted_step(built, job, plan)[0]
+    counts = counted_step(built, job, plan)[0]
     # A unit for each block, and the root of a stage with the embedding or the head.
     names = [name.split(".") for part in built.parts for name, _ in part.named_parameters()]
     units = len({parts[1] if parts[0] == "layers" else "root" for parts in names})
@@ -213,12 +211,12 @@ def check_two_hops(found: tuple[int, int, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B"])
-def test_two_hops_in_a_pipeline(schedule: str) -> None:
+def test_other_schedule_reduces_over_replicas_once(schedule: str) -> None:
     for found in run_ranks(count_reductions, 8, schedule, "microbatch"):
         check_two_hops(found)
 
 
-def test_reductions_in_a_pipeline() -> None:
+def test_pipeline_gradients_are_reduced_as_often_as_gradient_sync_says() -> None:
     cases = [("1F1B", "microbatch"), ("ZBVZeroBubble", "microbatch"), ("1F1B", "step")]
     for plain, shaped_as_a_v, (scatters, sums, units) in run_ranks(reductions, 8, cases):
         check_two_hops(plain)
@@ -226,7 +224,7 @@ def test_reductions_in_a_pipeline() -> None:
         assert scatters == sums == units
 
 
-def test_collectives_under_their_new_names() -> None:
+def test_collectives_new_names_are_those_of_torch_2_13() -> None:
     renamed = hasattr(dist, "all_gather_single")
     assert renamed == (torch.__version__ >= "2.13")
 
@@ -249,7 +247,7 @@ def leave_one_open() -> list[private_watch.Collective]:
     return found
 
 
-def test_the_flight_recorder_knows_what_is_open() -> None:
+def test_collectives_open_one_is_in_the_flight_recorder() -> None:
     first, second = run_ranks(leave_one_open, 2)
     assert second == []
     assert [(call.group, call.number, call.name, call.sizes) for call in first] == [
@@ -290,7 +288,7 @@ def marked_collectives() -> list[list[int]]:
     return marked
 
 
-def test_collectives_and_waits_are_marked() -> None:
+def test_around_collectives_calls_and_waits_are_marked() -> None:
     run_ranks(marked_collectives, 4)
 
 
@@ -302,7 +300,7 @@ def test_collectives_and_waits_are_marked() -> None:
         (torch.UntypedStorage, "resize_", lambda: private_watch.watching_resizes(print)),
     ],
 )
-def test_what_is_replaced_is_put_back(owner: Any, name: str, inside: Any) -> None:
+def test_patched_method_is_restored(owner: Any, name: str, inside: Any) -> None:
     """As it was: bound to an instance or not."""
     before = inspect.getattr_static(owner, name)
     with inside():
@@ -310,7 +308,7 @@ def test_what_is_replaced_is_put_back(owner: Any, name: str, inside: Any) -> Non
     assert inspect.getattr_static(owner, name) is before
 
 
-def test_what_a_gpus_memory_is_taken_by() -> None:
+def test_cuda_memory_history_names_are_as_expected() -> None:
     assert parameters(torch.cuda.memory._record_memory_history)[0] == "enabled"
     assert parameters(torch.cuda.memory._dump_snapshot)[0] == "filename"
 
@@ -339,17 +337,17 @@ def gloo_group_after_another() -> list[float]:
     return sums
 
 
-def test_a_gloo_group_of_ones_own() -> None:
+def test_gloo_group_dropped_fails_at_once_for_others() -> None:
     assert run_ranks(gloo_group_after_another, 2) == [[3.0, 3.0]] * 2
 
 
-def test_fsdp_has_a_way_to_symmetric_memory() -> None:
+def test_fsdp_symmetric_memory_method_exists() -> None:
     methods = ("set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm")
     there = next(getattr(FSDPModule, name) for name in methods if hasattr(FSDPModule, name))
     assert len(inspect.signature(there).parameters) == 2
 
 
-def test_compiling_for_many_shapes() -> None:
+def test_compile_each_shape_has_no_recompile_limit() -> None:
     calls = []
     num_shapes = torch._dynamo.config.recompile_limit + 4
 
@@ -364,7 +362,7 @@ def test_compiling_for_many_shapes() -> None:
     assert len(calls) == num_shapes
 
 
-def test_compiling_is_told_and_why_again() -> None:
+def test_on_compiling_reports_start_end_and_reason() -> None:
     told: list[str] = []
     reasons = private.recompile_reasons()
     private.on_compiling(
@@ -378,7 +376,7 @@ def test_compiling_is_told_and_why_again() -> None:
     assert "size mismatch" in reasons[-1]
 
 
-def test_the_compiler_has_a_budget() -> None:
+def test_limit_activations_sets_the_compilers_budget() -> None:
     from torch._functorch import config
 
     before = config.activation_memory_budget
@@ -390,7 +388,7 @@ def test_the_compiler_has_a_budget() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_a_store_listens_on_one_interface(host: str) -> None:
+def test_listening_store_listens_on_one_interface(host: str) -> None:
     store = private.listening_store(host, 0, serve=True)
     other = private.listening_store(host, store.port, serve=False)
     other.set("key", "value")

@@ -140,7 +140,7 @@ def result(name: str) -> list[dict[str, Any]]:
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in RARELY else []) for name in LAYOUTS],
 )
-def test_gradients_equal_one_process(name: str, one: dict[str, Any]) -> None:
+def test_shard_gradients_equal_one_process(name: str, one: dict[str, Any]) -> None:
     for many in result(name):
         assert_equal(many, one)
 
@@ -159,7 +159,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("name", "gathers", "scatters", "all_reduces"), COUNTS)
-def test_a_step_has_as_many_collectives_as_promised(
+def test_shard_step_has_expected_number_of_collectives(
     name: str, gathers: int, scatters: int, all_reduces: int
 ) -> None:
     """Were replicas synchronised with every microbatch, there would be M all-reduces a unit."""
@@ -172,7 +172,7 @@ def test_a_step_has_as_many_collectives_as_promised(
         }
 
 
-def test_two_hops_stay_inside_the_group_until_the_last_one() -> None:
+def test_shard_two_hops_stay_in_the_group_until_the_last_microbatch() -> None:
     seen = result("2 hops")[3]["seen"]
     assert {ranks for kind, ranks, *_ in seen if kind == "allreduce"} == {(1, 3)}
     assert {ranks for kind, ranks, *_ in seen if kind != "allreduce"} == {(2, 3)}
@@ -181,14 +181,14 @@ def test_two_hops_stay_inside_the_group_until_the_last_one() -> None:
     assert kinds == ["reduce_scatter"] * UNITS + ["reduce_scatter", "allreduce"] * UNITS
 
 
-def test_backward_gathers_among_fewer_ranks() -> None:
+def test_shard_backward_gathers_among_fewer_ranks() -> None:
     seen = result("to 2, one microbatch")[3]["seen"]
     gathers = [ranks for kind, ranks, *_ in seen if kind == "allgather"]
     # The root and the blocks forward, the blocks backward.
     assert gathers == [(0, 1, 2, 3)] * UNITS + [(2, 3)] * BLOCKS
 
 
-def test_small_parameters_are_gathered_with_the_root() -> None:
+def test_shard_small_parameters_are_gathered_with_the_root() -> None:
     sizes = [
         [numel for kind, _, numel, _ in result(name)[0]["seen"] if kind == "allgather"]
         for name in (
@@ -235,7 +235,7 @@ def order(depth: int) -> str:
         (2, "g g0 g1 g2 f0 f1 f2  g2 g1 g0 r2 r1 r0 r"),
     ],
 )
-def test_prefetch_gathers_so_many_blocks_ahead(depth: int, expected: str) -> None:
+def test_shard_prefetch_gathers_that_many_blocks_ahead(depth: int, expected: str) -> None:
     assert run_ranks(order, 2, depth)[0].split() == expected.split()
 
 
@@ -262,7 +262,7 @@ def dtypes() -> list[dict[str, Any]]:
     return found
 
 
-def test_bfloat16_computes_low_and_reduces_high(one: dict[str, Any]) -> None:
+def test_shard_bfloat16_computes_low_and_reduces_in_float32(one: dict[str, Any]) -> None:
     for many in run_ranks(dtypes, 4)[0]:
         assert many["computed"] == {torch.bfloat16}
         assert many["kept"] == {torch.float32}
@@ -303,7 +303,7 @@ def table_dtype() -> torch.dtype:
     return model(torch.ones(2)).dtype
 
 
-def test_inputs_keep_their_dtype() -> None:
+def test_shard_inputs_keep_their_dtype() -> None:
     assert run_ranks(table_dtype, 1) == [torch.float32]
 
 
@@ -342,7 +342,7 @@ def evaluated(layout: Layout) -> dict[str, Any]:
     [Layout(keys=PERSIST), Layout(reshard_after_forward=False, sync="microbatch")],
     ids=["always", "never"],
 )
-def test_evaluation_leaves_nothing_gathered(layout: Layout, one: dict[str, Any]) -> None:
+def test_shard_evaluation_leaves_nothing_gathered(layout: Layout, one: dict[str, Any]) -> None:
     tokens_BT, _ = data()
     alone = build_model()
     with torch.no_grad():
@@ -374,7 +374,7 @@ def from_meta(layout: Layout) -> dict[str, Any]:
     return {"grads": whole_gradients(model)}
 
 
-def test_from_the_meta_device(one: dict[str, Any]) -> None:
+def test_shard_model_from_meta_device_gradients_equal_one_process(one: dict[str, Any]) -> None:
     layout = Layout(keys={**PERSIST, "cpu_offload": True})
     for many in run_ranks(from_meta, 2, layout):
         assert_equal(many, one)
@@ -391,7 +391,7 @@ def offloading() -> list[tuple[bool, bool]]:
     return policies
 
 
-def test_offload_is_asked_of_every_unit() -> None:
+def test_shard_offload_policy_is_set_on_every_unit() -> None:
     """On CPU it can be seen in no other way."""
     assert run_ranks(offloading, 2)[0] == [(True, False)] * UNITS
 
@@ -402,7 +402,7 @@ def plain_model() -> None:
     reshard(model)
 
 
-def test_an_unsharded_model_is_left_alone() -> None:
+def test_reshard_unsharded_model_is_unchanged() -> None:
     plain_model()
 
 
@@ -429,5 +429,5 @@ def refused() -> None:
     refuse(Layout(), "must ascend", [0, 2, 1, 3], False)
 
 
-def test_impossible_groups_are_refused() -> None:
+def test_shard_impossible_groups_are_refused() -> None:
     run_ranks(refused, 4)

@@ -51,7 +51,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_over_a_cut_vocabulary(ranks: int, dtype: torch.dtype) -> None:
+def test_loss_over_cut_vocabulary_equals_one_process(ranks: int, dtype: torch.dtype) -> None:
     logits_BTV, targets_BT = example(dtype)
     logits_BTV.requires_grad_()
     losses_N = F.cross_entropy(
@@ -100,7 +100,9 @@ def placements(sequence_parallel: bool) -> dict[str, tuple[str, tuple[int, ...]]
 
 
 @pytest.mark.parametrize(("ranks", "kv"), [(2, ("S(0)", (4, 32))), (4, ("R", (8, 32)))])
-def test_what_the_table_makes_of_each_weight(ranks: int, kv: tuple[str, tuple[int, ...]]) -> None:
+def test_tensor_parallel_weights_have_expected_placements(
+    ranks: int, kv: tuple[str, tuple[int, ...]]
+) -> None:
     found = run_ranks(placements, ranks, True)[0]
     block = "layers.1."
     assert found["embed_tokens.weight"] == ("S(0)", (64 // ranks, 32))
@@ -120,7 +122,7 @@ def forget_a_module() -> None:
     apply_tensor(Llama(CONFIG), mesh, sharding, 2, True)
 
 
-def test_a_weight_that_the_table_forgets_is_an_error() -> None:
+def test_tensor_parallel_weight_missing_in_the_table_raises() -> None:
     with pytest.raises(
         RankError, match=r"no pattern of SHARDING matches 'layers\.0\.input_layernorm'"
     ):
@@ -190,7 +192,7 @@ def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
 
 
 @pytest.mark.slow  # a minute of compiling
-def test_the_compiler_overlaps_the_exchanges() -> None:
+def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
     """All exchanges that feed or follow one product are fused, and gradients stay right."""
     for graphs, far in run_ranks(compiled_block, 2, timeout=300):
         forward, backward = graphs

@@ -104,7 +104,7 @@ def anomalies(folder: Path) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_what_one_rank_got_wrong_all_skip(
+def test_skip_bad_gradient_of_one_rank_is_skipped_by_all(
     layout: Overrides, kind: str, store_path: Path, tmp_path: Path
 ) -> None:
     """The run ends as one in which that update is left out, and tells what it did."""
@@ -128,7 +128,7 @@ def test_what_one_rank_got_wrong_all_skip(
 
 
 @pytest.mark.slow
-def test_in_the_very_first_steps(store_path: Path, tmp_path: Path) -> None:
+def test_skip_in_the_first_steps_judges_only_nan(store_path: Path, tmp_path: Path) -> None:
     # While the learning rate rises from nothing, the first few norms say little of the next.
     only_nan = ("resilience.spike_threshold", "1e9")
     change = faults(*bad("nan", 1, 2, 3, 4))
@@ -140,7 +140,7 @@ def test_in_the_very_first_steps(store_path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_many_in_a_row(store_path: Path, tmp_path: Path) -> None:
+def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_path: Path) -> None:
     """Ten may be skipped; the eleventh stops the run."""
     ten = faults(*bad("nan", *range(2, 22)))
     run(tmp_path / "a", store_path, 2, *SKIP, *ten)
@@ -152,7 +152,9 @@ def test_many_in_a_row(store_path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_resumed_run_decides_the_same(ranks: int, store_path: Path, tmp_path: Path) -> None:
+def test_skip_in_a_resumed_run_is_decided_the_same(
+    ranks: int, store_path: Path, tmp_path: Path
+) -> None:
     """Resumed right after a skipped step, it skips a spike that only the old window can tell."""
     every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.background", "false")]
     first = bad("nan", 6, 7, rank=0)
@@ -178,7 +180,7 @@ def test_a_resumed_run_decides_the_same(ranks: int, store_path: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_window_goes_to_another_layout(store_path: Path, tmp_path: Path) -> None:
+def test_skip_window_is_restored_in_another_layout(store_path: Path, tmp_path: Path) -> None:
     every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.background", "false")]
     killed = {"site": "step", "kind": "kill", "passing": 7, "rank": 0}
     with pytest.raises(RankError, match="SIGKILL"):
@@ -190,7 +192,7 @@ def test_the_window_goes_to_another_layout(store_path: Path, tmp_path: Path) -> 
 # --------------------------------------------------------------------------- rewind
 
 
-def test_rewound_as_if_the_samples_were_not_there(store_path: Path, tmp_path: Path) -> None:
+def test_rewind_equals_a_run_without_the_samples(store_path: Path, tmp_path: Path) -> None:
     state = run(tmp_path / "a", store_path, 2, *REWIND, *faults(*bad("nan", 8, 9)))
     (told,) = anomalies(tmp_path / "a")
     assert (told["step"], told["action"], told["back_to"]) == (8, "rewind", 5)
@@ -210,7 +212,7 @@ def test_rewound_as_if_the_samples_were_not_there(store_path: Path, tmp_path: Pa
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
-def test_not_rewound_for_ever(store_path: Path, tmp_path: Path) -> None:
+def test_rewind_to_the_same_checkpoint_is_limited(store_path: Path, tmp_path: Path) -> None:
     # Steps 8, 6 and 6, each of them twice.
     change = faults(*bad("nan", *range(8, 20)))
     with pytest.raises(RankError, match="went back 2 times to the same checkpoint"):
@@ -220,7 +222,7 @@ def test_not_rewound_for_ever(store_path: Path, tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
 
 
-def test_two_rewinds_to_one_checkpoint_are_both_recorded(store_path: Path, tmp_path: Path) -> None:
+def test_rewind_twice_to_one_checkpoint_records_both(store_path: Path, tmp_path: Path) -> None:
     # Step 8 twice, and then step 6 twice.
     run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 8, 9, 10, 11)))
     found = [(one["step"], one["back_to"], one["last_sample"]) for one in anomalies(tmp_path)]
@@ -228,7 +230,7 @@ def test_two_rewinds_to_one_checkpoint_are_both_recorded(store_path: Path, tmp_p
     assert [record["step"] for record in records(tmp_path)] == list(range(1, 13))
 
 
-def test_nothing_to_rewind_to(store_path: Path, tmp_path: Path) -> None:
+def test_rewind_without_a_checkpoint_stops_the_run(store_path: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="no checkpoint after step 0 to rewind to yet"):
         run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 3, 4)))
 
@@ -237,7 +239,7 @@ def test_nothing_to_rewind_to(store_path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [[], pytest.param(REPLICAS, marks=pytest.mark.slow)])
-def test_a_transient_fault_is_named_and_does_not_show(
+def test_transient_fault_is_reported_and_leaves_no_trace(
     layout: Overrides, store_path: Path, tmp_path: Path
 ) -> None:
     undisturbed = run(tmp_path / "a", store_path, 2, *SKIP, *layout)
@@ -254,7 +256,7 @@ def test_a_transient_fault_is_named_and_does_not_show(
 
 
 @pytest.mark.parametrize("kind", ["nan", pytest.param("corrupt", marks=pytest.mark.slow)])
-def test_a_bad_step_between_two_records_stops_the_run(
+def test_stop_bad_step_between_two_records_ends_the_run(
     kind: str, store_path: Path, tmp_path: Path
 ) -> None:
     """It was not applied, and nothing after it is recorded or saved."""
@@ -279,7 +281,7 @@ def accept(watch: Watch, values: list[float]) -> None:
         watch._accept([value, value])
 
 
-def test_a_bad_step_is_found_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_bad_step_without_a_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told of each step does not pile up for ever."""
     monkeypatch.setattr(anomaly, "UNSEEN", 5)
     stop, fine, bad = watch(anomaly="stop"), [1.0, 2.0], [1.0, float("inf")]
@@ -294,21 +296,21 @@ def test_a_bad_step_is_found_without_a_record(monkeypatch: pytest.MonkeyPatch) -
         examine(10, fine)
 
 
-def test_few_values_judge_only_what_is_finite() -> None:
+def test_watch_few_values_judge_only_whether_finite() -> None:
     young = watch()
     accept(young, [1.0, 1e6, 1.0, 3.0])
     assert young.judge([float("nan"), 1.0]) == (0, None, None)
     assert young.judge([1.0, float("-inf")]) == (1, None, None)
 
 
-def test_equal_values_do_not_make_a_spike_of_every_other() -> None:
+def test_watch_equal_values_do_not_make_spikes() -> None:
     still = watch()
     accept(still, [2.0] * 16)
     assert still.judge([2.05, 1.0]) is None
     assert still.judge([2.2, 2.0]) == (0, 2.0, 2.1)
 
 
-def test_a_quarter_of_outliers_does_not_hide_a_spike() -> None:
+def test_watch_quarter_of_outliers_does_not_hide_a_spike() -> None:
     values = [2.0 + 0.01 * (i % 5) for i in range(16)]
     wild = watch()
     accept(wild, values[:7])  # before anything is judged
@@ -318,7 +320,7 @@ def test_a_quarter_of_outliers_does_not_hide_a_spike() -> None:
     assert wild.judge([3.0, 2.0]) is not None
 
 
-def test_the_state_keeps_every_bit() -> None:
+def test_watch_state_round_trip_is_exact() -> None:
     one = watch()
     accept(one, [1 / 3, 0.1, 2 / 7, 0.2, 0.3, 0.25, 0.15, 1 / 9])
     other = watch()
@@ -347,7 +349,7 @@ def level_changes() -> tuple[int, str]:
     return skipped, ""
 
 
-def test_a_lasting_change_of_level_stops_the_run() -> None:
+def test_watch_lasting_change_of_level_stops_the_run() -> None:
     ((skipped, said),) = run_ranks(level_changes, 1)
     assert skipped == 5
     assert "the loss is 3, and 5 steps in a row before it were skipped" in said

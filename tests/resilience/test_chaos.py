@@ -121,14 +121,18 @@ def chaos(source: random.Random, kills: int, folder: Path, store: Path) -> int:
     return starts
 
 
-def test_killed_at_any_moment(store_path: Path, tmp_path: Path, undisturbed: Path) -> None:
+def test_train_killed_at_random_ends_with_the_same_bits(
+    store_path: Path, tmp_path: Path, undisturbed: Path
+) -> None:
     assert chaos(random.Random(1), 6, tmp_path, store_path) > 4
     check(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_hundred_kills(store_path: Path, tmp_path: Path, undisturbed: Path) -> None:
+def test_train_hundred_kills_end_with_the_same_bits(
+    store_path: Path, tmp_path: Path, undisturbed: Path
+) -> None:
     source, kills, runs = random.Random(2), 0, 0
     while kills < 100:
         folder = tmp_path / f"{runs}"
@@ -144,7 +148,9 @@ def test_a_hundred_kills(store_path: Path, tmp_path: Path, undisturbed: Path) ->
     [[CANONICAL], pytest.param([], marks=pytest.mark.slow)],
     ids=["canonical", "usual"],
 )
-def test_more_and_fewer_ranks(mode: Any, store_path: Path, tmp_path: Path) -> None:
+def test_train_changing_number_of_ranks_reads_the_same_samples(
+    mode: Any, store_path: Path, tmp_path: Path
+) -> None:
     """4 -> 2 -> 3: the same batches in the same order; in canonical order the same bits."""
     job = [*JOB, *mode, ("train.steps", "9"), ("train.global_batch", "12")]
     job.append(("checkpoint.interval", "1"))

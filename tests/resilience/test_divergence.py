@@ -58,7 +58,7 @@ HEALTHY: dict[str, tuple[Curve, int]] = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.parametrize("every", [1, 10])
-def test_a_healthy_run_is_not_called_diverged(name: str, every: int) -> None:
+def test_divergence_healthy_run_is_not_reported(name: str, every: int) -> None:
     curve, steps = HEALTHY[name]
     assert judged(curve, steps, every) == []
 
@@ -77,18 +77,18 @@ LOST: dict[str, tuple[Curve, int]] = {
 
 @pytest.mark.parametrize("name", LOST)
 @pytest.mark.parametrize("every", [1, 10])
-def test_a_lost_run_is_reported_once_when_it_begins(name: str, every: int) -> None:
+def test_divergence_lost_run_is_reported_once(name: str, every: int) -> None:
     curve, begins = LOST[name]
     (found,) = judged(curve, 4000, every)
     assert begins <= found <= begins + 40
 
 
 @pytest.mark.parametrize("curve", [curve for curve, _ in LOST.values()])
-def test_an_objective_without_guessing_is_not_judged(curve: Curve) -> None:
+def test_divergence_other_objectives_are_not_judged(curve: Curve) -> None:
     assert judged(curve, 4000, guess=None) == []
 
 
-def test_the_end_of_a_short_run_needs_fewer_records() -> None:
+def test_divergence_short_run_needs_fewer_records() -> None:
     def check(losses: Sequence[float]) -> bool:
         detector = DivergenceDetector(GUESS)
         found = [
@@ -102,7 +102,7 @@ def test_the_end_of_a_short_run_needs_fewer_records() -> None:
     assert not check([33.0])
 
 
-def test_a_resumed_run_knows_that_it_has_diverged() -> None:
+def test_divergence_resumed_run_knows_it_from_its_record() -> None:
     """From its last record, which a rewind may have taken back."""
     detector = DivergenceDetector(GUESS)
     detector.back_to({"step": 500, "best_loss": 3.0, "diverged_since": 450})
@@ -114,7 +114,7 @@ def test_a_resumed_run_knows_that_it_has_diverged() -> None:
     assert detector.check(410, 9.0, 1.0, False) is None
 
 
-def test_a_damaged_record_tells_of_no_divergence() -> None:
+def test_divergence_damaged_record_is_not_reported() -> None:
     good = {"diverged_since": 5, "loss": 9.0, "grad_norm": 1.0, "best_loss": 3.0}
     assert divergence_of(good, "next_token", 100) is not None
     assert divergence_of(good, "dpo", 100) is None
@@ -131,9 +131,7 @@ def _train(overrides: Overrides, store: str) -> str:
     return out.getvalue()
 
 
-def test_a_run_with_a_learning_rate_far_too_high_is_reported(
-    store_path: Path, tmp_path: Path
-) -> None:
+def test_divergence_too_high_learning_rate_is_reported(store_path: Path, tmp_path: Path) -> None:
     job = [
         ("train.steps", "60"),
         ("observe.log_interval", "5"),

@@ -113,7 +113,6 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("site", "rank", "error"),
     [
-        ("checkpoint.shards", 1, "ENOSPC"),
         ("checkpoint.rename", 0, "EDQUOT"),
         ("checkpoint.deleting", 0, "ENOSPC"),
         pytest.param("checkpoint.written", 1, "EIO", marks=pytest.mark.slow),
@@ -121,7 +120,6 @@ def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
             pytest.param(site, rank, "ENOSPC", marks=pytest.mark.slow)
             for site, rank in PLACES
             if site not in ("checkpoint", "checkpoint.saved", "checkpoint.deleting")
-            and (site, rank) != ("checkpoint.shards", 1)
         ),
     ],
 )

@@ -65,19 +65,20 @@ TERM, USR1, INT = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)
     ("site", "passing", "last", "number"),
     [
         ("step", 1, 2, TERM),
-        ("checkpoint", 1, 5, USR1),
-        ("checkpoint.shards", 1, 8, INT),
+        ("checkpoint.shards", 1, 8, USR1),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("step", 6, 7, USR1),
                 ("gradients", 6, 7, INT),
                 ("evaluate", 2, 7, INT),
+                ("checkpoint", 1, 5, USR1),
+                ("checkpoint.shards", 1, 8, INT),
             ]
         ),
     ],
 )
-def test_in_every_phase(
+def test_signal_in_a_phase_saves_and_resumes_bit_for_bit(
     site: str,
     passing: int,
     last: int,
@@ -100,7 +101,9 @@ def test_in_every_phase(
     assert all(state[name].equal(tensor) for name, tensor in expected.items())
 
 
-def test_while_loading(store_path: Path, tmp_path: Path, undisturbed: Path) -> None:
+def test_signal_while_loading_saves_and_resumes_bit_for_bit(
+    store_path: Path, tmp_path: Path, undisturbed: Path
+) -> None:
     part = [*STEPS, ("run.dir", str(tmp_path))]
     fail = ("resilience.faults", '[{site = "step", passing = 7, kind = "raise"}]')
     with pytest.raises(Exception, match="injected fault"):
@@ -118,7 +121,7 @@ def test_while_loading(store_path: Path, tmp_path: Path, undisturbed: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_while_compiling(store_path: Path, tmp_path: Path) -> None:
+def test_signal_while_compiling_saves(store_path: Path, tmp_path: Path) -> None:
     fault = '[{site = "step", kind = "slow", seconds = 0.01, rank = 1}]'
     overrides = [*STEPS, ("run.dir", str(tmp_path)), ("compile.enable", "true")]
     overrides.append(("resilience.faults", fault))

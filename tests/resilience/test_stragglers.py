@@ -28,7 +28,7 @@ from weft.resilience.stragglers import slowest
         (1.0, [[0.0, 0.0], [0.0, 0.0]], None, 1.0, ""),
     ],
 )
-def test_slowest(
+def test_slowest_of_a_table_is_named_with_the_reason(
     step_seconds: float, table: list[list[float]], rank: int | None, ratio: float, why: str
 ) -> None:
     found = slowest(step_seconds, table)
@@ -37,7 +37,7 @@ def test_slowest(
     assert why in found[2]
 
 
-def test_slowest_of_many() -> None:
+def test_slowest_of_many_equals_each_compared_with_its_peers() -> None:
     """The same as by comparing every rank with the list of its peers; soon, for thousands."""
     rng = random.Random(0)
     for size in (2, 3, 8, 41):
@@ -59,7 +59,9 @@ def test_slowest_of_many() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_slow_rank_is_named(ranks: int, store_path: Path, tmp_path: Path) -> None:
+def test_slow_rank_is_named_once_within_four_records(
+    ranks: int, store_path: Path, tmp_path: Path
+) -> None:
     """Steps of 20 ms, on one rank 100 ms more: within 4 records, once."""
     change = fault(site="step", kind="slow", rank=1, passing=11, times=1000, seconds=0.1)
     overrides: Overrides = [

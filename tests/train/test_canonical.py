@@ -37,7 +37,7 @@ def alone(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(6, [("parallel.dp_replicate", "6")], marks=pytest.mark.slow),
     ],
 )
-def test_any_number_of_ranks_same_bits(
+def test_canonical_any_number_of_ranks_gives_the_same_bits(
     ranks: int, more: Overrides, store_path: Path, tmp_path: Path, alone: Path
 ) -> None:
     overrides = [*STEPS, ("run.dir", str(tmp_path)), *more]
@@ -48,7 +48,7 @@ def test_any_number_of_ranks_same_bits(
     assert losses(tmp_path) == losses(alone)
 
 
-def test_gradients_are_those_of_the_usual_order(store_path: Path) -> None:
+def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> None:
     """To rounding, and not to the bit: else the mode would be for nothing."""
     (usual,) = run_ranks(gradients, 1, [STEPS[1]], str(store_path))
     (ordered,) = run_ranks(gradients, 1, STEPS[1:3], str(store_path))
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_usual_order(store_path: Path) -> None:
         (("train.microbatch", "3"), "is 1 in canonical order"),
     ],
 )
-def test_what_it_does_not_go_with(change: tuple[str, str], said: str) -> None:
+def test_canonical_unsupported_keys_are_refused(change: tuple[str, str], said: str) -> None:
     job: Any = small_job(*STEPS, ("run.dir", "/nonexistent"), change)
     with pytest.raises(InvalidJob, match=said):
         resolve(job, Machine("cpu", devices=2, world_size=4))

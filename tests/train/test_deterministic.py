@@ -27,7 +27,7 @@ def put(deterministic: bool) -> str:
     return ""
 
 
-def test_an_operator_without_an_order_is_refused() -> None:
+def test_deterministic_operator_without_order_is_refused() -> None:
     assert run_ranks(put, 1, False) == [""]
     assert "does not have a deterministic implementation" in run_ranks(put, 1, True)[0]
 
@@ -47,7 +47,9 @@ def train_twice(overrides: Overrides, store: str, folder: str) -> None:
         "cp2 context=ulysses optim.kind=muon",
     ],
 )
-def test_nothing_that_weft_uses_is(layout: str, store_path: Path, tmp_path: Path) -> None:
+def test_deterministic_two_runs_are_equal_bit_for_bit(
+    layout: str, store_path: Path, tmp_path: Path
+) -> None:
     ranks, overrides = parse(f"{layout} data.packing=documents train.steps=4 train.microbatch=1")
     run_ranks(train_twice, ranks, overrides, str(store_path), str(tmp_path))
     assert losses(tmp_path / "a") == losses(tmp_path / "b")

@@ -79,7 +79,7 @@ def train_and_count(overrides: Overrides, store: str) -> dict[tuple[int, str], i
         pytest.param(2, "auto", marks=pytest.mark.slow),
     ],
 )
-def test_no_waiting_in_an_unlogged_step(
+def test_unlogged_step_does_not_wait_for_the_device(
     ranks: int, microbatch: str, store_path: Path, tmp_path: Path
 ) -> None:
     overrides = [*UNLOGGED, ("train.microbatch", microbatch), ("run.dir", str(tmp_path))]
@@ -106,7 +106,7 @@ def train_on_gpu_without_waiting(overrides: Overrides, store: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA whether the host waits")
-def test_no_device_sync_in_an_unlogged_step(store_path: Path, tmp_path: Path) -> None:
+def test_unlogged_step_on_gpu_has_no_device_sync(store_path: Path, tmp_path: Path) -> None:
     overrides = [*UNLOGGED, ("precision.compute", "float32"), ("run.dir", str(tmp_path))]
     run_ranks(train_on_gpu_without_waiting, 1, overrides, str(store_path))
 
@@ -133,7 +133,7 @@ def faults(keep: bool) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def test_freed_memory_is_kept() -> None:
+def test_keep_freed_memory_freed_memory_is_not_returned() -> None:
     assert run_ranks(faults, 1, True)[0] < 2 * BLOCK
     assert run_ranks(faults, 1, False)[0] >= 9 * BLOCK
 
@@ -158,7 +158,7 @@ def train_with_thread(overrides: Overrides, store: str, fail_at: int = 0) -> lis
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_batches_made_ahead_change_nothing(ranks: int, store_path: Path, tmp_path: Path) -> None:
+def test_ahead_batches_leave_losses_unchanged(ranks: int, store_path: Path, tmp_path: Path) -> None:
     for name, function in (("plain", train_rank), ("ahead", train_with_thread)):
         overrides = [("run.dir", str(tmp_path / name)), ("data.packing", "documents")]
         overrides.append(("train.steps", "8"))
@@ -167,7 +167,7 @@ def test_batches_made_ahead_change_nothing(ranks: int, store_path: Path, tmp_pat
     assert all("weft-data" not in names for names in left)
 
 
-def test_no_thread_is_left_after_a_failure(store_path: Path, tmp_path: Path) -> None:
+def test_ahead_failed_run_leaves_no_thread(store_path: Path, tmp_path: Path) -> None:
     overrides = [("run.dir", str(tmp_path))]
     (left,) = run_ranks(train_with_thread, 1, overrides, str(store_path), 5)
     assert "weft-data" not in left
@@ -187,7 +187,7 @@ def read_fails(overrides: Overrides, store: str) -> None:
     train_rank(overrides, store)
 
 
-def test_an_error_of_reading_tells_its_step(store_path: Path, tmp_path: Path) -> None:
+def test_ahead_read_error_names_its_step(store_path: Path, tmp_path: Path) -> None:
     overrides = [("run.dir", str(tmp_path))]
     with pytest.raises(RankError, match=r"(?s)no such page.*in step 4"):
         run_ranks(read_fails, 1, overrides, str(store_path))

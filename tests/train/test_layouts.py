@@ -53,16 +53,15 @@ def expect(found: list[tuple[float, ...]], folder: Path) -> None:
 LAYOUTS = [
     "pp2 schedule=DualPipeV",
     "pp2 train.microbatch=3",
-    "dp_shard2 tp2",
     *(
-        pytest.param(layout, marks=pytest.mark.slow)
-        for layout in ("tp2", "pp2", "cp2 context=allgather")
+        pytest.param(layout, marks=pytest.mark.slow)  # of these a run goes through many, below
+        for layout in ("tp2", "pp2", "cp2 context=allgather", "dp_shard2 tp2")
     ),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_is_one_processes_run(
+def test_run_records_equal_one_process(
     layout: str, one_process: Path, store_path: Path, tmp_path: Path
 ) -> None:
     """Rank 0 records loss, gradient norm and held-out loss, wherever the last stage is."""
@@ -82,7 +81,7 @@ def test_a_run_is_one_processes_run(
         "dp_shard2 pp2 cpu_offload=true",
     ],
 )
-def test_a_larger_run_is_one_processes_run(
+def test_run_of_more_ranks_records_equal_one_process(
     layout: str, one_process: Path, store_path: Path, tmp_path: Path
 ) -> None:
     expect(run(layout, tmp_path, store_path), one_process)
@@ -113,7 +112,9 @@ def train_noting(layout: str, folder: Path, store: Path, *more: tuple[str, str])
     run_ranks(train_until_killed, ranks, *call, timeout=180)
 
 
-def test_a_run_through_many_layouts(store_path: Path, tmp_path: Path) -> None:
+def test_run_resumed_through_many_layouts_equals_one_process(
+    store_path: Path, tmp_path: Path
+) -> None:
     """Each trains two steps and fails in the next; it is one process's run all the same."""
     alone, changing = tmp_path / "alone", tmp_path / "changing"
     alone.mkdir()

@@ -94,7 +94,7 @@ def halfway(source: Path, store_path: Path, tmp_path_factory: pytest.TempPathFac
     return run(source, folder, store_path, "dp_shard2", 2)
 
 
-def test_checkpoints_hold_adapters_and_the_base_stays(trained: Path, source: Path) -> None:
+def test_lora_checkpoints_hold_adapters_and_the_base_is_kept(trained: Path, source: Path) -> None:
     base, newest = checkpoints(trained / "checkpoints")  # of step 2, none is left: keep is 1
     assert (base.name, newest.name) == ("step-00000000", "step-00000004")
     assert read_manifest(newest)["base"] == base.name
@@ -107,7 +107,7 @@ def test_checkpoints_hold_adapters_and_the_base_stays(trained: Path, source: Pat
         assert tensor.equal(imported[their_name(name.removeprefix("model."))])
 
 
-def test_it_goes_on_to_the_bit(
+def test_lora_resumed_run_is_equal_bit_for_bit(
     trained: Path, halfway: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(halfway, tmp_path / "run")
@@ -118,7 +118,7 @@ def test_it_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2 dp_shard2", marks=pytest.mark.slow)])
-def test_it_goes_on_in_another_layout(
+def test_lora_resumed_in_another_layout_has_the_same_losses(
     layout: str, trained: Path, halfway: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(halfway, tmp_path / "run")
@@ -130,7 +130,7 @@ def test_it_goes_on_in_another_layout(
             assert (tensor - theirs[name]).norm() < 1e-2 * theirs[name].norm(), name
 
 
-def test_without_its_base_it_does_not_go_on(
+def test_lora_resume_without_base_is_refused(
     trained: Path, source: Path, store_path: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -169,7 +169,7 @@ TOKENS_BT = torch.arange(48).view(2, 24) * 7 % 512
         ),
     ],
 )
-def test_peft_computes_the_same(
+def test_lora_exported_adapters_in_peft_compute_the_same(
     keys: tuple[tuple[str, str], ...],
     trained: Path,
     source: Path,
@@ -215,7 +215,9 @@ def test_peft_computes_the_same(
         assert (grad - expected).abs().max() < 1e-4 * expected.abs().max(), name
 
 
-def test_a_quantised_base(source: Path, store_path: Path, tmp_path: Path) -> None:
+def test_lora_quantized_base_layouts_and_merged_weights_agree(
+    source: Path, store_path: Path, tmp_path: Path
+) -> None:
     """The same in two layouts; what is merged, and what generates, is what was trained."""
     nf4 = ("lora.quantize", "nf4")
     one = run(source, tmp_path / "one", store_path, "", 4, nf4)

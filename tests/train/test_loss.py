@@ -20,7 +20,7 @@ from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 7, 12, 64])
-def test_it_is_the_same(size: int, dtype: torch.dtype) -> None:
+def test_linear_cross_entropy_in_chunks_equals_whole_logits(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 8, 16).to(dtype).requires_grad_()
     weight = torch.randn(50, 16).to(dtype).requires_grad_()
@@ -44,7 +44,7 @@ def test_it_is_the_same(size: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(of_tokens, each.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_how_many_at_a_time() -> None:
+def test_chunk_tokens_fit_the_limit() -> None:
     assert chunk_tokens(1000, 4096) == 1000
     assert chunk_tokens(8192, 128256) == 1024
     assert chunk_tokens(8192, 128256 // 8) == 8192
@@ -82,7 +82,9 @@ def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:
         pytest.param("pp2 schedule=DualPipeV dp_shard2", marks=pytest.mark.slow),
     ],
 )
-def test_in_any_layout(layout: str, store_path: Path) -> None:
+def test_linear_cross_entropy_layouts_gradients_equal_one_process(
+    layout: str, store_path: Path
+) -> None:
     ranks, overrides = parse(layout)
     tied = [each for each in overrides if each[0] == "model.tied_embeddings"]
     model = [*MODEL, *size(layout)]

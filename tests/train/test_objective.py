@@ -180,7 +180,7 @@ def one_chat(texts: dict[str, str]) -> dict[str, Any]:
         pytest.param("tp2", marks=pytest.mark.slow),
     ],
 )
-def test_conversations_in_any_layout(
+def test_chat_layouts_gradients_equal_one_process(
     layout: str, texts: dict[str, str], one_chat: dict[str, Any]
 ) -> None:
     ranks, overrides = parse(layout)
@@ -188,7 +188,7 @@ def test_conversations_in_any_layout(
         expect_same(rank, one_chat)
 
 
-def test_a_conversation_does_not_see_its_neighbours(texts: dict[str, str]) -> None:
+def test_chat_packed_conversations_have_the_loss_of_each_alone(texts: dict[str, str]) -> None:
     """The loss of packed rows is the mean over the conversations' own targets, each by itself."""
     [(packed, alone)] = run_ranks(packed_and_alone, 1, CHAT, texts["chat"])
     assert packed == pytest.approx(alone, rel=1e-6)
@@ -225,7 +225,7 @@ def one_dpo(texts: dict[str, str]) -> dict[str, Any]:
     return dict(found)
 
 
-def test_dpo_is_its_formula(one_dpo: dict[str, Any]) -> None:
+def test_dpo_gradients_equal_the_formula(one_dpo: dict[str, Any]) -> None:
     expect_same(one_dpo, one_dpo["plain"])
 
 
@@ -240,7 +240,9 @@ def test_dpo_is_its_formula(one_dpo: dict[str, Any]) -> None:
         "train.canonical=true train.microbatch=1 dp_replicate2",
     ],
 )
-def test_dpo_in_any_layout(layout: str, texts: dict[str, str], one_dpo: dict[str, Any]) -> None:
+def test_dpo_layouts_gradients_equal_one_process(
+    layout: str, texts: dict[str, str], one_dpo: dict[str, Any]
+) -> None:
     ranks, overrides = parse(layout)
     found = run_ranks(gradients, ranks, DPO + overrides, texts["preferences"], timeout=180)
     for rank in merged(found):
@@ -250,7 +252,9 @@ def test_dpo_in_any_layout(layout: str, texts: dict[str, str], one_dpo: dict[str
             assert ours == pytest.approx(theirs, rel=2e-5)
 
 
-def test_dpo_of_adapters(texts: dict[str, str], one_dpo: dict[str, Any]) -> None:
+def test_dpo_with_lora_references_are_the_frozen_model(
+    texts: dict[str, str], one_dpo: dict[str, Any]
+) -> None:
     """The frozen model is the initial one, and only adapters learn."""
     tuned: Overrides = [*DPO, ("lora.rank", "4")]
     [one] = run_ranks(gradients, 1, tuned, texts["preferences"], timeout=180)
@@ -265,7 +269,7 @@ def test_dpo_of_adapters(texts: dict[str, str], one_dpo: dict[str, Any]) -> None
         expect_same(rank, one)
 
 
-def test_a_row_that_fills_a_batch_counts_for_nothing() -> None:
+def test_dpo_padding_row_counts_for_nothing() -> None:
     section = TrainSection(objective="dpo", dpo_beta=0.5)
     objective = dpo(section)
     targets = torch.tensor([[1, 2, 3, IGNORE], [IGNORE] * 4])
@@ -309,11 +313,13 @@ def references_of_a_source(text: str) -> bool:
     return bool((known < 0).all())
 
 
-def test_references_of_a_mixture(texts: dict[str, str]) -> None:
+def test_dpo_references_of_a_mixture_are_of_one_source(texts: dict[str, str]) -> None:
     assert run_ranks(references_of_a_source, 1, texts["preferences"]) == [True]
 
 
-def test_a_run_of_dpo(texts: dict[str, str], tmp_path: Path) -> None:
+def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
+    texts: dict[str, str], tmp_path: Path
+) -> None:
     """Learns the preference, tells of it, and goes on in another layout as if nothing were."""
     text, one, two = texts["preferences"], tmp_path / "one", tmp_path / "two"
     run_ranks(train_rank, 1, [*DPO, *RUN, ("run.dir", str(one))], text)
@@ -363,10 +369,12 @@ def careful(section: TrainSection) -> Objective:
     return Objective(targets_of_rows, losses, ("hard",))
 
 
-def test_an_objective_of_ones_own(texts: dict[str, str], tmp_path: Path) -> None:
+def test_objective_custom_function_is_trained_and_recorded(
+    texts: dict[str, str], tmp_path: Path
+) -> None:
     name = ("train.objective", "tests.train.test_objective:careful")
     folder = ("run.dir", str(tmp_path / "run"))
-    run_ranks(train_rank, 2, [*CHAT, *RUN, name, folder], texts["chat"])
+    run_ranks(train_rank, 2, [*CHAT, *RUN, name, folder, ("train.steps", "2")], texts["chat"])
     [first, *_] = told(tmp_path / "run")
     assert 0 < first["metrics"]["hard"] <= 1
     assert first["loss"] > 1.2 * math.log(512)
@@ -380,14 +388,14 @@ def test_an_objective_of_ones_own(texts: dict[str, str], tmp_path: Path) -> None
         ([*DPO, ("parallel.cp", "2")], "train.objective", "looks at whole rows"),
     ],
 )
-def test_what_does_not_go_together(overrides: Overrides, key: str, rule: str) -> None:
+def test_objective_unsupported_keys_are_refused(overrides: Overrides, key: str, rule: str) -> None:
     job = small_job(*overrides)
     with pytest.raises(InvalidJob) as caught:
         resolve(job, Machine("cpu", devices=2, world_size=2))
     assert [(p.key, rule in p.rule) for p in caught.value.problems] == [(key, True)]
 
 
-def test_an_unknown_objective() -> None:
+def test_objective_unknown_name_is_refused_with_a_suggestion() -> None:
     [problem] = check_names(small_job(("train.objective", "dpoo")))
     assert problem.key == "train.objective"
     assert "did you mean 'dpo'" in problem.remedy

@@ -132,7 +132,7 @@ def group_gradients(
 @needs_torchft
 @pytest.mark.parametrize(("size", "more"), [(1, []), (2, []), (2, LORA)])
 @with_groups(2, 3)
-def test_gradients_are_those_of_one_process(
+def test_replica_groups_gradients_equal_one_process(
     lighthouse: str,
     size: int,
     more: Overrides,
@@ -196,7 +196,7 @@ def check_weights(alone: Path, shared: Path) -> None:
     [(1, "10", "1", []), (1, "auto", "7", []), (2, "10", "1", []), (2, "10", "1", LORA)],
 )
 @with_groups(2)
-def test_training_is_that_of_one_group(
+def test_replica_groups_training_equals_one_group(
     lighthouse: str,
     size: int,
     interval: str,
@@ -250,7 +250,7 @@ def compare_after_a_flip(meeting: str, lighthouse: str) -> list[str]:
 
 @needs_torchft
 @with_groups(2)
-def test_a_group_that_differs_is_found(lighthouse: str, tmp_path: Path) -> None:
+def test_replica_groups_different_weights_are_found(lighthouse: str, tmp_path: Path) -> None:
     for before, after in run_ranks(compare_after_a_flip, 2, str(tmp_path / "g"), lighthouse):
         assert before == "equal"
         assert "rank 0 of one of the 2 replica groups differs" in after
@@ -297,7 +297,7 @@ def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str
 @needs_torchft
 @pytest.mark.parametrize("size", [1, 2])
 @with_groups(2)
-def test_who_has_missed_the_end_of_a_step_is_fed(
+def test_replica_groups_group_that_missed_a_step_catches_up(
     lighthouse: str, size: int, tmp_path: Path
 ) -> None:
     """With no group lost: the same members must find each other anew."""
@@ -311,7 +311,9 @@ def test_who_has_missed_the_end_of_a_step_is_fed(
 
 @needs_torchft
 @with_groups(1)
-def test_another_job_is_refused(lighthouse: str, store_path: Path, tmp_path: Path) -> None:
+def test_replica_groups_another_job_is_refused(
+    lighthouse: str, store_path: Path, tmp_path: Path
+) -> None:
     """The group that is new has to go; the other one goes on."""
     job = [
         ("resilience.lighthouse", lighthouse),
@@ -340,7 +342,9 @@ def test_another_job_is_refused(lighthouse: str, store_path: Path, tmp_path: Pat
         (("checkpoint.dir", "auto"), "checkpoint.dir", "each replica group's own"),
     ],
 )
-def test_what_is_refused(override: tuple[str, str], key: str, rule: str) -> None:
+def test_replica_groups_unsupported_keys_are_refused(
+    override: tuple[str, str], key: str, rule: str
+) -> None:
     right = [("resilience.lighthouse", "[::1]:29510"), ("checkpoint.dir", "/shared")]
 
     def problems(job: Job) -> list[str]:
@@ -356,14 +360,14 @@ def test_what_is_refused(override: tuple[str, str], key: str, rule: str) -> None
 
 
 @pytest.mark.skipif(INSTALLED, reason="torchft is installed")
-def test_without_torchft_it_says_what_to_install() -> None:
+def test_replica_groups_without_torchft_names_the_package() -> None:
     (problem,) = check_names(small_job(("resilience.lighthouse", "host:29510")))
     expected = "resilience.lighthouse = \"host:29510\": needs torchft; pip install 'weft[torchft]'"
     assert str(problem) == expected
 
 
 @needs_torchft
-def test_no_lighthouse(store_path: Path, tmp_path: Path) -> None:
+def test_replica_groups_without_lighthouse_are_refused(store_path: Path, tmp_path: Path) -> None:
     job = [("resilience.lighthouse", "127.0.0.1:1"), ("checkpoint.dir", f"{tmp_path}/c")]
     (said,) = run_ranks(train_group, 1, 1, str(tmp_path / "g"), job, [], str(store_path))
     assert said.startswith("resilience.lighthouse = 127.0.0.1:1: cannot be reached: ")
@@ -486,7 +490,7 @@ def scene(lighthouse: str, store_path: Path, tmp_path: Path) -> Iterator[Scene]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @with_groups(1)
-def test_killed_and_started_again(scene: Scene) -> None:
+def test_replica_groups_killed_group_rejoins(scene: Scene) -> None:
     """First the group that saves, then the other: no step is lost, and no sample."""
     scene.start("a")
     scene.start("b")
@@ -511,7 +515,7 @@ def test_killed_and_started_again(scene: Scene) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @with_groups(1)
-def test_stopped_and_continued(scene: Scene) -> None:
+def test_replica_groups_stopped_group_catches_up(scene: Scene) -> None:
     """The group that saves is stopped: the other goes on, and saves; then the first is back."""
     scene.start("a")
     scene.start("b")

@@ -81,7 +81,7 @@ def one_process(mixture: str) -> dict[str, Any]:
     return dict(found)
 
 
-def test_each_by_itself(one_process: dict[str, Any]) -> None:
+def test_source_losses_equal_loss_of_each_source_alone(one_process: dict[str, Any]) -> None:
     assert one_process["found"] == pytest.approx(one_process["alone"], rel=1e-6)
     assert min(one_process["found"]) < one_process["whole"] < max(one_process["found"])
     assert min(one_process["held"]) < one_process["mean"] < max(one_process["held"])
@@ -99,7 +99,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_any_layout(layout: str, mixture: str, one_process: dict[str, Any]) -> None:
+def test_source_losses_layouts_equal_one_process(
+    layout: str, mixture: str, one_process: dict[str, Any]
+) -> None:
     ranks, overrides = parse(layout)
     found = run_ranks(losses_of_sources, ranks, MODEL + overrides, mixture, timeout=180)
     for rank in found:
@@ -114,13 +116,15 @@ def chunked(overrides: Overrides, text: str) -> dict[str, Any]:
     return losses_of_sources(overrides, text)
 
 
-def test_with_logits_in_chunks(mixture: str, one_process: dict[str, Any]) -> None:
+def test_source_losses_with_logits_in_chunks_are_equal(
+    mixture: str, one_process: dict[str, Any]
+) -> None:
     [found] = run_ranks(chunked, 1, MODEL, mixture)
     for key, expected in one_process.items():
         assert found[key] == pytest.approx(expected, rel=2e-5), key
 
 
-def test_in_the_records_of_a_run(mixture: str, tmp_path: Path) -> None:
+def test_source_losses_are_in_the_records_of_a_run(mixture: str, tmp_path: Path) -> None:
     more: Overrides = [
         ("run.dir", str(tmp_path / "run")),
         ("train.steps", "12"),

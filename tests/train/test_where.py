@@ -247,7 +247,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_who_a_process_is(case: Case) -> None:
+def test_where_environment_gives_rank_and_world(case: Case) -> None:
     before = dict(case.environment)
     assert find(case.environment, case.nodes, case.rendezvous) == case.found
     assert case.environment == before
@@ -336,7 +336,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_what_contradicts_itself(mistake: Mistake) -> None:
+def test_where_contradictory_environment_is_refused(mistake: Mistake) -> None:
     environment = {k: v for k, v in mistake.environment.items() if k not in mistake.without}
     with pytest.raises(InvalidJob) as caught:
         find(environment, mistake.nodes)
@@ -354,7 +354,7 @@ def test_what_contradicts_itself(mistake: Mistake) -> None:
         ("a.b-c_d,e[099-100]", ["a.b-c_d", "e099", "e100"]),
     ],
 )
-def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
+def test_host_list_is_expanded(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text) == hosts
 
 
@@ -380,12 +380,12 @@ def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
         "",
     ],
 )
-def test_what_is_no_list_of_hosts(text: str) -> None:
+def test_host_list_malformed_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"host|number"):
         expand_hosts(text)
 
 
-def test_lists_of_counts() -> None:
+def test_count_list_is_expanded() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
     assert expand_counts("8") == [8]
     for text in ("", "0", "2(x0)", "2(3)", "2x3", "1,", "1(x999999),1(x999999)"):
@@ -393,7 +393,7 @@ def test_lists_of_counts() -> None:
             expand_counts(text)
 
 
-def test_what_follows_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank gets torchrun's variables, and a launcher's job where its nodes meet."""
     job, _, _ = read_job("demo")
     monkeypatch.setattr(os, "environ", dict(TASK | {"SLURM_STEP_NODELIST": "localhost,n02"}))
@@ -423,7 +423,7 @@ def test_what_follows_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
         (SKYPILOT, True),
     ],
 )
-def test_one_node_speaks_where_all_have_one_output(
+def test_where_shared_output_only_one_node_prints(
     environment: dict[str, str], whether: bool
 ) -> None:
     assert speaks(environment) is whether
