@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
 
 from tests.harness import run_ranks
 from tests.layouts import check_gradients, check_many, parse, size, together
@@ -24,6 +26,7 @@ from tests.small import (
 from weft.checkpoint.replicas import ReplicasDiffer, compare_replicas
 from weft.checkpoint.state import named_buffers
 from weft.job import InvalidJob, read_job
+from weft.parallel.shard import _evenly
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import build
 
@@ -212,3 +215,11 @@ def test_moe_unsupported_keys_are_refused() -> None:
     job, _, _ = read_job("demo", [("parallel.ep", "2")])
     with pytest.raises(InvalidJob, match="the family llama has no experts"):
         resolve(job, Machine("cpu", devices=2, world_size=2))
+
+
+@pytest.mark.parametrize("shape", [(8, 35, 64), (5, 36, 64), (5, 35, 64)])
+def test_evenly_never_cuts_a_row(shape: tuple[int, int, int]) -> None:
+    """Eight-bit moments are of whole blocks of a row."""
+    placed = _evenly(4)(nn.Parameter(torch.empty(shape, device="meta")))
+    expected = {8: Shard(0), 36: Shard(1)}
+    assert placed == next((expected[size] for size in shape[:2] if size in expected), None)
