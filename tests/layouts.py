@@ -140,17 +140,19 @@ def together(layouts: Iterable[str], most: int = 6) -> list[Any]:
 def size(layout: str) -> Overrides:
     """Return as few sequences and blocks as show all of a layout: collectives are what costs.
 
-    Two microbatches show what adds up over them, four fill a pipeline, which is left to worlds of
-    few ranks; of three sequences each the last microbatch has two.  A pipeline has two blocks a
-    rank, another layout three.
+    Two microbatches show what adds up over them; four fill a pipeline, which is left to worlds of
+    few ranks, but DualPipeV takes no fewer.  Of three sequences each the last microbatch has two.
+    A pipeline has two blocks a rank, another layout three.
     """
     ranks, overrides = parse(layout)
     chosen = dict(overrides)
     rows, pipeline = ranks, "parallel.pp" in chosen
     for axis in ("pp", "tp", "cp"):
         rows //= int(chosen.get(f"parallel.{axis}", 1))
-    each = {"3": 8 if pipeline else 5, "auto": 8, "2": 8}
-    sequences = each.get(chosen.get("train.microbatch", "1"), 4 if pipeline and ranks < 8 else 2)
+    both_ways = "DualPipeV" in layout
+    few = 4 if pipeline and (ranks < 8 or both_ways) else 2
+    each = {"3": 11 if both_ways else 8 if pipeline else 5, "auto": 8, "2": 8}
+    sequences = each.get(chosen.get("train.microbatch", "1"), few)
     blocks = 8 if "stages_per_rank=4" in layout else 4 if pipeline else 3
     return [
         ("model.num_layers", str(blocks)),

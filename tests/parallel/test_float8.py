@@ -180,7 +180,8 @@ def test_float8_model_equals_torchao_bit_for_bit(recipe: str) -> None:
 def apart(layouts: list[str], store: Path) -> dict[str, float]:
     """How far layouts' gradients are from one process's, all in float8; losses are equal."""
     (ranks,) = {parse(layout)[0] for layout in layouts}
-    jobs = [MODEL + parse(layout)[1] for layout in layouts]
+    rows: Overrides = [("train.global_batch", "8")] if ranks > 2 else []
+    jobs = [MODEL + rows + parse(layout)[1] for layout in layouts]
     alone = [
         [(k, v) for k, v in job if not k.startswith(("parallel.", "compile.", "remat."))]
         for job in jobs
