@@ -520,7 +520,7 @@ def test_train_error_in_backward_saves_nothing(store_path: Path, tmp_path: Path)
 def test_train_suspended_and_superseded_ends(store_path: Path, tmp_path: Path) -> None:
     """Stopped by a fault in step 5, its run taken and finished by another, and woken up."""
     run = tmp_path / "run"
-    stop = {"site": "checkpoint.manifest", "passing": 2, "kind": "slow", "seconds": 6.0}
+    stop = {"site": "checkpoint.manifest", "passing": 2, "kind": "slow", "seconds": 25.0}
     overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.background", "false")]
     sleeper = [*overrides, ("resilience.faults", toml(stop))]
     code = "from tests.harness import run_ranks; from tests.small import train_rank\n"
