@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 import sysconfig
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from weft.data.prepare import prepare
 from weft.job import DataSection
@@ -30,6 +32,21 @@ def make_text(folder: Path) -> Path:
 def make_store(text: Path, cache: Path) -> Path:
     """The text tokenised with 512 entries."""
     return prepare(DataSection(path=str(text), vocab_size=512), cache).path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """A second thread would wait for the first one, at full load, while tensors are so small."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> Iterator[None]:
+    """What planning records begins with a garbage collection, which in a process of many modules
+    takes as long as the rest."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -27,15 +25,6 @@ from weft.train.loop import train
 from weft.train.setup import Rank, build
 
 Overrides = list[tuple[str, str]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A second thread would wait for the first one, at full load, while tensors are so small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SMALL: Overrides = [

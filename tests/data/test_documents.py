@@ -219,11 +219,11 @@ def test_prepare_broken_line_behind_many_is_found_quickly(
     good = b'{"text": "some words"}\n'
     file.write_bytes(good * 199_999 + b'{"text": "some wo\n' + good)
     began = time.monotonic()
-    told = refused(tmp_path, file)
-    assert "x.jsonl, line 200000: is not JSON: Invalid control character" in told or (
-        "x.jsonl, line 200000: is not JSON: Unterminated string" in told
+    refusal = refused(tmp_path, file)
+    assert "x.jsonl, line 200000: is not JSON: Invalid control character" in refusal or (
+        "x.jsonl, line 200000: is not JSON: Unterminated string" in refusal
     )
-    assert "a line or row is no document" in told
+    assert "a line or row is no document" in refusal
     assert time.monotonic() - began < 12  # some 0.8 on a quiet machine
 
 
@@ -235,13 +235,13 @@ def test_prepare_each_mistake_has_its_place(tmp_path: Path) -> None:
     (folder / "b.jsonl").write_bytes(b"\n" * 70_000 + b'{"text": "\xff"}\n' * 20)
     whole = gzip.compress(b'{"text": "x"}\n' * 1000)
     (folder / "c.jsonl.gz").write_bytes(whole[:-8])  # all lines are there, but not the checksum
-    told = refused(tmp_path, folder)
-    assert "22 lines or rows are no document" in told
-    assert "a.jsonl, line 2: has no field 'text'; it has body" in told
-    assert "b.jsonl, line 70001: byte 10: not UTF-8" in told
-    assert "and 12 more" in told
-    assert "--data.invalid_utf8 skip" in told
-    assert "in data.field (chats: data.format chat)" in told
+    refusal = refused(tmp_path, folder)
+    assert "22 lines or rows are no document" in refusal
+    assert "a.jsonl, line 2: has no field 'text'; it has body" in refusal
+    assert "b.jsonl, line 70001: byte 10: not UTF-8" in refusal
+    assert "and 12 more" in refusal
+    assert "--data.invalid_utf8 skip" in refusal
+    assert "in data.field (chats: data.format chat)" in refusal
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").unlink()
     assert "c.jsonl.gz, line 1001: the compressed file is cut off" in refused(tmp_path, folder)
@@ -252,10 +252,10 @@ def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:
     import pyarrow as pa
 
     pq.write_table(pa.table({"content": ["x", "y"], "n": [1, 2]}), tmp_path / "x.parquet")
-    told = refused(tmp_path, tmp_path / "x.parquet")
-    assert "x.parquet" in told
-    assert "has no column 'text'; it has content, n" in told
-    assert "data.field" in told
+    refusal = refused(tmp_path, tmp_path / "x.parquet")
+    assert "x.parquet" in refusal
+    assert "has no column 'text'; it has content, n" in refusal
+    assert "data.field" in refusal
     assert "the column 'n' holds int64, not text" in refused(
         tmp_path, tmp_path / "x.parquet", field="n"
     )

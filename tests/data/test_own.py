@@ -67,7 +67,7 @@ def test_own_function_named_like_a_file_is_the_file(
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "rule"),
     [
         ("", "cannot be imported: AttributeError"),
         ("import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
@@ -75,15 +75,15 @@ def test_own_function_named_like_a_file_is_the_file(
     ],
 )
 def test_own_function_that_cannot_be_called_is_refused(
-    body: str, told: str, module: Callable[[str], None]
+    body: str, rule: str, module: Callable[[str], None]
 ) -> None:
     module(body)
     (problem,) = check_path("mine:rows")
-    assert told in str(problem)
+    assert rule in str(problem)
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "rule"),
     [
         ("def rows():\n    yield 'a'\n    raise KeyError('x')", "after row 1: KeyError: 'x'"),
         ("def rows():\n    yield 'a'\n    yield 3", "row 2: is a int, neither text nor a mapping"),
@@ -95,12 +95,12 @@ def test_own_function_that_cannot_be_called_is_refused(
     ],
 )
 def test_own_function_mistakes_are_reported(
-    body: str, told: str, module: Callable[[str], None], tmp_path: Path
+    body: str, rule: str, module: Callable[[str], None], tmp_path: Path
 ) -> None:
     module(body)
     with pytest.raises(InvalidJob) as caught:
         prepare(section("mine:rows"), tmp_path / "c")
-    assert told in str(caught.value)
+    assert rule in str(caught.value)
     assert not list((tmp_path / "c").glob("stores/*/store.json"))
 
 

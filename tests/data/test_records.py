@@ -107,17 +107,17 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize(("line", "told"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
-def test_documents_bad_lines_are_faults(line: str, told: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "fault"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
+def test_documents_bad_lines_are_faults(line: str, fault: str | None, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' + line + '\n{"text": "good"}\n')
     first, found, last = read(path)
     assert (first, last) == (Document(1, b"good"), Document(3, b"good"))
-    if told is None:  # empty ones are none, but no mistake
+    if fault is None:  # empty ones are none, but no mistake
         assert found == Document(2, b"")
     else:
         assert isinstance(found, Fault)
-        assert f"line {found.number}: {found.what}".startswith(told)
+        assert f"line {found.number}: {found.what}".startswith(fault)
 
 
 def test_documents_invalid_utf8_is_a_fault_or_replaced(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_documents_truncated_or_damaged_compression_is_a_fault(name: str, tmp_pa
     assert last.last
     assert "cut off" in last.what
     assert all(isinstance(each, Document) for each in good[:-1])
-    # What was cut is told for the line where it was.
+    # A cut is reported for its own line.
     assert last.number == len(good) + 1
     (tmp_path / name).write_bytes(b"this is no compressed file")
     [fault] = read(tmp_path / name)

@@ -100,9 +100,9 @@ def test_debug_hang_after_the_watchdog_names_a_skipped_collective(
     assert "the same command goes on from" in said
 
     (evidence,) = (tmp_path / "run/logs").glob("hang-*.json")
-    told = json.loads(evidence.read_text())
-    assert told["missing"] == [1]
-    check_calls(told, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
+    explained = json.loads(evidence.read_text())
+    assert explained["missing"] == [1]
+    check_calls(explained, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
     assert json.loads(ask(tmp_path, "--json"))["missing"] == [1]
 
 
@@ -234,13 +234,13 @@ def test_explain_evidence_of_several_hosts_is_merged(
     assert {path.name for path in (run_ / "logs").iterdir()} == {"hang-a.json", "hang-b-2.json"}
     alone = json.loads((run_ / "logs" / "hang-a.json").read_text())
     assert "who is missing is on another host" in alone["verdict"]
-    told = explain(run_)
-    assert told.missing == [3]
+    explained = explain(run_)
+    assert explained.missing == [3]
     assert (
         "rank 3 went past all_reduce no. 42 of all ranks (the last one there was no. 41), "
-        "in which ranks 0-2 wait" in told.verdict
+        "in which ranks 0-2 wait" in explained.verdict
     )
-    assert "by the watchdogs of a, b: 4 of 4 ranks" in told.source
+    assert "by the watchdogs of a, b: 4 of 4 ranks" in explained.source
     (run_ / "logs" / "hang-b-2.json").unlink()
     assert "nothing was left by ranks 2, 3" in str(explain(run_))
 
@@ -283,9 +283,9 @@ def test_explain_flight_recorder_dump_is_read(tmp_path: Path) -> None:
     ]
     run_ = made(tmp_path)
     (run_ / "logs" / "flight-rank-0").write_bytes(data)
-    told = explain(run_)
-    assert "all_reduce no. 1 of group 1" in told.verdict
-    assert "by NCCL: 1 of 1 ranks" in told.source
+    explained = explain(run_)
+    assert "all_reduce no. 1 of group 1" in explained.verdict
+    assert "by NCCL: 1 of 1 ranks" in explained.source
 
 
 class Evil:

@@ -49,7 +49,7 @@ def test_launch_several_mistakes_are_reported_at_once(
     assert launch("demo", "--on", "slum", *words) == 2
     assert "did you mean 'slurm'?" in capsys.readouterr().err
     assert launch("demo", "--on", "slurm", *words, *more, *options) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for each in (
         "--follow = true: is for weft launch logs",
         "train.step = 5: unknown key",
@@ -60,13 +60,13 @@ def test_launch_several_mistakes_are_reported_at_once(
         'launch.options.nodes = "3": is for weft to say; use --nodes',
         "launch.options.Partition",
     ):
-        assert each in told
-    assert "launch.options.comment" not in told
+        assert each in message
+    assert "launch.options.comment" not in message
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["demo"], "--on: is missing; known: kubernetes"),
         (["dem", "--on", "slurm"], "no such recipe"),
@@ -81,26 +81,26 @@ def test_launch_several_mistakes_are_reported_at_once(
     ],
 )
 def test_launch_each_mistake_is_reported(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(*words) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "sagemaker", "skypilot"])
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "does not tell what a node has"),
         (["--run.cluster", "1x8xH100", "--parallel.tp", "3"], "parallel.tp = 3"),
     ],
 )
 def test_mistake_that_leaves_no_run_directory_is_reported_alone(
-    cluster: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    cluster: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch("demo", "--on", cluster, *words) == 2
     said = capsys.readouterr().err
-    assert told in said
+    assert message in said
     assert "run.dir" not in said
 
 
@@ -329,8 +329,8 @@ def test_script_in_the_documentation_is_current(
 @pytest.mark.system
 def test_script_refused_by_bash_is_reported() -> None:
     assert slurm.check("echo hello\n") == []
-    (told,) = slurm.check("if true; then\n")[:1]
-    assert "bash -n" in told
+    (message,) = slurm.check("if true; then\n")[:1]
+    assert "bash -n" in message
 
 
 @pytest.mark.parametrize(
@@ -372,9 +372,9 @@ def test_script_without_preflight_excludes_no_node() -> None:
 def test_launch_preflight_shorthand_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--on", "slurm", "--preflight", "--run.device", "cpu", "--dry-run"]
     assert launch(*words) == 0
-    told = capsys.readouterr().out
-    assert "    --resilience.preflight true \\\n" in told
-    assert "ExcNodeList" in told
+    message = capsys.readouterr().out
+    assert "    --resilience.preflight true \\\n" in message
+    assert "ExcNodeList" in message
 
 
 def test_launch_status_refuses_options_of_submission(

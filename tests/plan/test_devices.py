@@ -122,7 +122,7 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "parts"),
     [
         ("[[[", [": cannot be read: "]),
         ("device.X.bf16 = 1", [": device: is no table of entries; use [devices.NAME]"]),
@@ -161,14 +161,14 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
         ("[networks.n]\nachieved.few = 1", [": networks.n.achieved = {'few': 1}: "]),
     ],
 )
-def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, told: list[str]) -> None:
+def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
     mine = tmp_path / "clusters.toml"
     mine.write_text(text)
     with pytest.raises(InvalidJob) as caught:
         read_clusters(OURS, mine)
     lines = [str(problem) for problem in caught.value.problems]
     assert all(line.startswith(str(mine)) for line in lines)
-    assert all(any(part in line for line in lines) for part in told), lines
+    assert all(any(part in line for line in lines) for part in parts), lines
 
 
 @pytest.mark.parametrize(
