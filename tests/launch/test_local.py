@@ -205,15 +205,30 @@ def build(groups, optim):
 """
 
 
+PROGRAM = """
+import subprocess, sys
+from weft.cli import main
+
+child = subprocess.Popen(["sleep", "60"])
+status = main(sys.argv[1:])
+print("the child runs" if child.poll() is None else "the child has ended")
+child.kill()
+sys.exit(status)
+"""
+
+
 @pytest.mark.system
 def test_train_exception_in_a_rank_is_shown_and_not_tried_again(
     arguments: list[str], tmp_path: Path
 ) -> None:
+    """In a program that has another child, which is left alone."""
     (tmp_path / "broken.py").write_text(BROKEN)
-    command = [*arguments, *ONE_RANK, "--optim.kind", "broken:build", "--checkpoint.interval", "5"]
+    program = [sys.executable, "-c", PROGRAM, *arguments[len(WEFT) :], *ONE_RANK]
+    command = [*program, "--optim.kind", "broken:build", "--checkpoint.interval", "5"]
     beside = os.environ.get("PYTHONPATH", "")
-    done = run_weft(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
+    done = run(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
     assert done.returncode == 1
+    assert done.stdout.endswith("the child runs\n")
     lines = done.stderr.splitlines()
     assert lines[0] == "weft: rank 0 failed: ZeroDivisionError: a planted fault (in step 7)"
     assert sum("Traceback" in line for line in lines) <= 1

@@ -29,6 +29,7 @@ from tests.small import records, train_rank
 from weft.job import InvalidJob, read_job
 from weft.launch import REQUEUE
 from weft.launch.nodes import Meeting, is_here, meet
+from weft.parallel.private import listening_store
 from weft.plan.resolve import Machine, resolve_nodes
 
 pytestmark = pytest.mark.timeout(600, method="signal")  # so that fixtures tidy up
@@ -208,10 +209,25 @@ def test_meet_alias_of_this_host_hosts_the_store(
     assert nodes(1, 2).join() == 1
 
 
+def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
+    """The launcher holds the port from the start, so that no other process can take it."""
+    node, ports = nodes(1, 2), set[int]()
+    for _ in range(2):
+        place = node.joining().result(60).bootstrap_store_info
+        assert node.meeting.use_agent_store
+        listening_store(place.master_addr, place.master_port, False).set("key", "value")
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((place.master_addr, place.master_port))
+        ports.add(place.master_port)
+    assert len(ports) == 2
+
+
 def test_torch_private_rendezvous_api_is_there() -> None:
     """What `Meeting` uses of torch beyond its documentation."""
     names = DynamicRendezvousHandler.next_rendezvous.__code__.co_names
     assert {"_state_holder", "_op_executor", "_stop_heartbeats", "_get_world"} <= set(names)
+    stores = {"_bootstrap_store_info", "_shared_tcp_store_server", "_create_tcp_store_server"}
+    assert stores <= set(names)
     waiting = DynamicRendezvousHandler.num_nodes_waiting.__code__.co_names
     assert {"state", "wait_list", "sync"} <= set(waiting)
     assert issubclass(Meeting, DynamicRendezvousHandler)

@@ -137,6 +137,9 @@ class Saver:
 
         Args:
             home: whether into ``folder``, or on the nodes only.
+
+        Raises:
+            Superseded: if another process has taken over the run.
         """
         began = time.perf_counter()
         self.close()
@@ -149,6 +152,8 @@ class Saver:
         self._thread.start()
         if not self.background:
             self.close()
+            if isinstance(self._error, Superseded):
+                raise self._error
         self.stall_seconds = time.perf_counter() - began
 
     def wait(self) -> None:
@@ -334,9 +339,11 @@ def _write(
         def commit() -> None:
             table = table_of_contents(each for each in written if each is not None)
             inside = {"inside": temporary.name} if is_remote(final) else {}
-            if hold_lease(folder, manifest["epoch"], known):
-                raise CheckpointError(f"{folder}: it was deleted while {final.name} was written")
-            _commit(temporary, final, manifest | {"format": FORMAT} | inside | table)
+            try:
+                _commit(temporary, final, manifest | {"format": FORMAT} | inside | table, known)
+            except FileNotFoundError:
+                hold_lease(folder, manifest["epoch"], known)  # a successor may have cleared it
+                raise
 
         from_rank_0(commit, failed, group)
     except Exception:
@@ -388,22 +395,28 @@ def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
     return written
 
 
-def _commit(temporary: Path, final: Path, manifest: Json) -> None:
-    """Make ``temporary`` visible as ``final``."""
+def _commit(temporary: Path, final: Path, manifest: Json, known: Mapping[str, bytes]) -> None:
+    """Make ``temporary`` visible as ``final``, if the run is still this process's.
+
+    The lease is read as late as possible: a process that was suspended while it saved must not
+    replace what its successor has saved meanwhile.
+    """
     at("checkpoint.manifest")
     text = manifest_text(manifest).encode()
+    if not is_remote(final):
+        with create(temporary / "manifest.json") as file:
+            file.write(text)
+        sync_folder(temporary)
+    at("checkpoint.rename")
+    if hold_lease(final.parent, manifest["epoch"], known):
+        raise CheckpointError(f"{final.parent}: it was deleted while {final.name} was written")
     if (final / "manifest.json").exists() or (final.exists() and not is_remote(final)):
         # Of an abandoned branch, or without a manifest: no checkpoint any more.
         set_aside(final, "abandoned")
     if is_remote(final):
-        at("checkpoint.rename")
         put_new(final / "manifest.json", text)
         at("checkpoint.renamed")
         return
-    with create(temporary / "manifest.json") as file:
-        file.write(text)
-    sync_folder(temporary)
-    at("checkpoint.rename")
     temporary.rename(final)
     at("checkpoint.renamed")
     sync_folder(final.parent)

@@ -93,17 +93,18 @@ def launch(
     endpoint = plan.rendezvous if several else "localhost:0"
     prepare_for_torch(plan, endpoint, folder)
     killed: set[int] = set()
+    others = children()  # of the program that calls weft
 
     def kill() -> signal.Signals:
         """What is left after a failure hangs, or soon will: torch gives it 30 s after a SIGTERM."""
-        for child in children():
+        for child in children() - others:
             killed.add(child)
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         return signal.SIGKILL
 
     def save() -> None:
-        arguments = (signal.SIGTERM, threading.Event(), children())
+        arguments = (signal.SIGTERM, threading.Event(), others, children() - others)
         threading.Thread(target=pass_on, args=arguments, daemon=True).start()
 
     # Private, and the only way to it.
@@ -115,7 +116,7 @@ def launch(
     failures: list[tuple[float, Failure]] = []
     limit = job.resilience.time_limit
     try:
-        with passing_on_signals(limit, lambda: several and meeting.joining, say) as came:
+        with passing_on_signals(limit, lambda: several and meeting.joining, say, others) as came:
             while not (came and several):
                 result = run_once(spec, meeting)
                 if result is None:
@@ -220,7 +221,10 @@ def judge(failure: Failure, before: list[tuple[float, Failure]], most: int) -> F
 
 @contextmanager
 def passing_on_signals(
-    limit: float, waiting: Callable[[], bool], say: Callable[[str], object]
+    limit: float,
+    waiting: Callable[[], bool],
+    say: Callable[[str], object],
+    others: Collection[int] = (),
 ) -> Iterator[list[int]]:
     """Inside, the first stop signal goes on to the ranks, and the second one kills them.
 
@@ -231,6 +235,7 @@ def passing_on_signals(
         limit: seconds after which the first comes of itself; 0: never.
         waiting: whether there are no ranks to wait for.
         say: called with what Ctrl-C does.
+        others: children that are no ranks.
 
     Yields:
         The stop signals that came.
@@ -244,7 +249,7 @@ def passing_on_signals(
         if not over.is_set():
             if came[0] == signal.SIGINT:
                 say(STOPPING)
-            pass_on(signal.SIGTERM, over)
+            pass_on(signal.SIGTERM, over, others)
 
     def handle(number: int, frame: object) -> None:
         nonlocal first
@@ -278,14 +283,20 @@ def passing_on_signals(
             signal.signal(number, handler)
 
 
-def pass_on(number: int, over: threading.Event, among: Collection[int] | None = None) -> None:
+def pass_on(
+    number: int,
+    over: threading.Event,
+    others: Collection[int],
+    among: Collection[int] | None = None,
+) -> None:
     """Send a signal once to every child of this process, as soon as it would not kill it.
 
     Args:
         over: ends it.
+        others: get none.
         among: only to these; without it also to children that come later.
     """
-    told: set[int] = set()
+    told = set(others)
     while not over.wait(0.05):
         left = (children() if among is None else children().intersection(among)) - told
         for child in left:

@@ -15,13 +15,12 @@ In each case the ranks end, the agent returns, and the one place that decides wh
 (`weft.launch.local.launch`) has all nodes meet again.  A layout or a global batch does not work on
 every number of nodes: the largest number that does trains, the other nodes stand by.
 
-What is private in torch (the rendezvous' state, and how to leave it) is used here only.
+What is private in torch (the rendezvous' state and stores, and how to leave it) is used here only.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +97,8 @@ class Meeting(DynamicRendezvousHandler):
 
     def _join(self) -> RendezvousInfo:
         while not self._lost:
+            # Each round has a new store, or its ranks would find the addresses of dead ones.
+            self._bootstrap_store_info = self._shared_tcp_store_server = None
             try:
                 return super().next_rendezvous()
             except RendezvousTimeoutError:
@@ -105,6 +106,10 @@ class Meeting(DynamicRendezvousHandler):
                     raise
                 # The others train without us: wait on.
         raise RendezvousConnectionError
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
+        """Serve the store of the ranks in this process, so that nobody else can take its port."""
+        return listening_store(master_addr, master_port, True)
 
     def num_nodes_waiting(self) -> int:
         """Called some times a second while ranks run; what is to be done is done here."""
@@ -196,8 +201,6 @@ def meet(
         WeftError: if nobody answers.
         InvalidJob: if the nodes that are there have something else in ``same``.
     """
-    # With torch's default every restart meets the addresses of the dead incarnation.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     local = "localhost" if is_loopback(endpoint) else None
     if counts[-1] == 1:
         store = listening_store("127.0.0.1", 0, True)
