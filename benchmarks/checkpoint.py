@@ -55,7 +55,7 @@ def build_model(megabytes: int) -> tuple[Built, int]:
         "model.vocab_size": "1024",
         "data.vocab_size": "1024",
         "train.seq_len": "256",
-        "train.global_batch": "2",
+        "train.global_batch_size": "2",
         "run.dir": "/nonexistent",
     }
     job, _, problems = read_job("demo", list(overrides.items()))

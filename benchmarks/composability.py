@@ -56,8 +56,8 @@ BASE: Overrides = {
     "model.num_kv_heads": "4",
     "model.ffn_dim": "512",
     "model.num_layers": "8",
-    "train.global_batch": "32",
-    "train.microbatch": "1",
+    "train.global_batch_size": "32",
+    "train.microbatch_size": "1",
     "train.seq_len": "256",
 }
 AXES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
@@ -86,34 +86,42 @@ TECHNIQUES = [
     ),
     Technique("reshard over some ranks", "data", _axis("dp_shard", 4, reshard_after_forward="2")),
     Technique("hierarchical gather", "data", _axis("dp_shard", 4, hierarchical_gather="true")),
-    Technique("parameter persistence", "data", _axis("dp_shard", 2, persist_below="100")),
+    Technique(
+        "parameter persistence", "data", _axis("dp_shard", 2, param_persistence_threshold="100")
+    ),
     Technique("CPU offload", "data", _axis("dp_shard", 2, cpu_offload="true")),
     Technique("TP, sequence parallel", "model", _axis("tp", 2)),
     Technique("TP, plain", "model", _axis("tp", 2, sequence_parallel="false")),
-    Technique("PP GPipe", "model", _axis("pp", 2, schedule="GPipe")),
-    Technique("PP 1F1B", "model", _axis("pp", 2, schedule="1F1B")),
-    Technique("PP Interleaved1F1B", "model", _axis("pp", 2, schedule="Interleaved1F1B")),
-    Technique("PP zero bubble", "model", _axis("pp", 2, schedule="InterleavedZeroBubble")),
-    Technique("PP ZBV", "model", _axis("pp", 2, schedule="ZBVZeroBubble")),
-    Technique("PP DualPipeV", "model", _axis("pp", 2, schedule="DualPipeV")),
-    Technique("CP ring", "model", _axis("cp", 2, context="ring")),
-    Technique("CP all-gather", "model", _axis("cp", 2, context="allgather")),
-    Technique("CP Ulysses", "model", _axis("cp", 2, context="ulysses")),
+    Technique("PP GPipe", "model", {"parallel.pp": "2", "pipeline.schedule": "GPipe"}),
+    Technique("PP 1F1B", "model", {"parallel.pp": "2", "pipeline.schedule": "1F1B"}),
+    Technique(
+        "PP Interleaved1F1B", "model", {"parallel.pp": "2", "pipeline.schedule": "Interleaved1F1B"}
+    ),
+    Technique(
+        "PP zero bubble",
+        "model",
+        {"parallel.pp": "2", "pipeline.schedule": "InterleavedZeroBubble"},
+    ),
+    Technique("PP ZBV", "model", {"parallel.pp": "2", "pipeline.schedule": "ZBVZeroBubble"}),
+    Technique("PP DualPipeV", "model", {"parallel.pp": "2", "pipeline.schedule": "DualPipeV"}),
+    Technique("CP ring", "model", _axis("cp", 2, cp_method="ring")),
+    Technique("CP all-gather", "model", _axis("cp", 2, cp_method="allgather")),
+    Technique("CP Ulysses", "model", _axis("cp", 2, cp_method="ulysses")),
     Technique(
         "EP",
         "model",
         {"model.kind": "moe", "model.preset": "toy-moe"} | _axis("dp_shard", 2, ep="2"),
     ),
-    Technique("AC full", "memory", {"remat.kind": "full"}),
-    Technique("AC selective", "memory", {"remat.kind": "selective"}),
-    Technique("AC memory budget", "memory", {"remat.kind": "budget"}),
-    Technique("activation offload", "memory", {"remat.offload": "true"}),
+    Technique("AC full", "memory", {"activation_checkpoint.mode": "full"}),
+    Technique("AC selective", "memory", {"activation_checkpoint.mode": "selective"}),
+    Technique("AC memory budget", "memory", {"activation_checkpoint.mode": "budget"}),
+    Technique("activation offload", "memory", {"activation_checkpoint.offload": "true"}),
     Technique("torch.compile", "speed", {"compile.enable": "true"}),
-    Technique("bfloat16", "precision", {"precision.compute": "bfloat16"}),
+    Technique("bfloat16", "precision", {"precision.compute_dtype": "bfloat16"}),
     Technique(
         "bfloat16 reduction",
         "precision",
-        {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"},
+        {"precision.compute_dtype": "bfloat16", "precision.reduce_dtype": "bfloat16"},
     ),
     Technique(
         "float8 tensorwise",
@@ -136,13 +144,13 @@ TECHNIQUES = [
     Technique("LoRA", "tuning", {"lora.rank": "4"}),
     Technique("QLoRA nf4", "tuning", {"lora.rank": "4", "lora.quantize": "nf4"}),
     Technique("QLoRA int8", "tuning", {"lora.rank": "4", "lora.quantize": "int8"}),
-    Technique("Muon", "optimizer", {"optim.kind": "muon"}),
-    Technique("bfloat16 states", "optimizer", {"optim.states": "bfloat16"}),
-    Technique("8-bit states", "optimizer", {"optim.states": "8bit"}),
+    Technique("Muon", "optimizer", {"optim.name": "muon"}),
+    Technique("bfloat16 states", "optimizer", {"optim.state_dtype": "bfloat16"}),
+    Technique("8-bit states", "optimizer", {"optim.state_dtype": "8bit"}),
     Technique(
         "world-size-invariant sums",
         "order",
-        {"train.canonical": "true", "train.microbatch": "auto"},
+        {"train.world_size_invariant": "true", "train.microbatch_size": "auto"},
     ),
 ]
 
@@ -173,7 +181,7 @@ def combine(first: Technique, second: Technique) -> Overrides | None:
     combined = {**BASE, **combined}
     degrees = {axis: int(combined.get(f"parallel.{axis}", "1")) for axis in AXES}
     combined["parallel.dp_shard"] = str(degrees["dp_shard"])
-    combined["run.workers"] = str(math.prod(degrees.values()))
+    combined["run.nproc_per_node"] = str(math.prod(degrees.values()))
     return combined
 
 

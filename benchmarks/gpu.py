@@ -40,7 +40,10 @@ EAGER = {"compile.enable": "false"}
 COMPILE = {"compile.enable": "true"}
 TENSORWISE = COMPILE | {"precision.float8": "tensorwise"}
 ROWWISE = COMPILE | {"precision.float8": "rowwise"}
-FULL, SELECTIVE = {"remat.kind": "full"}, {"remat.kind": "selective"}
+FULL, SELECTIVE = (
+    {"activation_checkpoint.mode": "full"},
+    {"activation_checkpoint.mode": "selective"},
+)
 
 # In the order of their worth.
 SPEED: dict[str, dict[str, str]] = {
@@ -139,7 +142,7 @@ def run_all(
     for name, way in LOSSES.items():
         losses(name, small(tiny) | way)
     if about["whole"]:
-        speed(WHOLE, shape_of(tiny, 32) | TENSORWISE | FULL | {"optim.states": "8bit"})
+        speed(WHOLE, shape_of(tiny, 32) | TENSORWISE | FULL | {"optim.state_dtype": "8bit"})
     for name, way in ways[4:]:
         speed(name, shape | way)
 
@@ -162,13 +165,13 @@ def run_all(
 
 def shape_of(tiny: bool, layers: int) -> dict[str, str]:
     if tiny:
-        return small(tiny) | {"train.global_batch": "4", "train.microbatch": "1"}
+        return small(tiny) | {"train.global_batch_size": "4", "train.microbatch_size": "1"}
     return {
         "model.preset": "8b",
         "model.num_layers": str(layers),
         "train.seq_len": "8192",
-        "train.global_batch": "4",
-        "train.microbatch": "1",
+        "train.global_batch_size": "4",
+        "train.microbatch_size": "1",
     }
 
 
@@ -186,7 +189,7 @@ def small(tiny: bool) -> dict[str, str]:
         "model.num_kv_heads": "4",
         "model.ffn_dim": "3584",
         "train.seq_len": "1024",
-        "train.global_batch": "16",
+        "train.global_batch_size": "16",
         "optim.lr": "6e-4",
     }
 
@@ -198,13 +201,13 @@ def train(
     run = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
     everything = {
         "run.dir": str(run),
-        "run.workers": "1",
+        "run.nproc_per_node": "1",
         "train.steps": "300" if steps >= 300 else "10000",
-        "data.cache": str(folder / "cache"),
-        "compile.cache": str(folder / "compiled"),
+        "data.cache_dir": str(folder / "cache"),
+        "compile.cache_dir": str(folder / "compiled"),
         "checkpoint.interval": "0",
-        "observe.log_interval": "1",
-        "observe.sinks": "",
+        "monitor.log_interval": "1",
+        "monitor.trackers": "",
         "train.eval_sequences": "1",
         **overrides,
     }
@@ -289,7 +292,7 @@ def probe(tiny: bool) -> dict[str, Any]:
 
     def needs(layers: int, **more: str) -> float:
         pairs = shape_of(False, layers) | {key.replace("__", "."): v for key, v in more.items()}
-        pairs |= {"precision.compute": "bfloat16", "run.dir": "/nonexistent"}
+        pairs |= {"precision.compute_dtype": "bfloat16", "run.dir": "/nonexistent"}
         job, _, problems = read_job("demo", list(pairs.items()))
         assert not problems, problems
         return memory_bytes(job, resolve(job, machine)) or 0.0
@@ -298,7 +301,9 @@ def probe(tiny: bool) -> dict[str, Any]:
     fitting = [layers for layers in range(1, 33) if needs(layers) <= room]
     # The estimate knows no recomputation: with it, a block's input is what a layer keeps.
     states = (
-        needs(32, optim__states="8bit", train__seq_len="128") + 32 * 8192 * 4096 * 2 + 8 * 2**30
+        needs(32, optim__state_dtype="8bit", train__seq_len="128")
+        + 32 * 8192 * 4096 * 2
+        + 8 * 2**30
     )
     return {
         "device": torch.cuda.get_device_name(0) if machine.device == "cuda" else "cpu",
@@ -345,7 +350,7 @@ def peer(tiny: bool) -> dict[str, Any]:
         )
         model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    rows, tokens = int(shape["train.global_batch"]), int(shape["train.seq_len"])
+    rows, tokens = int(shape["train.global_batch_size"]), int(shape["train.seq_len"])
     steps = []
     for _ in range(2 + MEASURED):
         batch = torch.randint(0, ours.vocab_size, (rows, tokens), device=device)

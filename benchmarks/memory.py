@@ -29,15 +29,33 @@ from weft.train.setup import Built, Rank, build, detect_machine
 
 WAYS = {
     "none": {},
-    "full": {"remat.kind": "full"},
-    "full, every 2nd block": {"remat.kind": "full", "remat.every": "2"},
-    "selective": {"remat.kind": "selective"},
-    "selective, all products": {"remat.kind": "selective", "remat.products": "0"},
-    "budget 0.25": {"remat.kind": "budget", "remat.budget": "0.25"},
-    "budget 0.5": {"remat.kind": "budget", "remat.budget": "0.5"},
-    "budget 0.75": {"remat.kind": "budget", "remat.budget": "0.75"},
-    "offload": {"remat.offload": "true"},
-    "full, offload": {"remat.kind": "full", "remat.offload": "true"},
+    "full": {"activation_checkpoint.mode": "full"},
+    "full, every 2nd block": {
+        "activation_checkpoint.mode": "full",
+        "activation_checkpoint.every_n_layers": "2",
+    },
+    "selective": {"activation_checkpoint.mode": "selective"},
+    "selective, all products": {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.recompute_every_n_matmuls": "0",
+    },
+    "budget 0.25": {
+        "activation_checkpoint.mode": "budget",
+        "activation_checkpoint.memory_budget": "0.25",
+    },
+    "budget 0.5": {
+        "activation_checkpoint.mode": "budget",
+        "activation_checkpoint.memory_budget": "0.5",
+    },
+    "budget 0.75": {
+        "activation_checkpoint.mode": "budget",
+        "activation_checkpoint.memory_budget": "0.75",
+    },
+    "offload": {"activation_checkpoint.offload": "true"},
+    "full, offload": {
+        "activation_checkpoint.mode": "full",
+        "activation_checkpoint.offload": "true",
+    },
 }
 
 
@@ -46,8 +64,8 @@ def planned(options: argparse.Namespace, way: dict[str, str]) -> tuple[Job, Plan
         "model.preset": options.preset,
         "model.num_layers": str(options.layers),
         "train.seq_len": str(options.seq_len),
-        "train.global_batch": str(options.rows),
-        "train.microbatch": str(options.rows),
+        "train.global_batch_size": str(options.rows),
+        "train.microbatch_size": str(options.rows),
         "compile.enable": str(options.compile).lower(),
         "run.dir": "/nonexistent",
         **way,

@@ -1,7 +1,7 @@
 """What AdamW's moments in fewer bytes do to training, on tokens of which most are rare.
 
 One process on the CPU.  A small Llama learns a Zipf-distributed Markov chain, once with each kind
-of moments: torch.optim.AdamW in float32, weft's `optim.states`, and torchao's AdamW8bit, run
+of moments: torch.optim.AdamW in float32, weft's `optim.state_dtype`, and torchao's AdamW8bit, run
 without its compiler.  All start from the same weights and see the same tokens.  Shown are the loss
 on new tokens at the end; how far all weights are from float32's in the end, and the most that one
 entry moved in one step, in learning rates (bias-corrected AdamW moves the first step by one).
@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, rows_BT: Tensor) -> Tensor:
 
 def optimizer_of(kind: str, model: nn.Module) -> Any:
     family = load_family("llama")
-    section = OptimSection(lr=LR, states="float32" if kind == "torchao" else kind)  # type: ignore[arg-type]
+    section = OptimSection(lr=LR, state_dtype="float32" if kind == "torchao" else kind)  # type: ignore[arg-type]
     inside = {param for block in family.blocks(model) for param in block.parameters()}
     named = model.named_parameters()
     optimizer = build_optimizer(named, section, adamw, family.decays, inside)

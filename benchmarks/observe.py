@@ -40,8 +40,8 @@ import torch
 
 from weft.compare.statistics import interval
 from weft.job import Job
-from weft.observe.record import StepRecord
-from weft.observe.spans import Spans, read_spans, span, spans_path
+from weft.monitor.record import StepRecord
+from weft.monitor.spans import Spans, read_spans, span, spans_path
 from weft.resilience.faults import doing
 
 WARM = 40  # steps that are left out
@@ -102,13 +102,13 @@ class Meter:
 def train(folder: Path, steps: int, workers: int) -> None:
     keys = {
         "run.dir": str(folder),
-        "run.workers": str(workers),
+        "run.nproc_per_node": str(workers),
         "train.steps": str(steps),
         "train.eval_sequences": "1",
         "checkpoint.interval": "0",
-        "observe.log_interval": "2",
-        "observe.grad_norms": "true",
-        "observe.sinks": "tensorboard,wandb,mlflow,observe:Meter",
+        "monitor.log_interval": "2",
+        "monitor.layer_grad_norms": "true",
+        "monitor.trackers": "tensorboard,wandb,mlflow,observe:Meter",
     }
     words = [word for key, value in keys.items() for word in (f"--{key}", value)]
     environment = os.environ | {"WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).parent)}

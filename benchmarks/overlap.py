@@ -33,7 +33,7 @@ from weft.train.setup import Rank, build, detect_machine
 
 WAYS = {
     "always (ZeRO-3)": {},
-    "always, 2 blocks ahead": {"parallel.prefetch": "2"},
+    "always, 2 blocks ahead": {"parallel.fsdp_prefetch": "2"},
     "never (ZeRO-2)": {"parallel.reshard_after_forward": "never"},
 }
 STEPS = 5
@@ -73,7 +73,7 @@ def _rank(
         "model.num_kv_heads": "4",
         "model.ffn_dim": str(3 * options.dim),
         "train.seq_len": "256",
-        "train.global_batch": str(2 * options.ranks),
+        "train.global_batch_size": str(2 * options.ranks),
         "run.dir": "/nonexistent",
         **way,
     }

@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, object]] = {
         "model.num_kv_heads": 2,
         "model.ffn_dim": 1024,
         "train.seq_len": 256,
-        "train.global_batch": 2,
+        "train.global_batch_size": 2,
     },
     "micro": {  # 0.3 M parameters
         "model.num_layers": 4,
@@ -96,7 +96,7 @@ MODELS: dict[str, dict[str, object]] = {
         "model.vocab_size": 2048,
         "data.vocab_size": 2048,
         "train.seq_len": 64,
-        "train.global_batch": 2,
+        "train.global_batch_size": 2,
     },
 }
 BURST = {"small": 3, "micro": 20}  # steps
@@ -120,7 +120,7 @@ class Work:
         """Where this rank's rows begin in the tokens, in the order of their use."""
         job, ranks = self.job, self.plan.world_size
         windows = (len(self.tokens()) - 1) // job.train.seq_len
-        places = np.arange(job.train.steps * job.train.global_batch, dtype=np.int64)
+        places = np.arange(job.train.steps * job.train.global_batch_size, dtype=np.int64)
         mine = places.reshape(job.train.steps, ranks, -1)[:, self.rank].ravel()
         return sample_index(mine, windows, job.train.seed) * job.train.seq_len
 
@@ -132,7 +132,7 @@ class Work:
     @property
     def rows(self) -> int:
         """Of a rank's batch."""
-        return self.job.train.global_batch // self.plan.world_size
+        return self.job.train.global_batch_size // self.plan.world_size
 
     def fixed(self) -> torch.Tensor:
         """Rows whose loss is compared."""
@@ -262,7 +262,7 @@ def bare_fsdp(work: Work) -> None:
 
 
 def weft(work: Work) -> None:
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
     from weft.resilience import heartbeat
     from weft.train import loop
     from weft.train.setup import Built, connect
@@ -567,10 +567,10 @@ def jobs(options: argparse.Namespace, folder: Path) -> tuple[Job, Plan]:
         "optim.warmup_steps": 0,
         "optim.decay_fraction": 0,
         "checkpoint.interval": 0,
-        "observe.log_interval": LOG,
+        "monitor.log_interval": LOG,
         **MODELS[options.model],
     }
-    overrides["train.global_batch"] = 2 * options.ranks
+    overrides["train.global_batch_size"] = 2 * options.ranks
     job, _, problems = read_job("demo", [(key, str(value)) for key, value in overrides.items()])
     assert not problems, problems
     devices = options.threads * options.ranks

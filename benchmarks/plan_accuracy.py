@@ -65,7 +65,7 @@ class Stack:
     vocab: int = 128256
     network: str | None = None
     # Where the row says nothing; "auto": as many layers again as memory asks for.
-    remat: str = "none"
+    activation_checkpoint: str = "none"
     memory_rank: int | None = None  # of the pipeline, whose memory is published; None: the fullest
 
 
@@ -82,7 +82,7 @@ MEGATRON = Stack(
         "recv_buffers": False,
     },
     seq_len=4096,
-    remat="auto",
+    activation_checkpoint="auto",
 )
 # By a word of the source; the first that is found.
 STACKS: dict[str, Stack] = {
@@ -114,7 +114,7 @@ STACKS: dict[str, Stack] = {
         seq_len=2048,
         vocab=51200,
         network="infiniband-200 x4",
-        remat="full",
+        activation_checkpoint="full",
     ),
     "korthikanti": Stack(
         {
@@ -126,7 +126,7 @@ STACKS: dict[str, Stack] = {
         },
         seq_len=2048,
         vocab=51200,
-        remat="attention",
+        activation_checkpoint="attention",
     ),
     # bf16 weights and gradients and float32 sums of them on all ranks; norms and rotation are
     # FlashAttention's kernels, the rest is eager.  The first rank reports.
@@ -298,16 +298,18 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
     if not text and "fp8" in source:
         precision = "float8"
     text = row["ac"].lower()
-    remat = stack.remat
+    activation_checkpoint = stack.activation_checkpoint
     if text:
         words = {"block": "block", "sac": "selective", "op": "selective", "full": "full"}
-        remat = next((kind for word, kind in words.items() if word in text), "none")
+        activation_checkpoint = next((kind for word, kind in words.items() if word in text), "none")
         if "selective" in text and "op" not in text and "block" not in text:
-            remat = "attention" if options.get("kernel") != "flash" else "selective"
+            activation_checkpoint = "attention" if options.get("kernel") != "flash" else "selective"
     again = re.search(r"hfu ([\d.]+)", notes)
-    if remat == "block" and again and number(row["mfu"]):
+    if activation_checkpoint == "block" and again and number(row["mfu"]):
         # FLOPs of hardware over those of the model: 4/3 where every layer is computed again.
-        options["remat_part"] = min(1.0, max(0.0, 3 * (float(again[1]) / number(row["mfu"]) - 1)))
+        options["activation_checkpoint_part"] = min(
+            1.0, max(0.0, 3 * (float(again[1]) / number(row["mfu"]) - 1))
+        )
     if row["compile"] in ("0", "1"):
         fused = options.get("fusion") == "fused"
         options["fusion"] = "compiled" if row["compile"] == "1" else "fused" if fused else "eager"
@@ -345,7 +347,7 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
         stages_per_rank=per_rank,
         schedule=schedule,
         precision=cast(Any, precision),
-        remat=cast(Any, remat),
+        activation_checkpoint=cast(Any, activation_checkpoint),
         **options,
     )
 
@@ -422,17 +424,19 @@ def fitted(sizes: Sizes, lay: Layout, device: Device) -> Layout:
     Beside a Grace host Megatron's FSDP does not compute again, it keeps activations there; and what
     does not fit at all with whole weights was run with FSDP.
     """
-    if cast(str, lay.remat) != "auto":
+    if cast(str, lay.activation_checkpoint) != "auto":
         return lay
     for part in range(11):
         if lay.zero == 3 and device.name.startswith("G"):
-            lay = replace(lay, remat="none", offload_part=part / 10)
+            lay = replace(lay, activation_checkpoint="none", offload_part=part / 10)
         else:
-            lay = replace(lay, remat="block", remat_part=part / 10)
+            lay = replace(lay, activation_checkpoint="block", activation_checkpoint_part=part / 10)
         if live(memory_of(sizes, lay)) <= device.memory_gib:
             return lay
     if lay.zero == 1 and lay.pp == 1 and lay.dp > 1:
-        whole = replace(lay, zero=3, state_bytes=18, kept_bytes=0, remat=cast(Any, "auto"))
+        whole = replace(
+            lay, zero=3, state_bytes=18, kept_bytes=0, activation_checkpoint=cast(Any, "auto")
+        )
         return fitted(sizes, whole, device)
     return lay
 

@@ -31,20 +31,30 @@ LARGE = {
     "model.num_kv_heads": 8,
     "model.ffn_dim": 8192,
     "model.max_seq_len": 16384,
-    "precision.compute": "bfloat16",
+    "precision.compute_dtype": "bfloat16",
     "train.seq_len": 4096,
-    "train.microbatch": 2,
+    "train.microbatch_size": 2,
 }
 ON_GPU: dict[str, dict[str, Any]] = {
     "eager": {},
-    "microbatch 1": {"train.microbatch": 1},
-    "microbatch 4": {"train.microbatch": 4},
-    "selective remat": {"remat.kind": "selective", "train.microbatch": 4},
-    "full remat": {"remat.kind": "full", "train.microbatch": 8},
-    "rows of 16384": {"train.seq_len": 16384, "train.microbatch": 1, "remat.kind": "full"},
+    "microbatch 1": {"train.microbatch_size": 1},
+    "microbatch 4": {"train.microbatch_size": 4},
+    "selective activation_checkpoint": {
+        "activation_checkpoint.mode": "selective",
+        "train.microbatch_size": 4,
+    },
+    "full activation_checkpoint": {
+        "activation_checkpoint.mode": "full",
+        "train.microbatch_size": 8,
+    },
+    "rows of 16384": {
+        "train.seq_len": 16384,
+        "train.microbatch_size": 1,
+        "activation_checkpoint.mode": "full",
+    },
     "compiled": {"compile.enable": True},
     "compiled float8": {"compile.enable": True, "precision.float8": "tensorwise"},
-    "8-bit states": {"optim.states": "8bit"},
+    "8-bit states": {"optim.state_dtype": "8bit"},
     "32 narrow layers": {"model.dim": 1024, "model.ffn_dim": 4096, "model.num_layers": 32},
     "8 wide layers": {"model.dim": 4096, "model.num_heads": 32, "model.num_layers": 8},
 }
@@ -56,16 +66,16 @@ SMALL = {
     "model.ffn_dim": 1024,
     "model.max_seq_len": 1024,
     "train.seq_len": 256,
-    "train.microbatch": 4,
+    "train.microbatch_size": 4,
 }
 ON_CPU: dict[str, dict[str, Any]] = {
     "four layers": {},
     "eight layers": {"model.num_layers": 8},
-    "microbatch 1": {"train.microbatch": 1},
-    "microbatch 8": {"train.microbatch": 8},
-    "full remat": {"remat.kind": "full"},
-    "selective remat": {"remat.kind": "selective"},
-    "rows of 1024": {"train.seq_len": 1024, "train.microbatch": 1},
+    "microbatch 1": {"train.microbatch_size": 1},
+    "microbatch 8": {"train.microbatch_size": 8},
+    "full activation_checkpoint": {"activation_checkpoint.mode": "full"},
+    "selective activation_checkpoint": {"activation_checkpoint.mode": "selective"},
+    "rows of 1024": {"train.seq_len": 1024, "train.microbatch_size": 1},
     "tensor parallel": {"parallel.tp": 2},
     "pipeline": {"parallel.pp": 2, "model.tied_embeddings": False},
     "wide": {"model.dim": 512, "model.ffn_dim": 2048, "model.num_heads": 8},
@@ -78,9 +88,9 @@ def measure(name: str, keys: dict[str, Any], folder: Path, steps: int) -> Path |
     base = LARGE if on_gpu else SMALL
     ranks = max(1, torch.cuda.device_count()) if on_gpu else 2
     keys = {**base, **keys}
-    rows = 2 * keys["train.microbatch"] * ranks  # two microbatches of each rank
-    keys |= {"train.global_batch": rows, "train.steps": steps, "train.eval_interval": 0}
-    keys |= {"observe.log_interval": 1, "train.eval_sequences": rows, "run.workers": ranks}
+    rows = 2 * keys["train.microbatch_size"] * ranks  # two microbatches of each rank
+    keys |= {"train.global_batch_size": rows, "train.steps": steps, "train.eval_interval": 0}
+    keys |= {"monitor.log_interval": 1, "train.eval_sequences": rows, "run.nproc_per_node": ranks}
     keys |= {"checkpoint.interval": 0, "run.dir": folder / name.replace(" ", "-")}
     words = [f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in keys.items()]
     command = [sys.executable, "-m", "weft.cli", "train", "demo", "--force", *words]

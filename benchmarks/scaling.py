@@ -88,7 +88,7 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
         "model.vocab_size": 512,
         "data.vocab_size": 512,
         "train.seq_len": 8,
-        "train.global_batch": ranks,
+        "train.global_batch_size": ranks,
         "parallel.dp_shard": shards,
         "parallel.dp_replicate": ranks // shards,
         "run.dir": "/nonexistent",

@@ -50,7 +50,7 @@ BUCKET = "s3://bench"
 
 def prepare(source: str, tokenizer: Path, cache: Path) -> None:
     """As a user does, in a process of its own."""
-    words = [source, "--data.tokenizer", str(tokenizer), "--data.cache", str(cache)]
+    words = [source, "--data.tokenizer", str(tokenizer), "--data.cache_dir", str(cache)]
     command = [sys.executable, "-m", "weft.cli", "data", "prepare", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -110,9 +110,9 @@ def job_of(folder: Path, steps: int) -> Any:
     overrides = {
         "data.format": "chat",
         "data.path": folder / "chat.jsonl",
-        "data.cache": folder / "cache",
+        "data.cache_dir": folder / "cache",
         "train.seq_len": SEQ_LEN,
-        "train.global_batch": ROWS,
+        "train.global_batch_size": ROWS,
         "train.steps": steps,
         "lora.rank": 16,
         "lora.alpha": 32,
@@ -120,10 +120,10 @@ def job_of(folder: Path, steps: int) -> Any:
         "optim.warmup_steps": 0,
         "optim.decay_fraction": 0,
         "optim.weight_decay": 0,
-        "run.workers": 1,
-        "observe.log_interval": 1,
-        "observe.sinks": "",
-        "observe.report": "false",
+        "run.nproc_per_node": 1,
+        "monitor.log_interval": 1,
+        "monitor.trackers": "",
+        "monitor.report": "false",
         "checkpoint.interval": 0,
     }
     given = [(key, str(value)) for key, value in overrides.items()]
@@ -133,7 +133,7 @@ def job_of(folder: Path, steps: int) -> Any:
 def weft(folder: Path, steps: int, turn: Turn) -> None:
     from weft.data.prepare import prepare_text
     from weft.job import to_toml
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
     from weft.resilience import heartbeat
     from weft.train import loop
     from weft.train.setup import connect

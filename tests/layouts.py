@@ -152,11 +152,11 @@ def size(layout: str) -> Overrides:
     both_ways = "DualPipeV" in layout
     few = 4 if pipeline and (ranks < 8 or both_ways) else 2
     each = {"3": 11 if both_ways else 8 if pipeline else 5, "auto": 8, "2": 8}
-    sequences = each.get(chosen.get("train.microbatch", "1"), few)
+    sequences = each.get(chosen.get("train.microbatch_size", "1"), few)
     blocks = 8 if "stages_per_rank=4" in layout else 4 if pipeline else 3
     return [
         ("model.num_layers", str(blocks)),
-        ("train.global_batch", str(rows * sequences)),
+        ("train.global_batch_size", str(rows * sequences)),
     ]
 
 
@@ -182,7 +182,7 @@ def cover(schedules: Iterable[str]) -> list[str]:
         "sync": ["", "gradient_sync=step", "gradient_sync=microbatch"],
         "offload": ["", "cpu_offload=true"],
         "persist": ["", "persist_below=100 prefetch=2"],
-        "microbatch": ["", "train.microbatch=3"],  # 8 sequences: the last one has 2
+        "microbatch": ["", "train.microbatch_size=3"],  # 8 sequences: the last one has 2
     }
 
     def is_valid(case: Case) -> bool:
@@ -202,8 +202,8 @@ PIPELINES = [
     "pp4 schedule=GPipe",
     "pp3 placement=replica-outer",
     "pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=3",
-    "pp2 train.microbatch=auto",
-    "pp2 pipeline.layers=[1,3]",
+    "pp2 train.microbatch_size=auto",
+    "pp2 pipeline.layers_per_stage=[1,3]",
     "pp2 dp_replicate2 placement=replica-outer",
     "pp2 schedule=ZBVZeroBubble reshard_after_forward=always",
 ]
@@ -242,20 +242,20 @@ BFLOAT16 = [*SINGLE, "dp_shard2 tp2"]
 TRACED = [
     "dp_shard4",
     "dp_shard4 reshard_after_forward=never",
-    "dp_shard4 remat.kind=full",
-    "dp_shard4 remat.kind=selective",
-    "dp_shard4 remat.kind=selective precision.compute=bfloat16",
-    "dp_shard2 tp2 remat.kind=full",
-    "tp2 pp2 remat.kind=selective",
+    "dp_shard4 activation_checkpoint.mode=full",
+    "dp_shard4 activation_checkpoint.mode=selective",
+    "dp_shard4 activation_checkpoint.mode=selective precision.compute_dtype=bfloat16",
+    "dp_shard2 tp2 activation_checkpoint.mode=full",
+    "tp2 pp2 activation_checkpoint.mode=selective",
     "dp_shard2 pp2 schedule=Interleaved1F1B",
     "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=4 model.num_layers=8",
     "dp_shard2 pp2 schedule=ZBVZeroBubble",
-    "dp_shard4 optim.states=bfloat16",
-    "dp_shard2 tp2 optim.states=8bit model.dim=128 model.ffn_dim=128",
-    "dp_shard2 tp2 optim.kind=muon",
-    "dp_shard4 train.microbatch=2 train.global_batch=20",
+    "dp_shard4 optim.state_dtype=bfloat16",
+    "dp_shard2 tp2 optim.state_dtype=8bit model.dim=128 model.ffn_dim=128",
+    "dp_shard2 tp2 optim.name=muon",
+    "dp_shard4 train.microbatch_size=2 train.global_batch_size=20",
     "dp_shard4 lora.rank=4",
-    "dp_shard2 tp2 lora.rank=4 remat.kind=selective",
+    "dp_shard2 tp2 lora.rank=4 activation_checkpoint.mode=selective",
     "dp_shard2 pp2 lora.rank=4",
 ]
 LARGER_RINGS = rings(4)
@@ -268,7 +268,7 @@ EVERY = [
     *MORE_TENSOR,
     *MORE_DATA,
     *LARGER_RINGS,
-    *(f"{layout} precision.compute=bfloat16" for layout in BFLOAT16),
+    *(f"{layout} precision.compute_dtype=bfloat16" for layout in BFLOAT16),
     *TRACED,
 ]
 MATRIX = list(dict.fromkeys(EVERY))

@@ -542,7 +542,7 @@ class Updates:
         self.muon = {
             name
             for name, p in self.params.items()
-            if optim.kind == "muon" and p.dim() == 2 and name.startswith("layers.")
+            if optim.name == "muon" and p.dim() == 2 and name.startswith("layers.")
         }
         self.momentum = {name: torch.zeros_like(self.params[name]) for name in self.muon}
         groups = [
@@ -627,19 +627,19 @@ def make_case(name: str, seed: int, text: str = "text", **keys: object) -> Case:
         "model.vocab_size": 288,
         "data.vocab_size": 257,
         "train.seq_len": 20,
-        "train.global_batch": 4,
-        "train.microbatch": 2,
+        "train.global_batch_size": 4,
+        "train.microbatch_size": 2,
         "train.steps": 3,
         "train.seed": seed,
         "train.eval_sequences": 5,
         "optim.lr": 0.01,
         "optim.warmup_steps": 1,
-        "run.workers": 1,
+        "run.nproc_per_node": 1,
     }
     chosen |= {key.replace("__", "."): value for key, value in keys.items()}
     if text != "text":
         chosen["data.format"] = text
-    seq_len, rows = int(str(chosen["train.seq_len"])), int(str(chosen["train.global_batch"]))
+    seq_len, rows = int(str(chosen["train.seq_len"])), int(str(chosen["train.global_batch_size"]))
     steps, vocab = int(str(chosen["train.steps"])), int(str(chosen["model.vocab_size"]))
     longest = {"text": 2 * seq_len, "chat": seq_len + 1, "preferences": seq_len // 2}[text]
     # Something more than an epoch's rows, so that the last step begins another one.
@@ -717,8 +717,8 @@ def draw_case(seed: int) -> Case:
         "model__tied_embeddings": choose(True, False),
         "model__norm_eps": choose(1e-6, 1e-5, 1e-2),
         "train__seq_len": 2 * int(random.integers(5, 20)),
-        "train__global_batch": (rows := int(random.integers(1, 8))),
-        "train__microbatch": int(random.integers(1, 1 + min(rows, 4))),
+        "train__global_batch_size": (rows := int(random.integers(1, 8))),
+        "train__microbatch_size": int(random.integers(1, 1 + min(rows, 4))),
         "optim__lr": choose(0.01, 0.003),
         "optim__beta1": choose(0.9, 0.8, 0.0),
         "optim__beta2": choose(0.95, 0.99),
@@ -737,7 +737,7 @@ def draw_case(seed: int) -> Case:
         keys |= {"train__objective": "dpo", "train__dpo_beta": choose(0.1, 0.5)}
     extra = choose("none", "lora", "qlora", "muon", "none")
     if extra == "muon" and "moe" not in family:
-        keys["optim__kind"] = "muon"
+        keys["optim__name"] = "muon"
     if extra in ("lora", "qlora") and "moe" not in family:
         keys |= {
             "lora__rank": int(random.integers(1, 5)),
@@ -874,7 +874,7 @@ class _Comparison:
         loader = Loader(
             mixture,
             seed=self.job.train.seed,
-            global_batch=self.job.train.global_batch,
+            global_batch=self.job.train.global_batch_size,
             dp_rank=0,
             dp_size=1,
             microbatch=self.plan.microbatch,
@@ -882,7 +882,7 @@ class _Comparison:
         seen: list[Any] = []
         params = list(self.params.values())
         for step in range(1, self.job.train.steps + 1):
-            batches = loader.batch((step - 1) * self.job.train.global_batch)
+            batches = loader.batch((step - 1) * self.job.train.global_batch_size)
             try:
                 rows, members = read_rows(self.reader, batches)
             except Wrong as error:
@@ -1144,20 +1144,20 @@ class _Comparison:
             text = f"step {step}: {norm:.7g}, not {expected:.7g}"
             yield Departure("norm", text, "optim/optimizer.py")
         optim = self.job.optim
-        limit = UPDATE_LIMIT if optim.states == "float32" else 0.05
+        limit = UPDATE_LIMIT if optim.state_dtype == "float32" else 0.05
         for name, param in self.params.items():
             mine, theirs = whole(param).detach(), self.updates.params[name].detach()
             way = float((theirs - before[name]).abs().max())
             size = 1e-6 * float(theirs.abs().max())
             off = float((mine - theirs).abs().max())
-            if optim.states != "float32":
+            if optim.state_dtype != "float32":
                 off = float((mine - theirs).norm()) / math.sqrt(mine.numel())
             if not off <= limit * way + size:
                 text = f"step {step}: {name} is off by {off / max(way, 1e-30):.1e} of its way"
                 module = "optim/optimizer.py"
                 if name in self.updates.muon:
                     module = "optim/muon.py"
-                elif optim.states != "float32":
+                elif optim.state_dtype != "float32":
                     module = "optim/lean.py"
                 yield Departure("update", text, module)
         with torch.no_grad():

@@ -37,14 +37,14 @@ SMALL: Overrides = [
     ("model.max_seq_len", "64"),
     ("data.vocab_size", "512"),
     ("train.seq_len", "32"),
-    ("train.global_batch", "8"),
+    ("train.global_batch_size", "8"),
     ("train.steps", "20"),
     ("train.eval_interval", "0"),
     ("train.eval_sequences", "6"),
     ("optim.warmup_steps", "5"),
     ("checkpoint.interval", "0"),
-    ("observe.sinks", ""),
-    ("observe.report", "false"),
+    ("monitor.trackers", ""),
+    ("monitor.report", "false"),
 ]
 
 
@@ -86,7 +86,7 @@ def gradients(overrides: Overrides, store: str, step: int = 0) -> dict[str, Any]
     plan = plan_here(job)
     built = build(job, plan, this_rank())
     loader = loader_of(job, plan, store, built.mesh)
-    loss = built.engine.forward_backward(loader.batch(step * job.train.global_batch))
+    loss = built.engine.forward_backward(loader.batch(step * job.train.global_batch_size))
     dist.all_reduce(loss)
     params = dict(named_parameters(built.parts))
     before = {name: local(param.grad).clone() for name, param in params.items()}
@@ -135,7 +135,7 @@ def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
     return Loader(
         samples_of(open_text(store), "train", job.train.seq_len, job.data, job.train.seed),
         seed=job.train.seed,
-        global_batch=job.train.global_batch,
+        global_batch=job.train.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,

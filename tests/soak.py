@@ -56,8 +56,8 @@ def run_once(source: random.Random, folder: Path, store: Path, counts: Counter[s
         # One more fault each time: those before have happened.
         faults = [fault] * (start + 1)
         more = [
-            ("checkpoint.background", source.choice(["true", "false"])),
-            ("checkpoint.local", source.choice(["off", str(folder / "node")])),
+            ("checkpoint.async_save", source.choice(["true", "false"])),
+            ("checkpoint.local_dir", source.choice(["off", str(folder / "node")])),
             ("checkpoint.local_interval", "1"),
             ("resilience.faults", f"[{', '.join(faults)}]"),
         ]

@@ -44,14 +44,14 @@ def test_train_flag_of_another_tool_is_refused(capsys: pytest.CaptureFixture[str
         ("optim.lr", "fast", "must be a number"),
         ("optim.lr", "nan", "must be a finite number"),
         ("optim.beta1", "1", "must be less than 1"),
-        ("observe.grad_norms", "perhaps", "must be true or false"),
-        ("observe.sinks", "wandbb", "did you mean 'wandb'?"),
+        ("monitor.layer_grad_norms", "perhaps", "must be true or false"),
+        ("monitor.trackers", "wandbb", "did you mean 'wandb'?"),
         ("data.packing", "boxes", "must be 'windows', 'documents' or 'best_fit'"),
-        ("run.workers", "-1", "must be at least 1"),
+        ("run.nproc_per_node", "-1", "must be at least 1"),
         ("model.num_layers", "two", "must be a whole number"),
         ("model.preset", "9b", "no such preset"),
         ("model.kind", "lama", "did you mean 'llama'?"),
-        ("optim.kind", "adm", "did you mean 'adamw'?"),
+        ("optim.name", "adm", "did you mean 'adamw'?"),
         ("optim.schedule", "nowhere:decay", "No module named 'nowhere'"),
         ("data.path", "/no/such/file", "does not exist"),
         ("data.tokenizer", "/no/tokenizer.json", "does not exist"),
@@ -70,7 +70,7 @@ def test_types_in_toml_are_strict(capsys: pytest.CaptureFixture[str], tmp_path: 
     recipe.write_text('extends = "demo"\n[train]\nsteps = "100"\n[run]\nworkers = 2.5\n')
     first, second = rejected(capsys, "train", str(recipe))
     assert first.startswith('train.steps = "100": must be a whole number')
-    assert second.startswith("run.workers = 2.5: must be a whole number or must be 'auto'")
+    assert second.startswith("run.nproc_per_node = 2.5: must be a whole number or must be 'auto'")
 
 
 def test_train_all_mistakes_are_reported_at_once(
@@ -85,9 +85,9 @@ def test_train_all_mistakes_are_reported_at_once(
         str(recipe),
         "--train.seq_len=long",
         "--model.num_heads=7",
-        "--run.workers=3",
+        "--run.nproc_per_node=3",
         "--data.path=/no/such/file",
-        "--optim.kind=adm",
+        "--optim.name=adm",
     )
     keys = [line.split(" = ")[0].split(":")[0] for line in lines]
     assert keys == [
@@ -96,9 +96,9 @@ def test_train_all_mistakes_are_reported_at_once(
         "optim.lr",
         "train.seq_len",
         "model.num_heads",
-        "train.global_batch",
+        "train.global_batch_size",
         "data.path",
-        "optim.kind",
+        "optim.name",
     ]
     assert all(";" in line for line in lines)  # each with a remedy
 
@@ -107,18 +107,30 @@ def test_train_all_mistakes_are_reported_at_once(
     ("overrides", "key", "remedy"),
     [
         (
-            ["--run.workers", "3"],
-            "train.global_batch = 16",
-            "use 15 or 18, or run.workers = 1 or 2",
+            ["--run.nproc_per_node", "3"],
+            "train.global_batch_size = 16",
+            "use 15 or 18, or run.nproc_per_node = 1 or 2",
         ),
-        (["--run.workers", "32"], "train.global_batch = 16", "use 32, or run.workers"),
-        (["--run.workers", "4", "--parallel.dp_shard", "3"], "parallel.dp_shard = 3", "use 4, or"),
         (
-            ["--run.workers", "4", "--parallel.dp_replicate", "3"],
+            ["--run.nproc_per_node", "32"],
+            "train.global_batch_size = 16",
+            "use 32, or run.nproc_per_node",
+        ),
+        (
+            ["--run.nproc_per_node", "4", "--parallel.dp_shard", "3"],
+            "parallel.dp_shard = 3",
+            "use 4, or",
+        ),
+        (
+            ["--run.nproc_per_node", "4", "--parallel.dp_replicate", "3"],
             "parallel.dp_replicate",
             "1, 2 or 4",
         ),
-        (["--train.microbatch", "9", "--run.workers", "2"], "train.microbatch = 9", "at most 8"),
+        (
+            ["--train.microbatch_size", "9", "--run.nproc_per_node", "2"],
+            "train.microbatch_size = 9",
+            "at most 8",
+        ),
         (["--train.seq_len", "4096"], "train.seq_len = 4096", "--model.max_seq_len 4096"),
         (["--data.vocab_size", "9999"], "data.vocab_size = 9999", "--model.vocab_size 9999"),
         (["--model.num_kv_heads", "4"], "model.num_kv_heads = 4", "1, 2, 3 or 6"),
@@ -128,7 +140,7 @@ def test_train_all_mistakes_are_reported_at_once(
 def test_train_impossible_plan_has_a_remedy(
     capsys: pytest.CaptureFixture[str], overrides: list[str], key: str, remedy: str
 ) -> None:
-    common = ["--run.device", "cpu", "--train.global_batch", "16"]
+    common = ["--run.device", "cpu", "--train.global_batch_size", "16"]
     (line,) = rejected(capsys, "train", "demo", *common, *overrides)
     assert line.startswith(key)
     assert remedy in line
@@ -183,11 +195,11 @@ def test_train_missing_values_and_other_mistakes_are_reported_together(
         ("model.dim", "9" * 5000, "whole number"),
         ("train.steps", "9" * 5000, "whole number"),
         ("train.steps", "[" * 2000, "whole number"),
-        ("train.global_batch", "1000000000000", "at most 2147483647"),
+        ("train.global_batch_size", "1000000000000", "at most 2147483647"),
         ("parallel.dp_replicate", "100000000000", "at most 2147483647"),
         ("train.seed", "18446744073709551616", "at most"),
         ("model.dim", "\udcff", "is not UTF-8 text"),
-        ("optim.kind", ":foo", "cannot be imported"),
+        ("optim.name", ":foo", "cannot be imported"),
         ("optim.schedule", "..x:y", "cannot be imported"),
         ("modle.dim", "5", "did you mean 'model.dim'?"),
     ],
@@ -215,19 +227,19 @@ def test_train_odd_recipe_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_train_remedies_can_be_followed(capsys: pytest.CaptureFixture[str]) -> None:
     """No number of ranks is suggested that the rest of the job rules out."""
-    common = ["--run.device", "cpu", "--train.global_batch", "8"]
+    common = ["--run.device", "cpu", "--train.global_batch_size", "8"]
     (line,) = rejected(capsys, "train", "demo", *common, "--parallel.dp_replicate", "3")
     assert line.endswith("use 6 or 9")
-    more = ["--parallel.dp_replicate", "2", "--run.workers", "6"]
+    more = ["--parallel.dp_replicate", "2", "--run.nproc_per_node", "6"]
     (line,) = rejected(capsys, "train", "demo", *common, *more)
-    assert line.endswith("use 6 or 12, or run.workers = 2 or 4")
+    assert line.endswith("use 6 or 12, or run.nproc_per_node = 2 or 4")
 
 
 def test_train_user_folder_with_a_store_json_is_text(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "store.json").write_text("{}")
-    arguments = ["--data.path", str(tmp_path), "--data.cache", str(tmp_path / "cache")]
+    arguments = ["--data.path", str(tmp_path), "--data.cache_dir", str(tmp_path / "cache")]
     (line,) = rejected(capsys, "train", "demo", *arguments)
     assert "too little text" in line  # it is text, and nothing to delete
 
@@ -243,9 +255,9 @@ def test_train_unwritable_folders_are_refused(
         assert line.startswith(f'run.dir = "{folder}": cannot be written')
     for folder in (str(file / "cache"), "/proc/weft"):
         (line,) = rejected(
-            capsys, "train", "demo", "--run.dir", str(tmp_path / "run"), "--data.cache", folder
+            capsys, "train", "demo", "--run.dir", str(tmp_path / "run"), "--data.cache_dir", folder
         )
-        assert line.startswith("data.cache")
+        assert line.startswith("data.cache_dir")
     assert not (tmp_path / "run").exists()
 
 
@@ -254,7 +266,7 @@ def test_train_bad_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path:
     empty.write_bytes(b"")
     latin.write_bytes("ab\ncdé\n".encode("latin-1") * 999)
     short.write_text("too little\n")
-    common = ["--run.dir", str(tmp_path / "run"), "--data.cache", str(tmp_path / "cache")]
+    common = ["--run.dir", str(tmp_path / "run"), "--data.cache_dir", str(tmp_path / "cache")]
     few = tmp_path / "few.txt"
     few.write_text("a few lines\n" * 30)
     for file, key, rule in (
@@ -311,7 +323,10 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    assert main(["train", "demo", "--dry-run", "--run.dir", str(folder), "--run.workers", "2"]) == 0
+    assert (
+        main(["train", "demo", "--dry-run", "--run.dir", str(folder), "--run.nproc_per_node", "2"])
+        == 0
+    )
     plan = json.loads(capsys.readouterr().out)
     assert (plan["world_size"], plan["dp_shard"], plan["local_batch"]) == (2, 2, 4)
     assert not folder.exists()
@@ -326,9 +341,9 @@ def test_plan_of_a_remote_cluster_starts_and_writes_nothing(
     assert main(["plan", "llama3-405b", *missing, "--rank-map"]) == 0
     assert "512 ranks on 64 nodes of 8\n" in capsys.readouterr().out
     common = ["plan", "llama3-8b", *missing, "--model.num_layers=4"]
-    assert main([*common, "--train.global_batch=128"]) == 0
+    assert main([*common, "--train.global_batch_size=128"]) == 0
     assert "llama3-8b on 16 nodes of 8 H100\n" in capsys.readouterr().out
-    common += ["--parallel.pp=2", "--train.global_batch=1024"]
+    common += ["--parallel.pp=2", "--train.global_batch_size=1024"]
     more = ["--cluster", "128x8xH200", "--parallel.dp_replicate=2", "--json"]
     assert main([*common, *more]) == 0
     tree = json.loads(capsys.readouterr().out)
@@ -339,7 +354,7 @@ def test_plan_of_a_remote_cluster_starts_and_writes_nothing(
 
 
 def test_plan_of_this_machine_has_its_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["--run.device", "cpu", "--run.workers", "2"]
+    overrides = ["--run.device", "cpu", "--run.nproc_per_node", "2"]
     assert main(["plan", "demo", *overrides]) == 0
     assert "demo on 2 CPU processes\n" in capsys.readouterr().out
 
@@ -380,7 +395,7 @@ def test_train_prints_stages_and_warnings() -> None:
     from rich.console import Console
 
     from weft.launch.start import describe
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
     from weft.plan.report import plan_recipe
 
     overrides = [("parallel.tp", "8"), ("parallel.pp", "2")]

@@ -23,7 +23,7 @@ from weft.escaping import (
     raw_stream,
 )
 from weft.launch.preparing import showing
-from weft.observe.terminal import quiet_console
+from weft.monitor.terminal import quiet_console
 
 TITLE = "\x1b]0;owned\x07"
 

@@ -89,11 +89,11 @@ def test_fine_tuning_imported_model_learns_answers(folder: Path) -> None:
     # fmt: off
     weft(
         folder, "train", "run/job.toml", "--data.format", "chat", "--data.path", "chat.jsonl",
-        "--data.cache", "cache", "--train.seq_len", "96", "--train.global_batch", "8",
+        "--data.cache_dir", "cache", "--train.seq_len", "96", "--train.global_batch_size", "8",
         "--train.steps", "120", "--lora.rank", "16", "--lora.alpha", "32", "--optim.lr", "0.01",
-        "--optim.warmup_steps", "10", "--optim.weight_decay", "0", "--run.workers", "4",
-        "--parallel.dp_shard", "2", "--parallel.tp", "2", "--observe.sinks", "",
-        "--observe.report", "false",
+        "--optim.warmup_steps", "10", "--optim.weight_decay", "0", "--run.nproc_per_node", "4",
+        "--parallel.dp_shard", "2", "--parallel.tp", "2", "--monitor.trackers", "",
+        "--monitor.report", "false",
     )
     # fmt: on
     found = losses(folder / "run")

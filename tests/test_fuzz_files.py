@@ -1,6 +1,6 @@
 """Files that people write or that weft reads back, with bytes changed: read, or refused by name.
 
-Run directories are in tests/observe/test_garbled.py, checkpoints in tests/checkpoint/test_fuzz.py,
+Run directories are in tests/monitor/test_garbled.py, checkpoints in tests/checkpoint/test_fuzz.py,
 text, prepared tokens and chat templates in tests/data/test_hostile.py.
 """
 

@@ -48,19 +48,19 @@ def test_extends_chains_and_overrides_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
-        ("observe.grad_norms", "false", False),
-        ("observe.grad_norms", "true", True),
-        ("observe.sinks", "wandb, mine:sink", ["wandb", "mine:sink"]),
-        ("observe.sinks", '["wandb"]', ["wandb"]),
-        ("observe.sinks", "", []),
-        ("pipeline.layers", "3,4,4,3", [3, 4, 4, 3]),
+        ("monitor.layer_grad_norms", "false", False),
+        ("monitor.layer_grad_norms", "true", True),
+        ("monitor.trackers", "wandb, mine:sink", ["wandb", "mine:sink"]),
+        ("monitor.trackers", '["wandb"]', ["wandb"]),
+        ("monitor.trackers", "", []),
+        ("pipeline.layers_per_stage", "3,4,4,3", [3, 4, 4, 3]),
         ("optim.lr", "1e-4", 1e-4),
         ("optim.lr", "1", 1.0),
-        ("run.workers", "3", 3),
-        ("run.workers", "auto", "auto"),
+        ("run.nproc_per_node", "3", 3),
+        ("run.nproc_per_node", "auto", "auto"),
         ("run.dir", "123", "123"),
         ("data.path", "true", "true"),
-        ("train.microbatch", "auto", "auto"),
+        ("train.microbatch_size", "auto", "auto"),
     ],
 )
 def test_text_is_read_by_the_type_of_its_key(key: str, text: str, value: object) -> None:
@@ -131,9 +131,12 @@ def test_step_ranges_are_parsed() -> None:
     for text in ("x", "5-", "-5", "1,,2", "9-3", "0", "1.5", "0-3"):
         with pytest.raises(ValueError, match="must be steps"):
             steps_of(text)
-    _, _, problems = read_job("demo", [("debug.statistics", "5-")])
+    _, _, problems = read_job("demo", [("debug.layer_stats_steps", "5-")])
     (problem,) = problems
-    assert (problem.key, problem.rule) == ("debug.statistics", "must be steps such as 7 or 7,20-30")
+    assert (problem.key, problem.rule) == (
+        "debug.layer_stats_steps",
+        "must be steps such as 7 or 7,20-30",
+    )
 
 
 def test_read_job_odd_values_are_refused_without_a_crash() -> None:

@@ -17,7 +17,7 @@ from tests.oracle import check_case, draw_case, make_case
 OFTEN = range(20)
 MORE = range(20, 140)
 LOW = [
-    {"precision__compute": "bfloat16"},
+    {"precision__compute_dtype": "bfloat16"},
     {"precision__float8": "tensorwise", "precision__float8_small": True},
 ]
 

@@ -144,7 +144,7 @@ def test_readme_user_family_trains_the_same_on_two_ranks(tmp_path: Path) -> None
     (mine,) = (text for kind, text in BLOCKS if kind == "python" and "# mine.py" in text)
     (tmp_path / "mine.py").write_text(mine)
     (words,) = (words for words in commands("README.md") if "mine:FAMILY" in words)
-    for more in ([], ["--run.workers", "2", "--parallel.tp", "2", "--run.dir", "runs/two"]):
+    for more in ([], ["--run.nproc_per_node", "2", "--parallel.tp", "2", "--run.dir", "runs/two"]):
         done = subprocess.run(
             [*WEFT, *words, *more], cwd=tmp_path, capture_output=True, text=True, check=False
         )

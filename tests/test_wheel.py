@@ -57,6 +57,8 @@ def test_wheel_installed_elsewhere_trains_the_demo(tmp_path: Path) -> None:
         check=True,
     )
     assert Path(where.stdout.strip()).is_relative_to(place)
-    assert "trained 3 steps" in run("train", "demo", "--train.steps", "3", "--run.workers", "2")
+    assert "trained 3 steps" in run(
+        "train", "demo", "--train.steps", "3", "--run.nproc_per_node", "2"
+    )
     assert (folder / "runs").is_dir()
     assert len(run("generate", *map(str, (folder / "runs").iterdir()), "--max-tokens", "5")) > 1

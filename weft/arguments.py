@@ -368,7 +368,7 @@ GROUPS = {
 DATA_HELP = """\
   weft data prepare my-recipe.toml --data.path 'web/*.jsonl.zst'
   weft data prepare s3://bucket/web --data.tokenizer tokenizer.json
-  weft data inspect hf://org/name:config@train --data.field content
+  weft data inspect hf://org/name:config@train --data.text_field content
 
 The keys of [data] are overridden as --data.key value; 'weft train --help' lists them, and
 docs/data.md tells what data may be."""
@@ -378,7 +378,7 @@ BELOW = {
 What is handed in starts 'weft train' with the same words on every node; it is shown, and kept in
 the run's folder.  A job that is stopped before its time limit saves, comes back and goes on.
 
-  weft launch llama3-8b --on slurm --nodes 4 --run.cluster 4x8xH100 --launch.time 12:00:00
+  weft launch llama3-8b --on slurm --nodes 4 --run.cluster 4x8xH100 --launch.time_limit 12:00:00
   weft launch mine.toml --on slurm --nodes 2:8 --run.cluster 8x8xH100 --run.dir runs/mine \\
     --launch.options partition=gpu,account=mine --dry-run
   weft launch status runs/mine
@@ -408,17 +408,17 @@ every update must agree to rounding; how much that is, is measured (docs/verify.
 does not agree, the report names where it departs first.
 
   weft verify llama3-405b
-  weft verify mine.toml --parallel.tp 2 --parallel.schedule ZBVZeroBubble --ranks 4
+  weft verify mine.toml --parallel.tp 2 --pipeline.schedule ZBVZeroBubble --ranks 4
 
 Any key is overridden as --section.key value; 'weft train --help' lists them.  These are honoured
-if given so, and replaced otherwise: --compile.enable true, --precision.compute bfloat16,
+if given so, and replaced otherwise: --compile.enable true, --precision.compute_dtype bfloat16,
 --precision.float8 tensorwise and the other keys of precision.
 
 --resume-layout saves a checkpoint after half of the steps, loads it into another layout, and
 compares the rest of the steps with one process, too: weights, optimizer states and updates.  Its
-keys are those of parallel, pipeline and remat, and train.microbatch; others are one process's.
+keys are those of parallel, pipeline and activation_checkpoint, and train.microbatch_size; others are one process's.
 
-  weft verify demo --parallel.tp 2 --resume-layout parallel.dp_shard=2,remat.kind=full
+  weft verify demo --parallel.tp 2 --resume-layout parallel.dp_shard=2,activation_checkpoint.mode=full
 
 --fuzz verifies N random jobs of all keys that change what is computed, on up to --ranks processes.
 A third of them resume in another layout.  A job that fails is shrunk to the fewest keys, and
@@ -426,7 +426,7 @@ printed as the command that reproduces it.  Keys on the command line are those o
 Results are appended to --log; the same command skips what is in it, and so resumes.
 
   weft verify --fuzz 200 --seed 7 --minutes 30
-  weft verify --fuzz 100 --parallel.schedule ZBVZeroBubble
+  weft verify --fuzz 100 --pipeline.schedule ZBVZeroBubble
 
 exit status: 0 the layout holds, or every job does; 1 it does not, or a rank failed; 2 a mistake in
 the recipe or the options; 130 interrupted, the same --fuzz resumes""",
@@ -438,11 +438,11 @@ variant is what the others are compared with.  Interrupted, the same command goe
 
   weft compare demo --vary optim.lr=1e-3,3e-3
   weft compare a.toml b.toml --repeat 5 --train.steps 200
-  weft compare llama3-8b --vary parallel.tp=1,2 --vary remat.kind=full,selective \\
+  weft compare llama3-8b --vary parallel.tp=1,2 --vary activation_checkpoint.mode=full,selective \\
     --plan-only --cluster 2x8xH100 --price 2.5
 
 The runs write no checkpoint but the last and no report of their own, unless --checkpoint.interval
-or --observe.report says otherwise; report.html in the comparison's folder shows all of it.
+or --monitor.report says otherwise; report.html in the comparison's folder shows all of it.
 Any key is overridden for all variants as --section.key value; 'weft train --help' lists them.
 
 exit status: 0 compared; 1 fewer than two variants could be; 2 a mistake in what was asked;
@@ -479,7 +479,7 @@ neither, such as that of a failing disk: content hashes, and token ids against t
   weft data verify /data/store
   weft data verify ~/.cache/weft/stores/*
 
-A good result is remembered in data.cache (--data.cache DIRECTORY); a bad one makes the next run
+A good result is remembered in data.cache_dir (--data.cache_dir DIRECTORY); a bad one makes the next run
 check the store, too.
 
 exit status: 0 every store is what was prepared; 1 one is damaged; 2 a mistake in what was asked""",
@@ -488,11 +488,11 @@ exit status: 0 every store is what was prepared; 1 one is damaged; 2 a mistake i
 Devices, drivers, links, adapters, variables, limits, folders: some seconds, and nothing is changed.
 
   weft doctor
-  weft doctor --checkpoint.dir s3://bucket/run-7 --checkpoint.local /dev/shm/$USER
+  weft doctor --checkpoint.dir s3://bucket/run-7 --checkpoint.local_dir /dev/shm/$USER
   srun --nodes 2 --ntasks-per-node=1 weft doctor               also clocks, and versions, of all
 
 'weft train RECIPE --preflight' does it on every node before its ranks start.  Any
-key may be given as --section.key value; run.dir, checkpoint.dir, checkpoint.local, data.cache,
+key may be given as --section.key value; run.dir, checkpoint.dir, checkpoint.local_dir, data.cache_dir,
 run.nodes, run.rendezvous and run.device count.  docs/doctor.md tells what is looked at.
 
 exit status: 0 nothing bad; 1 something bad; 2 a mistake in what was asked""",

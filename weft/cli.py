@@ -76,7 +76,7 @@ def train(options: argparse.Namespace) -> int:
     if "RANK" not in os.environ:  # what is worth a warning in C++, the launcher says itself
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from weft.launch.start import join, start
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
     from weft.train.check import prepare_job
     from weft.train.setup import joined
     from weft.train.where import speaks
@@ -233,7 +233,7 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
 def verify(options: argparse.Namespace) -> int:
     """Train the recipe's layout and one process, both small, and compare them."""
     from weft.compare.verify import read_recipe, verify
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
     from weft.plan.resolve import MAX_CPU_WORKERS
 
     problems = list(options.problems)
@@ -304,7 +304,10 @@ def parse_layout(text: str, problems: list[Problem]) -> list[tuple[str, str]]:
     for part in re.split(r",(?=[a-z]+\.[a-z_]+=)", text) if text else []:
         name, equals, value = part.partition("=")
         if not equals:
-            rule, remedy = "is not KEY=VALUE,...", "use such as parallel.tp=2,remat.kind=full"
+            rule, remedy = (
+                "is not KEY=VALUE,...",
+                "use such as parallel.tp=2,activation_checkpoint.mode=full",
+            )
             problems.append(Problem("--resume-layout", text, rule, remedy))
         found.append((name, value))
     return found
@@ -322,7 +325,7 @@ def compare(options: argparse.Namespace) -> int:
         prepare,
         read_variants,
     )
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
 
     problems = list(options.problems)
     repeats = between("--repeat", options.repeat, 1, 1000, problems)
@@ -391,9 +394,9 @@ def between(name: str, text: str, least: int, most: int, problems: list[Problem]
 
 def report(options: argparse.Namespace) -> int:
     """Write the page of one run, or of several beside each other."""
-    from weft.observe.history import History, no_run
-    from weft.observe.html import plotly
-    from weft.observe.report import FILE, report_page
+    from weft.monitor.history import History, no_run
+    from weft.monitor.html import plotly
+    from weft.monitor.report import FILE, report_page
 
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
@@ -433,7 +436,7 @@ def generate(options: argparse.Namespace) -> int:
     if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     found = find_checkpoint(options.checkpoint.resolve())
-    allowed = ["parallel.", "precision.compute", "run.device"]
+    allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
     job, plan = lay_out(found, options.overrides, problems, allowed, generating=True)
     given = dict(options.overrides).get("data.chat_template", "auto")
@@ -477,7 +480,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from weft.inference.tasks import read_task, score
     from weft.launch.again import on_every_rank, prepare_to_evaluate, text_to_evaluate
     from weft.launch.preparing import showing
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
     from weft.train.setup import Rank, joined
 
     problems, tasks = list(options.problems), []
@@ -487,9 +490,9 @@ def evaluate(options: argparse.Namespace) -> int:
         except InvalidJob as error:
             problems += error.problems
     found = find_checkpoint(options.checkpoint.resolve())
-    allowed = ["parallel.", "precision.compute", "run.device"]
+    allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     if not tasks:
-        allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch"]
+        allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]
         allowed += ["train.eval_sequences"]
     asking = bool(options.task)
     job, plan = lay_out(found, options.overrides, problems, allowed, generating=asking)
@@ -536,7 +539,7 @@ def export(options: argparse.Namespace) -> int:
     """Write a checkpoint for others."""
     from weft.interchange.huggingface import export_checkpoint
     from weft.launch.preparing import showing
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
 
     console = quiet_console(sys.stdout)
     with showing(console) as show:
@@ -550,7 +553,7 @@ def import_(options: argparse.Namespace) -> int:
     """Make a run of what others have trained."""
     from weft.interchange.huggingface import import_model
     from weft.launch.preparing import showing
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
 
     console = quiet_console(sys.stdout)
     with showing(console) as show:
@@ -589,8 +592,8 @@ def data_verify(options: argparse.Namespace) -> int:
 
     job, _, problems = read_job(recipe_names()[0], options.overrides)
     problems = [*options.problems, *problems]
-    rule, remedy = "has no effect on a check of stores", "leave it out; data.cache may be given"
-    others = {name: value for name, value in options.overrides if name != "data.cache"}
+    rule, remedy = "has no effect on a check of stores", "leave it out; data.cache_dir may be given"
+    others = {name: value for name, value in options.overrides if name != "data.cache_dir"}
     for problem in problems:
         others.pop(problem.key, None)
     problems += [Problem(name, value, rule, remedy) for name, value in others.items()]
@@ -629,7 +632,7 @@ def data_verify(options: argparse.Namespace) -> int:
 def _prepared(options: argparse.Namespace) -> Text:
     from weft.data.prepare import prepare_text
     from weft.launch.preparing import cache_folder, showing
-    from weft.observe.terminal import quiet_console
+    from weft.monitor.terminal import quiet_console
 
     named = options.what in recipe_names() or options.what.endswith(".toml")
     recipe = options.what if named else recipe_names()[0]

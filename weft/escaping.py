@@ -4,7 +4,7 @@ Paths, names of tensors, lines of data and messages of other programs reach the 
 weft's own sentences.  A terminal obeys some of what they may contain: it moves the cursor, changes
 its title, or hides what was written.  So everything that a process of weft prints passes
 `escape_controls`, in one of two places: `escaping_stream` around stdout and stderr, and the console
-of `weft.observe.terminal`, whose own cursor movements pass it by.
+of `weft.monitor.terminal`, whose own cursor movements pass it by.
 """
 
 from __future__ import annotations

@@ -190,433 +190,448 @@ def key(default: Any, description: str, **rules: Any) -> Any:
 
 
 class RunSection(Section):
-    """Where a run lies, and what it runs on."""
+    """Where a run is stored and which devices it uses."""
 
     dir: Text = key(
-        "auto", "folder of the run; auto: runs/<recipe>, plus a short hash of what was overridden"
-    )
-    workers: Positive | Auto = key(
         "auto",
-        "processes of each node; auto: one per GPU, or up to 4 on CPU sharing its cores",
+        "run directory; auto: runs/<recipe>, plus a short hash of the overridden keys",
+    )
+    nproc_per_node: Positive | Auto = key(
+        "auto",
+        "processes per node; auto: one per GPU, or up to 4 on CPU, which share its cores",
     )
     nodes: Positive | Text = key(
         "auto",
-        "nodes that start this command, or MIN:MAX that may come and go; auto: as torchrun's "
-        "or the scheduler's environment says, or 1",
+        "number of nodes, or MIN:MAX for an elastic run; auto: from the environment (torchrun, "
+        "Slurm, ...), else 1",
     )
     rendezvous: Text = key(
         "auto",
-        "HOST:PORT where several nodes meet, on one of them; auto: as the environment says",
+        "rendezvous endpoint HOST:PORT of a run on several nodes; auto: from the environment",
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "where to compute; auto: cuda if present")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "device type; auto: cuda if available")
     cluster: Text = key(
         "local",
-        "what weft plan plans for: NODESxDEVICESxNAME, such as 64x8xH100; local: this machine",
+        "cluster that weft plan plans for, as NODESxDEVICESxNAME (64x8xH100); local: this machine",
     )
 
 
 class ModelSection(Section):
-    """The model family and preset; further keys override fields of its configuration."""
+    """The model family and size; further keys override fields of the model's configuration."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
-    kind: Text = key("llama", "model family: a name of weft's, or module:attribute of your own")
+    kind: Text = key("llama", "model family, or module:attribute of your own")
     preset: Name = key("toy", "named size of the family")
 
     def overrides(self) -> dict[str, Any]:
-        """The keys that are fields of the family's configuration."""
+        """Return the keys that are fields of the family's configuration."""
         return dict(self.__pydantic_extra__ or {})
 
 
 class DataSection(Section):
-    """What is trained on, and how it becomes rows of tokens; see docs/data.md."""
+    """The training data and how it becomes sequences of tokens; see docs/data.md."""
 
     path: Text = key(
         "python-stdlib",
-        "data to train on: a file, a folder or a glob of text, JSONL, Parquet or Arrow, also at "
-        "s3://; hf://org/name[:config][@split]; module:function of yours that gives documents; a "
-        "store of tokens, prepared or of others; or python-stdlib",
+        "training data: a file, directory or glob of text, JSONL, Parquet or Arrow, also at "
+        "s3://; hf://org/name[:config][@split]; module:function that yields documents; a prepared "
+        "token store; or python-stdlib",
     )
     mixture: dict[Text, Annotated[float, Field(gt=0)]] = key(
         {},
-        "instead of data.path several texts, each with its weight in the tokens trained on: "
-        '{"web/" = 0.7, "code/" = 0.3}; on the command line web/=0.7,code/=0.3',
+        "weighted data sources, in place of data.path; a weight is the source's share of the "
+        'tokens: {"web/" = 0.7, "code/" = 0.3}, or web/=0.7,code/=0.3 on the command line',
     )
-    field: Text = key("text", "where a file has many documents: the field or column with the text")
+    text_field: Text = key("text", "field or column that holds the text of a document")
     format: Literal["text", "chat", "preferences"] = key(
         "text",
-        "what data.path holds: text; chat: JSONL lines with messages, or with prompt and response; "
-        "preferences: lines with prompt, chosen and rejected, for train.objective dpo",
+        "content of data.path. text: documents; chat: JSONL lines with messages, or with prompt "
+        "and response; preferences: JSONL lines with prompt, chosen and rejected, for "
+        "train.objective=dpo",
     )
-    tokenizer: Text = key("train", "path of a tokenizer.json; train: make one from the text")
+    tokenizer: Text = key("train", "path of a tokenizer.json; train: train one on the data")
     chat_template: Text = key(
         "auto",
-        "file that writes conversations as text, in Jinja; auto: chat_template.jinja, or what "
-        "tokenizer_config.json has, beside the tokenizer",
+        "Jinja file that formats a conversation; auto: chat_template.jinja or "
+        "tokenizer_config.json beside the tokenizer",
     )
     vocab_size: Annotated[int, Field(ge=257, le=MOST)] = key(
-        4096, "entries of the tokenizer that is trained from the text"
+        4096, "vocabulary size of the tokenizer that data.tokenizer=train trains"
     )
-    holdout: Annotated[float, Field(gt=0, lt=0.5)] = key(
-        0.05, "share of the text held out for evaluation"
+    validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = key(
+        0.05, "fraction of the data in the validation set"
     )
     packing: Literal["windows", "documents", "best_fit"] = key(
         "windows",
-        "of text: rows cut from the token stream; documents: attention and loss stay inside a "
-        "document; best_fit: so, too, and what fits into a row is not cut; of conversations: "
-        "always whole ones, by best fit",
+        "how text fills sequences. windows: slices of the token stream; documents: the same, with "
+        "attention and loss inside each document; best_fit: as documents, and a document that "
+        "fits into a sequence is not split. Conversations are always packed by best_fit",
     )
-    too_long: Literal["error", "skip", "truncate"] = key(
-        "error", "for a conversation that is longer than a row: stop, leave it out, or cut its end"
+    overlong: Literal["error", "skip", "truncate"] = key(
+        "error",
+        "action on a conversation longer than train.seq_len. error: stop; skip: drop it; "
+        "truncate: cut its end",
     )
     invalid_utf8: Literal["error", "replace", "skip"] = key(
         "error",
-        "for a file (or one of its documents) that is not UTF-8: stop, replace the bad bytes, or "
-        "leave it out",
+        "action on a file or document that is not UTF-8. error: stop; replace: replace the bad "
+        "bytes; skip: drop it",
     )
-    cache: Text = key("auto", "folder for prepared text; auto: the user's cache folder")
+    cache_dir: Text = key("auto", "directory of prepared data; auto: the user's cache directory")
 
     @property
     def keeps_documents(self) -> bool:
-        """Whether rows have several documents that do not see each other."""
+        """Return True if a sequence may hold several documents that do not see each other."""
         return self.format != "text" or self.packing != "windows"
 
 
 class TrainSection(Section):
-    """How much of what is trained for how long, and what is minimised."""
+    """The length of the run, its batches and its objective."""
 
     steps: Positive = key(1000, "optimizer steps of the whole run")
-    seed: Seed = key(0, "decides the initial weights and the order of the data")
-    seq_len: Positive = key(1024, "tokens per sequence")
-    global_batch: Positive = key(64, "sequences per optimizer step, over all ranks")
-    microbatch: Positive | Auto = key(
+    seed: Seed = key(0, "seed of the initial weights and of the data order")
+    seq_len: Positive = key(1024, "sequence length, in tokens")
+    global_batch_size: Positive = key(64, "sequences per optimizer step, over all ranks")
+    microbatch_size: Positive | Auto = key(
         "auto",
-        "sequences per rank and forward pass; auto: the rank's whole share, but several in a "
-        "pipeline",
+        "sequences per rank and forward pass; auto: the rank's share of the global batch, split "
+        "for a pipeline",
     )
-    canonical: bool = key(
+    world_size_invariant: bool = key(
         False,
-        "add up gradients row by row in the order of the global batch: the same weights, bit for "
-        "bit, on any number of ranks; slower, and each rank holds the whole model",
+        "add gradients sequence by sequence in the order of the global batch, so that any number "
+        "of ranks computes bitwise the same weights; slower, and not sharded",
     )
     objective: Text = key(
         "next_token",
-        "what is minimised: next_token, dpo (of data.format preferences), or module:function of "
-        "your own",
+        "loss function: next_token, dpo (with data.format=preferences), or module:function",
     )
     dpo_beta: Annotated[float, Field(gt=0)] = key(
-        0.1, "dpo: what a reward is worth against leaving the initial model"
+        0.1, "dpo: strength of the penalty for leaving the reference model"
     )
     eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
-    eval_sequences: Positive = key(64, "held-out sequences per evaluation")
+    eval_sequences: Positive = key(64, "validation sequences per evaluation")
 
 
 class LoraSection(Section):
-    """Adapters beside frozen matrices (LoRA, QLoRA); see docs/fine-tuning.md."""
+    """Low-rank adapters beside frozen weights (LoRA, QLoRA); see docs/fine-tuning.md."""
 
-    rank: NonNegative = key(0, "width of the adapters; 0: all weights are trained")
-    alpha: Annotated[float, Field(gt=0)] = key(16.0, "adapters count alpha / rank")
-    rank_stabilized: bool = key(False, "they count alpha / sqrt(rank) (rsLoRA)")
+    rank: NonNegative = key(0, "rank of the adapters; 0: train all weights")
+    alpha: Annotated[float, Field(gt=0)] = key(16.0, "scale of the adapters: alpha / rank")
+    rank_stabilized: bool = key(False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
     targets: tuple[Text, ...] = key(
-        (), "linear layers that get one: q_proj, v_proj, ...; none named: all of the blocks"
+        (), "linear layers with adapters, such as q_proj,v_proj; empty: all linear layers of blocks"
     )
     quantize: Literal["none", "int8", "nf4"] = key(
         "none",
-        "what the blocks' frozen matrices are kept in, 64 numbers to a scale (nf4: QLoRA); none: "
-        "in the dtype that they are computed in",
+        "storage of the blocks' frozen weights, with one scale per 64 numbers (nf4: QLoRA); none: "
+        "the compute dtype",
     )
 
 
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    kind: Name = key("adamw", "optimizer: adamw, muon, or module:function of your own")
-    states: Literal["float32", "bfloat16", "8bit"] = key(
+    name: Name = key("adamw", "optimizer: adamw, muon, or module:function")
+    state_dtype: Literal["float32", "bfloat16", "8bit"] = key(
         "float32",
-        "adamw: what its moments are kept in; 8bit: those of the blocks' matrices, all others stay "
-        "float32",
+        "adamw: dtype of the moments; 8bit applies to the blocks' matrices, the rest stays float32",
     )
-    momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "muon: decay of the momentum")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "muon: momentum decay")
     lr: Annotated[float, Field(gt=0)] = key(3e-4, "peak learning rate")
     beta1: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "decay of the first moment")
     beta2: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "decay of the second moment")
-    eps: Annotated[float, Field(gt=0)] = key(1e-8, "added to the denominator")
+    eps: Annotated[float, Field(gt=0)] = key(1e-8, "term added to the denominator")
     weight_decay: Annotated[float, Field(ge=0)] = key(
-        0.1, "decoupled decay of matrices; gains and embeddings have none"
+        0.1, "decoupled weight decay of matrices; norms and embeddings have none"
     )
     max_grad_norm: Annotated[float, Field(gt=0)] = key(
-        1.0, "global gradient norm above which gradients are scaled down"
+        1.0, "global gradient norm above which gradients are clipped"
     )
     schedule: Name = key(
-        "wsd", "learning rate after warm-up: wsd, cosine, linear, or module:function of your own"
+        "wsd", "learning-rate schedule after warmup: wsd, cosine, linear, or module:function"
     )
-    warmup_steps: NonNegative = key(100, "steps of linear warm-up")
+    warmup_steps: NonNegative = key(100, "steps of linear warmup")
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = key(
-        0.2, "wsd: share of the steps after warm-up spent decaying, at the end"
+        0.2, "wsd: fraction of the steps after warmup in which the learning rate decays"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
-        0.1, "learning rate at the end of its decay, as a share of the peak"
+        0.1, "final learning rate, as a fraction of the peak"
     )
 
 
 class ParallelSection(Section):
-    """Degrees of each kind of parallelism; their product, without ep, is the number of ranks."""
+    """Degrees of parallelism; the product of all but ep is the number of ranks."""
 
-    dp_replicate: Positive = key(1, "replicas of the sharded model")
+    dp_replicate: Positive = key(1, "replicas of the sharded model (HSDP)")
     dp_shard: Positive | Literal["auto", "fit"] = key(
         "auto",
-        "ranks that share one copy of the parameters; auto: all that remain; "
-        "fit: the fewest whose memory suffices, the rest being replicas (MiCS)",
+        "data-parallel ranks that shard parameters, gradients and optimizer state (FSDP). auto: "
+        "all remaining ranks; fit: the fewest that fit into memory, the rest replicate (MiCS)",
     )
-    tp: Positive = key(1, "tensor parallel: ranks that share each matrix")
-    pp: Positive = key(1, "pipeline parallel: ranks that share the layers")
-    cp: Positive = key(1, "context parallel: ranks that share each sequence")
-    ep: Positive = key(
-        1, "expert parallel: of the dp_shard x cp ranks, how many share out the experts"
-    )
-    schedule: Text = key(
-        "1F1B",
-        "order of the pipeline's microbatches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "
-        "InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or the path of a .csv file",
-    )
+    tp: Positive = key(1, "tensor-parallel degree")
+    pp: Positive = key(1, "pipeline-parallel degree")
+    cp: Positive = key(1, "context-parallel degree")
+    ep: Positive = key(1, "expert-parallel degree; divides dp_shard x cp")
     sequence_parallel: bool = key(
-        True, "tp: activations between the matrices are split along the sequence"
+        True, "tp: shard activations between matrix products along the sequence"
     )
-    async_tp: bool = key(
-        False, "tp: overlap its communication with the matrix products (SymmetricMemory)"
+    async_tp: bool = key(False, "tp: overlap communication with matrix products (SymmetricMemory)")
+    cp_method: Literal["ring", "allgather", "ulysses"] = key(
+        "ring",
+        "cp: attention across ranks. ring: pass keys and values around; allgather: gather keys "
+        "and values; ulysses: exchange heads for tokens",
     )
-    context: Literal["ring", "allgather", "ulysses"] = key(
-        "ring", "cp: pass keys and values round, gather them, or exchange heads for tokens"
+    cp_load_balance: bool = key(
+        True, "cp: give each rank a chunk from the head and one from the tail of a sequence"
     )
-    context_balance: bool = key(
-        True, "cp: each rank takes a piece of the head and of the tail of a sequence"
-    )
-    placement: Literal["pipeline-outer", "replica-outer"] = key(
+    mesh_order: Literal["pipeline-outer", "replica-outer"] = key(
         "pipeline-outer",
-        "which ranks are neighbours: those of a pipeline stage, or those of a whole replica",
+        "outermost axis of the device mesh. pipeline-outer: the ranks of a stage are neighbors; "
+        "replica-outer: the ranks of a replica are neighbors",
     )
     reshard_after_forward: Literal["auto", "always", "never"] | Positive = key(
         "auto",
-        "free gathered parameters after forward (always: ZeRO-3), keep them (never: ZeRO-2), or "
-        "reshard over that many ranks only; auto: never in a pipeline, else always",
+        "parameters after forward. always: reshard (ZeRO-3); never: keep unsharded (ZeRO-2); a "
+        "number: reshard over that many ranks; auto: never in a pipeline, else always",
     )
     gradient_sync: Literal["auto", "microbatch", "step"] = key(
         "auto",
-        "microbatch: reduce-scatter gradients with each one, and all-reduce replicas once a step; "
-        "step: add them up whole and do both once; auto: step where weights are kept whole, too, "
-        "or gradients take less than 2 GiB",
+        "gradient reduction. microbatch: reduce-scatter each microbatch, all-reduce replicas once "
+        "a step; step: accumulate unsharded gradients and reduce once; auto: step if parameters "
+        "stay unsharded or gradients take less than 2 GiB",
     )
     hierarchical_gather: bool = key(
-        False, "gather parameters across nodes first, then inside each node"
+        False, "all-gather parameters across nodes first, then inside each node"
     )
     symmetric_memory: bool = key(
-        False, "exchange parameters and gradients through memory that GPUs of a node share"
+        False, "communicate parameters and gradients through memory that a node's GPUs share"
     )
-    prefetch: NonNegative = key(1, "blocks whose parameters are gathered ahead of their use")
-    persist_below: NonNegative = key(
-        0, "parameters of fewer elements stay gathered from their first use to the end of a step"
+    fsdp_prefetch: NonNegative = key(1, "blocks whose parameters are gathered ahead of use")
+    param_persistence_threshold: NonNegative = key(
+        0,
+        "elements below which a parameter stays unsharded from its first use to the end of a step",
     )
-    cpu_offload: bool = key(False, "keep parameters, gradients and optimizer states in host memory")
+    cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
 
 
 class PipelineSection(Section):
-    """How the layers are cut into stages."""
+    """The pipeline schedule and the split into stages."""
 
+    schedule: Text = key(
+        "1F1B",
+        "pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
+        "ZBVZeroBubble, DualPipeV, or the path of a .csv file",
+    )
     stages_per_rank: Positive | Auto = key(
-        "auto", "stages of one rank; auto: as many as the schedule needs, 2 if it may have several"
+        "auto", "stages per rank; auto: what the schedule needs, or 2 if it allows several"
     )
-    optimize: Literal["speed", "memory"] = key(
-        "speed", "cut so that the slowest stage is fastest, or the largest smallest"
+    balance: Literal["speed", "memory"] = key(
+        "speed",
+        "objective of the split. speed: the slowest stage is as fast as possible; memory: the "
+        "largest stage is as small as possible",
     )
-    layers: tuple[NonNegative, ...] = key(
-        (), "blocks of each stage, first to last, instead of cutting by cost"
+    layers_per_stage: tuple[NonNegative, ...] = key(
+        (), "layers of each stage, first to last; empty: split by pipeline.balance"
     )
 
 
 class PrecisionSection(Section):
-    """Dtypes of what is computed; weights that are trained are kept in float32."""
+    """Dtypes of computation; trained weights are stored in float32."""
 
-    compute: Literal["auto", "float32", "bfloat16"] = key(
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "dtype of forward and backward; auto: bfloat16 on cuda, float32 on cpu"
     )
-    reduce: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
+    reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = key(
         "none",
-        "the blocks' matrix products in float8, by what shares a scale: a whole matrix; a row; a "
-        "row, and gradients of weights in high precision; 32 numbers; needs weft[torchao]",
+        "float8 matrix products of the blocks, by the elements that share a scale. tensorwise: a "
+        "matrix; rowwise: a row; rowwise_with_gw_hp: a row, weight gradients in high precision; "
+        "mxfp8: 32 elements; needs weft[torchao]",
     )
-    float8_skip: tuple[Text, ...] = key(
-        (), "float8: matrices that stay in high precision, by patterns of names: *.o_proj"
+    float8_exclude: tuple[Text, ...] = key(
+        (), "float8: name patterns of matrices that stay in high precision, such as *.o_proj"
     )
-    float8_small: bool = key(False, "float8: also matrices that are too small to gain by it")
+    float8_small: bool = key(False, "float8: convert matrices that are too small to get faster")
 
 
-class RematSection(Section):
-    """Activations that are computed again, or offloaded, instead of kept; see docs/speed.md."""
+class ActivationCheckpointSection(Section):
+    """Recomputation and offload of activations; see docs/speed.md."""
 
-    kind: Literal["none", "full", "selective", "budget"] = key(
+    mode: Literal["none", "full", "selective", "budget"] = key(
         "none",
-        "what blocks compute again in backward: nothing; all; what is cheap; what a budget leaves",
+        "activation checkpointing of the blocks. full: recompute every block; selective: "
+        "recompute cheap operators; budget: fit a memory budget",
     )
-    every: Positive = key(1, "only every n-th block does so")
-    products: NonNegative = key(
-        2, "selective: every n-th matrix product is computed again; 0: none of them"
+    every_n_layers: Positive = key(1, "checkpoint every n-th block only")
+    recompute_every_n_matmuls: NonNegative = key(
+        2, "selective: recompute every n-th matrix product; 0: none"
     )
-    budget: Annotated[float, Field(ge=0, le=1)] = key(
-        0.5, "budget: share of the activations that may be kept"
+    memory_budget: Annotated[float, Field(ge=0, le=1)] = key(
+        0.5, "budget: fraction of the activation memory that may be kept"
     )
     offload: bool = key(
-        False, "what autograd keeps waits in the host's memory; of selective and budget the inputs"
+        False,
+        "keep saved activations in host memory until backward; with selective and budget the "
+        "blocks' inputs",
     )
-    ahead: Positive = key(1, "offload: blocks whose activations come back, or stay, ahead of use")
+    offload_prefetch: Positive = key(
+        1, "offload: blocks whose activations are loaded, or stay on the device, ahead of use"
+    )
 
 
 class CompileSection(Section):
-    """torch.compile, block by block; see docs/speed.md."""
+    """Compilation of each block with torch.compile; see docs/speed.md."""
 
     enable: bool = key(False, "compile each block with torch.compile")
-    cache: Text = key("~/.cache/weft/compile", "folder for what is compiled, for the next start")
+    cache_dir: Text = key(
+        "~/.cache/weft/compile", "directory of compiled code, reused by the next start"
+    )
 
 
 class CheckpointSection(Section):
-    """When and where the state of the run is saved; see docs/reliability.md."""
+    """When and where a run saves its state; see docs/reliability.md."""
 
     interval: NonNegative | Auto = key(
         100,
-        "steps between checkpoints; 0: only at the end; auto: what loses least time, given the "
-        "measured cost of a checkpoint and mtbf_hours",
+        "steps between checkpoints; 0: only at the end; auto: the interval that loses the least "
+        "time, from the measured cost of a checkpoint and checkpoint.mtbf_hours",
     )
     mtbf_hours: Annotated[float, Field(gt=0)] = key(
-        24.0, "interval auto: mean time between failures of the whole job"
+        24.0, "interval=auto: mean time between failures of the whole job, in hours"
     )
-    background: bool = key(True, "copy the state, and write it while training goes on")
+    async_save: bool = key(True, "write a copy of the state in the background while training")
     dir: Text = key(
-        "auto", "folder or s3://bucket/prefix of the checkpoints; auto: checkpoints in run.dir"
+        "auto",
+        "directory or s3://bucket/prefix of the checkpoints; auto: checkpoints in run.dir",
     )
-    keep: Positive = key(2, "newest checkpoints that are kept")
-    local: Text = key(
+    keep_latest: Positive = key(2, "checkpoints to keep, newest first")
+    local_dir: Text = key(
         "off",
-        "folder of each node itself, where its ranks leave the newest state: /dev/shm (its memory, "
-        "twice the state) or a disk of its own; off",
+        "node-local directory for the newest state, such as /dev/shm (takes twice the state in "
+        "memory) or a local disk; off: none",
     )
-    local_interval: Positive = key(10, "steps after which they do, if the last time is over")
+    local_interval: Positive = key(10, "steps between node-local saves")
 
 
 class Fault(Section):
-    """One fault of a drill; see `weft.resilience.faults`, which lists the sites."""
+    """One injected fault; `weft.resilience.faults` lists the sites."""
 
-    site: Text = key("step", "where: one of the sites of weft.resilience.faults")
+    site: Text = key("step", "site: one of weft.resilience.faults")
     kind: Literal["kill", "stop", "slow", "lock", "raise", "error", "corrupt", "nan", "flip"] = key(
         "kill",
-        "kill or stop the process, sleep, sleep and keep the interpreter lock, raise an exception "
-        "or an error of the disk, multiply what is there by factor or by NaN, or flip a bit of it",
+        "effect. kill: SIGKILL; stop: SIGSTOP; slow: sleep; lock: sleep and hold the GIL; raise: "
+        "an exception; error: an OSError; corrupt: multiply the tensors by factor; nan: fill them "
+        "with NaN; flip: flip one bit",
     )
-    rank: NonNegative = key(0, "on which rank")
-    passing: Positive = key(1, "the how manieth time that the rank comes by")
-    times: Positive = key(1, "on so many passings in a row")
-    seconds: Annotated[float, Field(ge=0)] = key(1.0, "of slow and lock")
-    error: Literal["EIO", "ENOSPC", "EDQUOT", "EACCES"] = key("ENOSPC", "of error")
-    factor: float = key(1e4, "of corrupt")
+    rank: NonNegative = key(0, "rank")
+    passing: Positive = key(1, "fire at the n-th call of this site")
+    times: Positive = key(1, "number of consecutive calls that fire")
+    seconds: Annotated[float, Field(ge=0)] = key(1.0, "slow and lock: duration in seconds")
+    error: Literal["EIO", "ENOSPC", "EDQUOT", "EACCES"] = key("ENOSPC", "error: its errno")
+    factor: float = key(1e4, "corrupt: factor")
 
 
 class ResilienceSection(Section):
-    """What happens when something goes wrong; see docs/reliability.md."""
+    """Failures, hangs and restarts; see docs/reliability.md."""
 
     time_limit: Annotated[float, Field(ge=0)] = key(
-        0.0, "seconds of training after which to save and stop, with exit status 75; 0: none"
+        0.0, "seconds of training after which the run saves and exits with status 75; 0: no limit"
     )
-    anomaly: Literal["stop", "skip", "rewind"] = key(
+    on_anomaly: Literal["stop", "skip", "rewind"] = key(
         "stop",
-        "when loss or gradient norm is no number: stop; skip the update and go on; or rewind to "
-        "the last checkpoint and leave out the samples since; the last two watch for spikes, too",
+        "action on a NaN or Inf loss or gradient norm. stop: end the run; skip: skip the update; "
+        "rewind: load the last checkpoint and skip the samples since; skip and rewind also act "
+        "on spikes",
     )
-    anomaly_limit: Positive = key(
-        10, "steps skipped in a row, or rewinds to the same checkpoint, before the run stops"
+    max_anomalies: Positive = key(
+        10, "skipped steps in a row, or rewinds to one checkpoint, before the run stops"
     )
     spike_threshold: Annotated[float, Field(gt=0)] = key(
-        10.0, "robust standard deviations above the median that make a spike"
+        10.0, "robust standard deviations above the median that count as a spike"
     )
     spike_window: Annotated[int, Field(ge=4, le=10_000)] = key(
-        128, "accepted steps that say what is usual; judged as soon as half of it is filled"
+        128, "accepted steps that define the median; spikes are detected once half are there"
     )
     replica_check: NonNegative = key(
-        100, "steps between comparisons of replicas, also made before each save; 0: never"
+        100, "steps between comparisons of the replicas, also made before each save; 0: never"
     )
     step_timeout: Annotated[float, Field(ge=0)] | Auto = key(
         "auto",
-        "seconds without progress in a step after which the run is ended as hung, with exit status "
-        "3; elsewhere ten times that, at least 600; auto: 60, or (10 + observe.log_interval) times "
-        "the median step; 0: never",
+        "seconds without progress in a step before the run is ended as hung, with exit status 3 "
+        "(outside a step ten times as many, at least 600); auto: 60, or (10 + "
+        "monitor.log_interval) times the median step time, whichever is more; 0: never",
     )
     preflight: bool = key(
         False,
-        "check each node before its ranks start, as weft doctor does; one with something bad does "
-        "not take part, and ends with status 69",
+        "run the checks of weft doctor on each node before its ranks start; a node that fails "
+        "exits with status 69",
     )
-    restarts: NonNegative = key(
-        3, "times an hour that ranks start again from the newest checkpoint after a failure"
+    max_restarts_per_hour: NonNegative = key(
+        3, "restarts from the newest checkpoint within an hour; 0: none"
     )
     lighthouse: Text = key(
         "none",
-        "HOST:PORT of torchft's lighthouse, where replica groups meet: runs of their own, of which "
-        "any may die in any step; needs weft[torchft]",
+        "HOST:PORT of torchft's lighthouse, for replica groups that fail independently; needs "
+        "weft[torchft]; none: no replica groups",
     )
-    faults: tuple[Fault, ...] = key((), "faults to inject, for a drill: [[resilience.faults]]")
+    faults: tuple[Fault, ...] = key((), "faults to inject, as tables [[resilience.faults]]")
 
 
-class ObserveSection(Section):
-    """What is recorded, and where it goes; see docs/observing.md."""
+class MonitorSection(Section):
+    """Metrics, trackers and reports; see docs/observing.md."""
 
-    log_interval: Positive = key(10, "steps between records")
-    sinks: tuple[Text, ...] = key(
+    log_interval: Positive = key(10, "steps between logged metrics")
+    trackers: tuple[Text, ...] = key(
         ("tensorboard",),
-        "where records go beside metrics.jsonl: tensorboard, wandb, mlflow, or module:function of "
-        "your own",
+        "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, or module:function",
     )
-    grad_norms: bool = key(False, "record the gradient norm of each layer, too")
-    report: bool = key(True, "keep report.html up to date while training; needs weft[report]")
-    spans: bool = key(True, "write when each rank did what, for Perfetto, into the folder spans")
+    layer_grad_norms: bool = key(False, "log the gradient norm of each layer")
+    report: bool = key(True, "render report.html during training; needs weft[report]")
+    spans: bool = key(True, "write a timeline of each rank for Perfetto, into spans/")
 
 
 class ProfileSection(Section):
-    """What torch.profiler sees of some steps; see docs/observing.md."""
+    """Profiles by torch.profiler; see docs/observing.md."""
 
-    steps: Steps = key("", "steps to profile into the folder traces: 10, or 10-12; empty: none")
-    memory: bool = key(False, "profile.steps: also where memory is taken")
+    steps: Steps = key("", "steps to profile, into traces/: 10, or 10-12; empty: none")
+    memory: bool = key(False, "record memory allocations, too")
 
 
 class DebugSection(Section):
-    """To find what is wrong with a run; docs/debugging.md."""
+    """Tools that find the cause of a wrong loss; see docs/debugging.md."""
 
-    statistics: Steps = key(
+    layer_stats_steps: Steps = key(
         "",
-        "steps (7,20-30) of which statistics.jsonl gets mean, size and what is no number of every "
-        "block's output, gradient and parameter; empty: none",
+        "steps, such as 7,20-30, whose layer statistics (mean, size, NaN count of each block's "
+        "output, gradient and parameter) go into statistics.jsonl; empty: none",
     )
     deterministic: bool = key(
-        False,
-        "the same bits whenever the run is repeated on the same layout and devices; slower on GPUs",
+        False, "bitwise reproducible on the same layout and devices; slower on GPUs"
     )
     autograd_anomaly: bool = key(
-        False, "name the operator and the layer whose backward pass makes NaN; slow"
+        False, "name the operator and layer whose backward makes NaN; slow"
     )
 
 
 class LaunchSection(Section):
-    """What ``weft launch`` asks a cluster for; a run itself reads none of it."""
+    """What ``weft launch`` requests from a cluster; the run itself ignores it."""
 
-    time: Text = key("1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS")
-    image: Text = key("auto", "container image that has weft in it; auto: the cluster's default")
+    time_limit: Text = key(
+        "1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS"
+    )
+    image: Text = key("auto", "container image with weft installed; auto: the cluster's default")
     setup: tuple[ShellLines, ...] = key(
-        (), "shell lines that every node runs first, such as 'source ~/venv/bin/activate'"
+        (), "shell lines that each node runs first, such as 'source ~/venv/bin/activate'"
     )
     options: dict[Text, Text] = key(
-        {}, "what else the scheduler is asked for, by its own names: partition=gpu,account=mine"
+        {}, "further options of the scheduler, by its own names: partition=gpu,account=mine"
     )
 
 
 class Job(Section):
-    """What the user chose.  One field per section; see each section for its keys."""
+    """The user's choices, one field per section."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -627,11 +642,11 @@ class Job(Section):
     parallel: ParallelSection = ParallelSection()
     pipeline: PipelineSection = PipelineSection()
     precision: PrecisionSection = PrecisionSection()
-    remat: RematSection = RematSection()
+    activation_checkpoint: ActivationCheckpointSection = ActivationCheckpointSection()
     compile: CompileSection = CompileSection()
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
-    observe: ObserveSection = ObserveSection()
+    monitor: MonitorSection = MonitorSection()
     profile: ProfileSection = ProfileSection()
     debug: DebugSection = DebugSection()
     launch: LaunchSection = LaunchSection()

@@ -142,7 +142,7 @@ def next_step(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def is_sound(at: Position, step: int) -> bool:
-    Watch(ResilienceSection(anomaly="skip"), at.watch)
+    Watch(ResilienceSection(on_anomaly="skip"), at.watch)
     whole = type(at.step) is type(at.samples) is int
     return whole and at.step == step and step <= at.samples < 2**53
 

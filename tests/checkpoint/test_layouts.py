@@ -34,8 +34,8 @@ JOB: Overrides = [
     ("model.num_layers", "4"),
     ("model.tied_embeddings", "false"),
     ("data.packing", "documents"),
-    ("train.global_batch", str(BATCH)),
-    ("train.microbatch", "2"),
+    ("train.global_batch_size", str(BATCH)),
+    ("train.microbatch_size", "2"),
 ]
 
 Tensors = dict[str, torch.Tensor]
@@ -206,7 +206,7 @@ EVERY = [
     "pp2 tp2",
     "pp2 schedule=DualPipeV",
     "dp_shard3 persist_below=100",
-    "dp_shard2 train.canonical=true train.microbatch=1",
+    "dp_shard2 train.world_size_invariant=true train.microbatch_size=1",
 ]
 SOME = ["", "dp_shard3", "tp2", "dp_replicate2 dp_shard2", "cp2", "dp_shard2 tp2"]
 

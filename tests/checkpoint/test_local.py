@@ -27,7 +27,7 @@ STEPS: Overrides = [
     ("train.steps", "9"),
     ("checkpoint.interval", "4"),
     ("checkpoint.local_interval", "1"),
-    ("checkpoint.background", "false"),
+    ("checkpoint.async_save", "false"),
 ]
 KILLED = faults({"site": "step", "passing": 7, "kind": "kill"})
 TWO: Overrides = [("parallel.dp_replicate", "2")]
@@ -37,7 +37,7 @@ def train_on_node(overrides: Overrides, store: str, nodes: str, ranks_per_node: 
     """Train with a folder of one's own for each node."""
     own = Path(nodes) / f"node{dist.get_rank() // ranks_per_node}"
     own.mkdir(parents=True, exist_ok=True)
-    train_rank([*overrides, ("checkpoint.local", str(own))], store)
+    train_rank([*overrides, ("checkpoint.local_dir", str(own))], store)
 
 
 class Cluster:

@@ -29,8 +29,8 @@ from weft.train.position import resume
 STEPS: Overrides = [
     ("train.steps", "6"),
     ("checkpoint.interval", "2"),
-    ("checkpoint.keep", "9"),
-    ("observe.log_interval", "1"),
+    ("checkpoint.keep_latest", "9"),
+    ("monitor.log_interval", "1"),
 ]
 
 

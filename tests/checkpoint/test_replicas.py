@@ -33,13 +33,13 @@ def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> N
         ),
         (
             3,
-            [("parallel.dp_replicate", "3"), ("train.global_batch", "6")],
+            [("parallel.dp_replicate", "3"), ("train.global_batch_size", "6")],
             "rank 1 differs from the other replicas in model.embed_tokens.weight",
         ),
         # Whole on each rank, and no DTensor.
         pytest.param(
             2,
-            [("train.canonical", "true"), ("train.microbatch", "1")],
+            [("train.world_size_invariant", "true"), ("train.microbatch_size", "1")],
             "one of ranks 0, 1 differs from its replica in model.embed_tokens.weight",
             marks=pytest.mark.slow,
         ),

@@ -131,8 +131,8 @@ STEPS: Overrides = [
     ("model.num_layers", "1"),
     ("train.steps", "8"),
     ("checkpoint.interval", "3"),
-    ("checkpoint.keep", "9"),
-    ("observe.log_interval", "1"),
+    ("checkpoint.keep_latest", "9"),
+    ("monitor.log_interval", "1"),
 ]
 
 
@@ -156,7 +156,7 @@ def test_train_failed_save_is_tried_again_at_once(
     overrides = [
         *STEPS,
         ("run.dir", str(tmp_path / "run")),
-        ("checkpoint.background", background),
+        ("checkpoint.async_save", background),
         ("resilience.faults", toml(change)[:-1] + ", " + toml(slow)[1:]),
     ]
     run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
@@ -173,7 +173,7 @@ def test_train_failed_save_is_tried_again_only_once(store_path: Path, tmp_path: 
         toml({"site": "checkpoint.rename", "passing": n, "kind": "error"})[1:-1] for n in (1, 2)
     )
     run = tmp_path / "run"
-    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.background", "false")]
+    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.async_save", "false")]
     overrides += [("resilience.faults", f"[{faults}]")]
     run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
     assert steps_saved(run) == [6, 8]
@@ -231,7 +231,7 @@ def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_pa
         ("train.steps", "24"),
         ("checkpoint.interval", "auto"),
         ("checkpoint.mtbf_hours", "1e-9"),
-        ("checkpoint.keep", "99"),
+        ("checkpoint.keep_latest", "99"),
     ]
     run_ranks(train_and_listen, 2, overrides, str(store_path), str(tmp_path / "said"))
     saved = steps_saved(tmp_path / "run")
@@ -421,7 +421,7 @@ def test_saver_folder_deleted_and_taken_by_another_is_superseded(tmp_path: Path)
 
 def test_train_folder_deleted_notes_it_once(store_path: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.background", "false")]
+    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.async_save", "false")]
     run_ranks(train_and_delete, 2, overrides, str(store_path), str(tmp_path / "said"))
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     (warning,) = (event for event in events if event["kind"] == "warning")
@@ -519,7 +519,7 @@ def test_train_suspended_and_superseded_ends(store_path: Path, tmp_path: Path) -
     """Stopped by a fault in step 5, its run taken and finished by another, and woken up."""
     run = tmp_path / "run"
     stop = {"site": "checkpoint.manifest", "passing": 2, "kind": "slow", "seconds": 25.0}
-    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.background", "false")]
+    overrides = [*STEPS, ("run.dir", str(run)), ("checkpoint.async_save", "false")]
     sleeper = [*overrides, ("resilience.faults", toml(stop))]
     code = "from tests.harness import run_ranks; from tests.small import train_rank\n"
     code += f"run_ranks(train_rank, 2, {sleeper!r}, {str(store_path)!r})"

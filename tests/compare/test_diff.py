@@ -41,7 +41,7 @@ PLAIN, PERTURBED = family(0), family(7)
 """
 CHANGED: Overrides = [
     ("train.steps", "9"),
-    ("debug.statistics", "6-8"),
+    ("debug.layer_stats_steps", "6-8"),
     ("debug.deterministic", "true"),
 ]
 
@@ -91,7 +91,7 @@ def test_diff_perturbed_layer_is_named(
     assert said.startswith("they part at step 7: the output of layers.1 in forward (0.99% apart)\n")
     assert "equal bit for bit until step 6\n" in said
     assert '  model.kind: "mine:PLAIN" / "mine:PERTURBED"\n' in said
-    assert "--debug.statistics" not in said  # they are there
+    assert "--debug.layer_stats_steps" not in said  # they are there
     assert main(["debug", "diff", str(a), str(b), "--tolerance", "10", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["part"] is None
@@ -133,9 +133,11 @@ def test_diff_without_statistics_says_how_to_record_them(tmp_path: Path) -> None
     said = str(found)
     assert said.startswith("they part at step 30: the loss (3.23% apart)\n")
     assert "equal bit for bit until step 20" in said
-    assert f"weft train {a}/job.toml --run.dir {a}-again --debug.statistics 21-30" in said
+    assert f"weft train {a}/job.toml --run.dir {a}-again --debug.layer_stats_steps 21-30" in said
     assert f"or, in place: weft rollback {a} 10, then the first" in said
-    assert f"weft train '{b}/job.toml' --run.dir '{b}-again' --debug.statistics 21-30" in said
+    assert (
+        f"weft train '{b}/job.toml' --run.dir '{b}-again' --debug.layer_stats_steps 21-30" in said
+    )
     assert "  optim.lr: 0.0003 / 0.1" in said
 
 
@@ -202,7 +204,7 @@ def test_diff_earlier_departure_in_records_precedes_statistics(tmp_path: Path) -
     a, b = made(tmp_path / "a", {3: 1.0}, ROWS), made(tmp_path / "b", {3: 1.1}, others)
     said = str(compare_runs(a, b, 1e-4))
     assert said.startswith("they part at step 3: the loss")
-    assert "--debug.statistics 1-3" in said
+    assert "--debug.layer_stats_steps 1-3" in said
 
 
 def test_diff_runs_without_common_steps_are_refused(

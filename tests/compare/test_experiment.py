@@ -31,7 +31,7 @@ WEFT = [sys.executable, "-m", "weft.cli"]
 
 def toml(path: Path, store: Path, *changes: tuple[str, Any]) -> str:
     """The small model as a recipe."""
-    pairs: list[tuple[str, Any]] = [*SMALL, ("data.path", str(store)), ("run.workers", "1")]
+    pairs: list[tuple[str, Any]] = [*SMALL, ("data.path", str(store)), ("run.nproc_per_node", "1")]
     job, _, problems = read_job("demo", [*pairs, *changes])
     assert not problems
     path.write_text(tomli_w.dumps(job.model_dump(mode="json")))
@@ -69,13 +69,15 @@ def test_parse_vary_mistakes_are_problems() -> None:
     for text in ("parallel.tp", "parallel.tp=", "parallel.tp=1,,2", "parallel.tp=1,2,1"):
         assert parse_vary(text, problems) == []
     assert [problem.value for problem in problems][3] == "parallel.tp=1,2,1"
-    assert parse_vary("train.global-batch=4,8", problems) == [("train.global_batch", ["4", "8"])]
+    assert parse_vary("train.global-batch=4,8", problems) == [
+        ("train.global_batch_size", ["4", "8"])
+    ]
     assert len(problems) == 4
 
 
 def variants(*arguments: Any, overrides: Overrides = []) -> list[Variant]:  # noqa: B006
     recipes, *vary = arguments
-    here = [("run.device", "cpu"), ("run.workers", "2"), *overrides]
+    here = [("run.device", "cpu"), ("run.nproc_per_node", "2"), *overrides]
 
     def read(recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
         return prepare("runs", recipe, overrides)
@@ -84,12 +86,14 @@ def variants(*arguments: Any, overrides: Overrides = []) -> list[Variant]:  # no
 
 
 def test_variants_labels_name_what_changed() -> None:
-    found = variants(["demo"], ("parallel.tp", ["1", "2"]), ("remat.kind", ["none", "full"]))
+    found = variants(
+        ["demo"], ("parallel.tp", ["1", "2"]), ("activation_checkpoint.mode", ["none", "full"])
+    )
     assert [each.label for each in found] == [
-        "tp=1, remat=none",
-        "tp=1, remat=full",
-        "tp=2, remat=none",
-        "tp=2, remat=full",
+        "tp=1, activation_checkpoint=none",
+        "tp=1, activation_checkpoint=full",
+        "tp=2, activation_checkpoint=none",
+        "tp=2, activation_checkpoint=full",
     ]
     assert [each.job.parallel.tp for each in found] == [1, 1, 2, 2]
     assert all(each.job.checkpoint.interval == 0 for each in found)
@@ -234,7 +238,7 @@ def once(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Four variants, of which one crashes and one cannot be: killed in the second run, which has
     left some records, and run again."""
     folder = tmp_path_factory.mktemp("once")
-    same = [("train.steps", "12"), ("resilience.restarts", "0")]
+    same = [("train.steps", "12"), ("resilience.max_restarts_per_hour", "0")]
     crash = '[{site="gradients", kind="raise", passing=3}]'
     recipes = [
         toml(folder / "plain.toml", store_path, *same, slow(0.1)),

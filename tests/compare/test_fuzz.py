@@ -63,7 +63,7 @@ def test_space_tables_name_keys_that_exist() -> None:
 
 
 def test_candidates_follow_from_the_type() -> None:
-    assert candidates("parallel.context") == ("allgather", "ulysses")
+    assert candidates("parallel.cp_method") == ("allgather", "ulysses")
     assert candidates("parallel.sequence_parallel") == ("false",)
     assert candidates("parallel.gradient_sync") == ("microbatch", "step")
     assert candidates("optim.beta1") == ("0.45",)  # 1.35 is out of its bounds
@@ -210,7 +210,12 @@ LAYOUT = ["--parallel.tp", "2", "--parallel.dp_shard", "1"]
 @pytest.mark.ranks
 @pytest.mark.slow  # so do several of the twenty random jobs
 def test_resume_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--steps", "2", "--resume-layout", "parallel.dp_shard=2,remat.kind=full"]
+    words = [
+        "--steps",
+        "2",
+        "--resume-layout",
+        "parallel.dp_shard=2,activation_checkpoint.mode=full",
+    ]
     assert main(["verify", "demo", *LAYOUT, *words]) == 0
     assert "resumed from a checkpoint as dp_shard 2: " in capsys.readouterr().out
 

@@ -59,25 +59,29 @@ def test_compare_plan_only_layouts_of_8b_are_ranked(
 ) -> None:
     """On two servers, from this machine."""
     command = ["compare", "llama3-8b", "--plan-only", "--cluster", "2x8xh100", "--price", "2.5"]
-    command += ["--vary", "parallel.tp=1,3,8", "--vary", "remat.kind=none,full"]
-    command += ["--train.seq_len", "4096", "--train.global_batch", "64", "--json"]
+    command += ["--vary", "parallel.tp=1,3,8", "--vary", "activation_checkpoint.mode=none,full"]
+    command += ["--train.seq_len", "4096", "--train.global_batch_size", "64", "--json"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     found = json.loads(text)
     assert json.loads((tmp_path / "out/comparison.json").read_text()) == found
     variants = {each["label"]: each for each in found["variants"]}
     assert len(variants) == 6
-    for remat in ("none", "full"):
-        refused = variants[f"tp=3, remat={remat}"]
+    for activation_checkpoint in ("none", "full"):
+        refused = variants[f"tp=3, activation_checkpoint={activation_checkpoint}"]
         assert refused["forecast"] is None
         assert "does not divide" in refused["reason"]
-    one, full = (variants[f"tp=1, remat={kind}"]["forecast"] for kind in ("none", "full"))
+    one, full = (
+        variants[f"tp=1, activation_checkpoint={kind}"]["forecast"] for kind in ("none", "full")
+    )
     assert one["fits"] is full["fits"] is True
     assert one["peak_memory_gib"] > 2 * full["peak_memory_gib"]
-    wide = variants["tp=8, remat=none"]
+    wide = variants["tp=8, activation_checkpoint=none"]
     assert wide["forecast"]["step_seconds"] > 1.15 * one["step_seconds"]
-    slower = next(line for line in found["verdict"] if line.startswith("tp=8, remat=none"))
-    assert "slower than tp=1, remat=none (of such" in slower
+    slower = next(
+        line for line in found["verdict"] if line.startswith("tp=8, activation_checkpoint=none")
+    )
+    assert "slower than tp=1, activation_checkpoint=none (of such" in slower
     speed = wide["forecast"]["tokens_per_second_per_device"]
     hours = 1e9 / speed / 3600
     assert wide["device_hours_per_billion_tokens"] == pytest.approx(hours)
@@ -133,7 +137,7 @@ def test_compare_plan_only_unwritable_folder_is_reported(
 
 
 def test_compare_plan_only_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    vary = ["--vary", "remat.kind=none,full"]
+    vary = ["--vary", "activation_checkpoint.mode=none,full"]
     lines = rejected(capsys, "compare", "llama3-8b", *vary, "--plan-only", "--cluster", "2x8xh999")
     assert len(lines) == 1
     assert lines[0].startswith('--cluster = "2x8xh999"')

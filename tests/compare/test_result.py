@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.compare.test_judge import plan
-from tests.observe.test_report import Browser, make_run, needs_browser, values
+from tests.monitor.test_report import Browser, make_run, needs_browser, values
 from weft.compare.folder import Ended, trial_folder
 from weft.compare.page import write_page
 from weft.compare.result import Result, Settings, result_of
 from weft.compare.variants import Variant
 from weft.job import Job, Problem
-from weft.observe.report import FILE
+from weft.monitor.report import FILE
 
-LABELS = ["tp=1", "tp=2, remat=full", "<b>lr</b>=&1", 'path="a b"']
+LABELS = ["tp=1", "tp=2, activation_checkpoint=full", "<b>lr</b>=&1", 'path="a b"']
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_page_shows_verdict_and_variants_at_any_width(
     assert headings[:4] == ["Verdict", "Intervals", "Variants", "Not compared"]
     said = browser.run("return [...document.querySelectorAll('#part-0 p')].map(p => p.textContent)")
     assert said == result.verdict
-    assert said[0].startswith("tp=2, remat=full is 9.")
+    assert said[0].startswith("tp=2, activation_checkpoint=full is 9.")
     rows = browser.run(
         "return [...document.querySelectorAll('#part-2 tbody tr')]"
         ".map(r => [...r.cells].map(c => c.textContent))"
@@ -100,13 +100,15 @@ def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> 
     for line, mean, (low, middle, high) in zip(lines, means, ends, strict=True):
         assert mean - zero[0] == pytest.approx(scale * middle, abs=0.5)
         assert line == pytest.approx([zero[0] + scale * low, zero[0] + scale * high], abs=0.5)
-    assert any(text.startswith("tp=2, remat=full: -9.") for text in texts)
+    assert any(text.startswith("tp=2, activation_checkpoint=full: -9.") for text in texts)
     assert max(rights) <= edge
 
 
 def test_page_one_run_each_has_no_intervals(tmp_path: Path) -> None:
     result = compared(tmp_path, 2, repeats=1)
-    assert result.verdict[0].startswith("one run each: tp=2, remat=full's was 10.0 % slower")
+    assert result.verdict[0].startswith(
+        "one run each: tp=2, activation_checkpoint=full's was 10.0 % slower"
+    )
     page = (tmp_path / FILE).read_text()
     assert "Intervals<" not in page
     assert "one run each" in page

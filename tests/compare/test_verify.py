@@ -60,21 +60,21 @@ def case(*arguments: str, recipe: str = "demo", ranks: int = 8) -> Case:
 
 LAYOUTS = [
     TP2,
-    ["--parallel.dp_shard", "2", "--parallel.tp", "2", "--train.microbatch", "1"],
+    ["--parallel.dp_shard", "2", "--parallel.tp", "2", "--train.microbatch_size", "1"],
     ["--parallel.cp", "2", "--parallel.dp_shard", "1", "--data.packing", "documents"],
-    ["--parallel.dp_replicate", "2", "--parallel.dp_shard", "2", "--train.microbatch", "1"],
-    ["--parallel.pp", "2", *UNTIED, "--parallel.schedule", "1F1B", "--train.microbatch", "3"],
-    ["--parallel.pp", "2", *UNTIED, "--parallel.schedule", "ZBVZeroBubble"],
+    ["--parallel.dp_replicate", "2", "--parallel.dp_shard", "2", "--train.microbatch_size", "1"],
+    ["--parallel.pp", "2", *UNTIED, "--pipeline.schedule", "1F1B", "--train.microbatch_size", "3"],
+    ["--parallel.pp", "2", *UNTIED, "--pipeline.schedule", "ZBVZeroBubble"],
 ]
 OTHERS = [
-    ["--parallel.dp_shard", "2", "--precision.compute", "bfloat16"],
-    ["--parallel.dp_shard", "2", "--parallel.tp", "2", "--precision.compute", "bfloat16"],
+    ["--parallel.dp_shard", "2", "--precision.compute_dtype", "bfloat16"],
+    ["--parallel.dp_shard", "2", "--parallel.tp", "2", "--precision.compute_dtype", "bfloat16"],
     [*TP2, "--parallel.sequence_parallel", "false"],
     [*TP2, "--model.num_kv_heads", "1"],
     ["--parallel.dp_shard", "8", "--parallel.hierarchical_gather", "true"],
-    [*TP2, "--parallel.cp", "2", "--parallel.context", "ulysses", "--model.num_heads", "4"],
-    ["--parallel.pp", "2", *UNTIED, "--parallel.schedule", "DualPipeV"],
-    ["--parallel.cpu_offload", "true", "--parallel.persist_below", "512"],
+    [*TP2, "--parallel.cp", "2", "--parallel.cp_method", "ulysses", "--model.num_heads", "4"],
+    ["--parallel.pp", "2", *UNTIED, "--pipeline.schedule", "DualPipeV"],
+    ["--parallel.cpu_offload", "true", "--parallel.param_persistence_threshold", "512"],
 ]
 
 
@@ -132,7 +132,7 @@ def test_verify_compiled_layout_holds(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.ranks
 def test_verify_report_names_layout_steps_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     """The layout, what was shrunk, a line per step, the verdict; or one JSON object."""
-    arguments = ["demo", "--parallel.dp_shard", "64", "--train.global_batch", "128"]
+    arguments = ["demo", "--parallel.dp_shard", "64", "--train.global_batch_size", "128"]
     said = check_holds(capsys, *arguments, "--ranks", "2", "--steps", "1").splitlines()
     assert said[0] == "recipe: dp_shard 64 -> here: dp_shard 2"
     assert any(line.strip().startswith("model ") and "dim 192 -> " in line for line in said)
@@ -158,7 +158,7 @@ def test_verify_custom_model_and_optimizer_hold(
     (tmp_path / "own_model.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     arguments = ["--model.kind", "own_model:FAMILY", "--model.preset", "small"]
-    arguments += ["--optim.kind", "own_model:sgd", "--data.vocab_size", "512"]
+    arguments += ["--optim.name", "own_model:sgd", "--data.vocab_size", "512"]
     said = check_holds(capsys, "demo", *arguments, "--train.seq_len", "32")
     assert "the model has no num_layers, dim" in said
 
@@ -303,7 +303,7 @@ def fail_on_rank_1(built: Built, plan: Plan) -> None:
         raise ValueError("rank 1 cannot")
 
 
-DP2 = ["--parallel.dp_shard", "2", "--train.microbatch", "1"]
+DP2 = ["--parallel.dp_shard", "2", "--train.microbatch_size", "1"]
 HSDP = ["--parallel.dp_shard", "1", "--parallel.dp_replicate", "2"]
 PP2 = ["--parallel.dp_shard", "1", "--parallel.pp", "2", *UNTIED]
 
@@ -378,8 +378,8 @@ def test_verify_fault_is_found_and_located(layout: list[str], tamper: Tamper, re
 
 
 PRECISIONS = {
-    "bfloat16": ["--precision.compute", "bfloat16"],
-    "bfloat16 sums": ["--precision.reduce", "bfloat16"],
+    "bfloat16": ["--precision.compute_dtype", "bfloat16"],
+    "bfloat16 sums": ["--precision.reduce_dtype", "bfloat16"],
     "float8": ["--precision.float8", "tensorwise", "--precision.float8_small", "true"],
 }
 COARSE: list[tuple[list[str], Tamper, str]] = [
@@ -548,10 +548,10 @@ def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 def test_verify_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--ranks", "1", "--steps=no", "--train.step", "2", "--parallel.tp", "5"]
-    lines = rejected(capsys, "demo", *arguments, "--optim.kind", "adm")
+    lines = rejected(capsys, "demo", *arguments, "--optim.name", "adm")
     keys = [line.split(" = ")[0] for line in lines]
     assert keys[:3] == ["--ranks", "--steps", "train.step"]
-    assert set(keys[3:]) == {"parallel.tp", "train.seq_len", "optim.kind"}
+    assert set(keys[3:]) == {"parallel.tp", "train.seq_len", "optim.name"}
     assert rejected(capsys, "dmeo")[0].startswith('recipe = "dmeo": no such recipe; did you mean')
     (line,) = rejected(capsys, "demo", "--run.cluster", "8xH100")
     assert line.startswith('run.cluster = "8xH100": is not a cluster')
@@ -564,7 +564,14 @@ def test_shrink_schedule_file_keeps_its_ranks(
     file = tmp_path / "mine.csv"
     rows = [f"{s}F0,{s}F1,{s}B0,{s}B1" for s in range(4)]
     file.write_text("\n".join(rows) + "\n")
-    layout = ["--parallel.pp", "4", "--parallel.schedule", str(file), "--train.microbatch", "2"]
+    layout = [
+        "--parallel.pp",
+        "4",
+        "--pipeline.schedule",
+        str(file),
+        "--train.microbatch_size",
+        "2",
+    ]
     layout += ["--parallel.dp_shard", "2", *UNTIED]
     found = case(*layout, ranks=4)
     assert found.plan.sizes == {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
@@ -604,8 +611,8 @@ def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> 
     assert found.one_plan.world_size == found.one_plan.accumulation == 1
     assert found.one_plan.model == plan.model
     assert found.one_plan.tokens_per_step == plan.tokens_per_step
-    assert found.job.parallel.placement == job.parallel.placement
-    assert found.job.parallel.context == job.parallel.context
+    assert found.job.parallel.mesh_order == job.parallel.mesh_order
+    assert found.job.parallel.cp_method == job.parallel.cp_method
 
 
 def test_shrink_405b_equals_the_manual() -> None:
@@ -613,7 +620,7 @@ def test_shrink_405b_equals_the_manual() -> None:
     assert found.recipe_sizes == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8}
     assert found.plan.sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
     assert found.shrunk["model.dim"] == (16384, found.plan.model.dim)
-    assert found.shrunk["precision.compute"] == ("auto", "float32")
+    assert found.shrunk["precision.compute_dtype"] == ("auto", "float32")
     assert found.notes == ()
 
 
@@ -628,12 +635,14 @@ def test_shrink_ranks_that_share_a_head_still_do() -> None:
 
 
 def test_shrink_short_last_microbatch_stays_short() -> None:
-    found = case("--parallel.dp_shard", "1", "--train.microbatch", "3", "--run.workers", "1").plan
+    found = case(
+        "--parallel.dp_shard", "1", "--train.microbatch_size", "3", "--run.nproc_per_node", "1"
+    ).plan
     assert (found.local_batch, found.microbatch, found.accumulation) == (5, 2, 3)
 
 
 def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
-    wide = ["--parallel.dp_shard", "64", "--train.global_batch", "64"]
+    wide = ["--parallel.dp_shard", "64", "--train.global_batch_size", "64"]
     found = case(*wide, "--parallel.reshard_after_forward", "8")
     assert (found.plan.dp_shard, found.plan.reshard_after_forward) == (8, 2)
     found = case(*wide, "--parallel.reshard_after_forward", "8", ranks=2)
@@ -643,19 +652,28 @@ def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
     found = case(*wide, "--parallel.hierarchical_gather", "true", ranks=2)
     assert found.notes == ("parallel.hierarchical_gather: not tried; 2 shards make one node",)
     # Of the gains (192 elements) and the smallest matrix (192 x 64) the first, or neither.
-    found = case("--parallel.persist_below", "1000")
-    assert found.plan.model.dim < found.job.parallel.persist_below < found.plan.model.dim * 8
-    assert case("--parallel.persist_below", "100").job.parallel.persist_below == 1
+    found = case("--parallel.param_persistence_threshold", "1000")
+    assert (
+        found.plan.model.dim
+        < found.job.parallel.param_persistence_threshold
+        < found.plan.model.dim * 8
+    )
+    assert (
+        case(
+            "--parallel.param_persistence_threshold", "100"
+        ).job.parallel.param_persistence_threshold
+        == 1
+    )
 
 
 def test_shrink_stages_given_by_hand_are_kept() -> None:
     pipeline = ["--parallel.pp", "2", "--parallel.dp_shard", "1", *UNTIED]
-    pipeline += ["--model.num_layers", "12", "--pipeline.layers", "[7, 5]"]
+    pipeline += ["--model.num_layers", "12", "--pipeline.layers_per_stage", "[7, 5]"]
     found = case(*pipeline)
     assert [stage.blocks for stage in found.plan.pipeline.stages] == [2, 1]  # type: ignore[union-attr]
-    wide = [*pipeline, "--parallel.pp", "4", "--pipeline.layers", "[3, 3, 3, 3]"]
+    wide = [*pipeline, "--parallel.pp", "4", "--pipeline.layers_per_stage", "[3, 3, 3, 3]"]
     found = case(*wide, ranks=2)
-    assert found.notes == ("pipeline.layers: for 4 stages, here are 2: cut by cost",)
+    assert found.notes == ("pipeline.layers_per_stage: for 4 stages, here are 2: cut by cost",)
     assert found.plan.pp == 2
 
 
@@ -673,10 +691,10 @@ def test_shrink_keys_that_need_hardware_are_off_and_noted() -> None:
 
 
 def test_shrink_precision_is_float32_unless_overridden() -> None:
-    job = read_recipe("llama3-8b", [("precision.compute", "bfloat16")])
+    job = read_recipe("llama3-8b", [("precision.compute_dtype", "bfloat16")])
     plan = plan_of_recipe(job)
     assert shrink(job, plan, 2, 3).plan.compute_dtype == "float32"
-    assert shrink(job, plan, 2, 3, ["precision.compute"]).plan.compute_dtype == "bfloat16"
+    assert shrink(job, plan, 2, 3, ["precision.compute_dtype"]).plan.compute_dtype == "bfloat16"
 
 
 def test_shrink_auto_axis_has_more_than_one_rank() -> None:
@@ -725,7 +743,7 @@ def test_fingerprints_are_independent_of_the_split() -> None:
 
 
 def test_data_is_uneven_and_depends_on_the_seed() -> None:
-    found = case("--data.packing", "documents", "--train.microbatch", "4").one_plan
+    found = case("--data.packing", "documents", "--train.microbatch_size", "4").one_plan
     job = case("--data.packing", "documents").one_job
 
     class Mesh:

@@ -241,7 +241,7 @@ def test_prepare_each_mistake_has_its_place(tmp_path: Path) -> None:
     assert "b.jsonl, line 70001: byte 10: not UTF-8" in refusal
     assert "and 12 more" in refusal
     assert "--data.invalid_utf8 skip" in refusal
-    assert "in data.field (chats: data.format chat)" in refusal
+    assert "in data.text_field (chats: data.format chat)" in refusal
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").unlink()
     assert "c.jsonl.gz, line 1001: the compressed file is cut off" in refused(tmp_path, folder)
@@ -255,7 +255,7 @@ def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:
     refusal = refused(tmp_path, tmp_path / "x.parquet")
     assert "x.parquet" in refusal
     assert "has no column 'text'; it has content, n" in refusal
-    assert "data.field" in refusal
+    assert "data.text_field" in refusal
     assert "the column 'n' holds int64, not text" in refused(
         tmp_path, tmp_path / "x.parquet", field="n"
     )

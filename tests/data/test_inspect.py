@@ -74,7 +74,7 @@ def test_inspect_mixture_shows_shares(lines: Path, tokenizer: Path, tmp_path: Pa
 def test_data_commands_print_what_was_prepared(
     lines: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["--data.tokenizer", str(tokenizer), "--data.cache", str(tmp_path / "c")]
+    keys = ["--data.tokenizer", str(tokenizer), "--data.cache_dir", str(tmp_path / "c")]
     assert main(["data", "prepare", str(lines), *keys]) == 0
     first = capsys.readouterr()
     assert "tokenising" in first.err
@@ -92,6 +92,6 @@ def test_data_commands_print_what_was_prepared(
     assert "no token that ends a document" in capsys.readouterr().out
     wrong = ["data", "prepare", "demo", "--data.path", "/nowhere", "--data.feld", "x"]
     assert main(wrong) == 2
-    assert "did you mean 'data.field'" in capsys.readouterr().err
+    assert "did you mean 'data.text_field'" in capsys.readouterr().err
     assert main(["data", "prepare", str(tmp_path / "nothing.jsonl"), *keys]) == 2
     assert "does not exist" in capsys.readouterr().err

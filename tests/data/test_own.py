@@ -108,7 +108,7 @@ def test_own_function_by_the_command_line_is_prepared(
     module: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module(ROWS)
-    words = ["--data.vocab_size", "300", "--data.cache", str(tmp_path / "c")]
+    words = ["--data.vocab_size", "300", "--data.cache_dir", str(tmp_path / "c")]
     assert main(["data", "inspect", "mine:rows", *words]) == 0
     assert "documents" in capsys.readouterr().out
     assert main(["data", "prepare", "mine:rwos", *words]) == 2

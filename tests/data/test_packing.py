@@ -222,7 +222,7 @@ def test_packing_pairs_are_rows_of_two_answers(folder: Path) -> None:
     rows = pack(store, "train", 60, skip, 0)
     assert rows.skipped == store.manifest.train.documents // 2 - len(rows) > 0
     [problem] = check_conversations(store, 60, chosen.model_copy(update={"too_long": "truncate"}))
-    assert problem.key == "data.too_long"
+    assert problem.key == "data.overlong"
 
 
 def test_packing_each_pair_carries_its_references(folder: Path) -> None:

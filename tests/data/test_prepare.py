@@ -196,7 +196,7 @@ def test_prepare_unwritable_cache_is_a_problem(text: Path, tmp_path: Path) -> No
     with pytest.raises(InvalidJob) as caught:
         prepare(section(text), tmp_path / "file")
     [problem] = caught.value.problems
-    assert (problem.key, problem.value) == ("data.cache", str(tmp_path / "file"))
+    assert (problem.key, problem.value) == ("data.cache_dir", str(tmp_path / "file"))
     assert os.strerror(20) in problem.rule  # ENOTDIR
 
 
@@ -210,7 +210,7 @@ def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) 
         "except InvalidJob as invalid: print(invalid)\n"
     )
     output, _ = in_subprocess(code, file, tmp_path / "cache").communicate(timeout=60)
-    assert output.startswith("data.cache = ")
+    assert output.startswith("data.cache_dir = ")
     assert "File too large" in output
     [folder] = (tmp_path / "cache" / "stores").iterdir()
     assert {f.name for f in folder.iterdir()} == {"lock", "tokenizer.json"}

@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Store:
     text.mkdir()
     for index in range(30):
         (text / f"{index}.txt").write_text(f"text number {index}, of some words\n" * 10)
-    section = DataSection(path=str(text), vocab_size=300, holdout=0.2)
+    section = DataSection(path=str(text), vocab_size=300, validation_fraction=0.2)
     return prepare(section, tmp_path / "cache", shard_bytes=2000)
 
 
@@ -272,7 +272,7 @@ def test_data_verify_good_and_damaged_stores(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
-    cache = ["--data.cache", str(tmp_path / "c")]
+    cache = ["--data.cache_dir", str(tmp_path / "c")]
     assert main(["data", "verify", str(store.path), str(copy), *cache]) == 0
     good, other = capsys.readouterr().out.splitlines()
     assert good.startswith(f"{store.path}: ")
@@ -300,7 +300,7 @@ def test_data_verify_of_a_mixture_checks_its_stores(
     copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
     stores = [store, Store(copy, store.manifest)]
     mixture = write_mixture({str(s.path): 1.0 for s in stores}, stores, tmp_path / "m")
-    cache = ["--data.cache", str(tmp_path / "c")]
+    cache = ["--data.cache_dir", str(tmp_path / "c")]
     assert main(["data", "verify", str(mixture.path), *cache]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     flip_unseen(copy / "train-00000.bin")
@@ -313,11 +313,13 @@ def test_data_verify_bad_input_is_named(
     assert main(["data", "verify", str(tmp_path / "none"), str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert told.count("is not a prepared store: it has no store.json") == 2
-    assert main(["data", "verify", str(store.path), "--data.field", "x", "--data.cach", "y"]) == 2
+    assert (
+        main(["data", "verify", str(store.path), "--data.text_field", "x", "--data.cach", "y"]) == 2
+    )
     told = capsys.readouterr().err
-    assert 'data.field = "x": has no effect' in told
+    assert 'data.text_field = "x": has no effect' in told
     assert told.startswith("weft: 2 problems")
-    assert "did you mean 'data.cache'?" in told
+    assert "did you mean 'data.cache_dir'?" in told
     with pytest.raises(SystemExit):
         main(["data", "verify"])
     (tmp_path / "m").mkdir()

@@ -74,7 +74,7 @@ def test_small_moments_compiled_equal_the_cpu(states: Any) -> None:
     """The one kernel of an update does what the CPU does operator by operator."""
     start = torch.randn(64, 128)
     params = [nn.Parameter(start.clone()), nn.Parameter(start.to(CUDA))]
-    section = OptimSection(lr=1e-2, states=states)
+    section = OptimSection(lr=1e-2, state_dtype=states)
     optimizers = [
         adamw([{"params": [param], "weight_decay": 0.1, "matrices": True}], section)
         for param in params
@@ -168,10 +168,10 @@ def test_a_run_on_the_gpu_is_the_run_on_the_cpu(
         pairs = [
             *SMALL,
             ("run.dir", str(tmp_path / device)),
-            ("run.workers", "1"),
+            ("run.nproc_per_node", "1"),
             ("run.device", device),
             ("data.path", str(store_path)),
-            ("precision.compute", "float32"),
+            ("precision.compute_dtype", "float32"),
             ("compile.enable", str(compiled and device == "cuda").lower()),
         ]
         command = [sys.executable, "-m", "weft.cli", "train", "demo"]
@@ -187,8 +187,8 @@ def test_the_host_waits_once_in_a_step_that_is_recorded(tmp_path: Path, store_pa
         ("run.dir", str(tmp_path)),
         ("run.device", "cuda"),
         ("train.steps", "17"),
-        ("observe.log_interval", "4"),
-        ("observe.grad_norms", "true"),
+        ("monitor.log_interval", "4"),
+        ("monitor.layer_grad_norms", "true"),
     )
     plan = resolve(job, Machine("cuda", 1, torch.cuda.get_device_name(), world_size=1))
     begun: list[int] = []  # waits until each step

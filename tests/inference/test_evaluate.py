@@ -81,7 +81,7 @@ def test_evaluate_in_every_layout_is_the_same(layout: str, run: Path, store_path
 def test_evaluate_command_prints_loss_and_refuses_mistakes(
     run: Path, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate", str(run), "--json", "--data.cache", str(tmp_path)]
+    words = ["evaluate", str(run), "--json", "--data.cache_dir", str(tmp_path)]
     assert main([*words, "--data.path", str(text_folder), "--train.eval_sequences", "4"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert 5 < numbers["nats_per_token"] < 100

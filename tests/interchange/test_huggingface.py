@@ -461,7 +461,7 @@ def test_train_from_an_import_continues_in_any_layout(store_path: Path, tmp_path
         folder = folder if layout else tmp_path / "one"
         import_model(source, folder, silent)
         ranks, overrides = parse(layout)
-        steps = [("train.steps", "3"), ("observe.log_interval", "1"), ("run.dir", str(folder))]
+        steps = [("train.steps", "3"), ("monitor.log_interval", "1"), ("run.dir", str(folder))]
         run_ranks(train_rank, ranks, MODEL + overrides + steps, str(store_path), timeout=180)
         found[layout] = losses(folder)
         state = newest_state(folder)
@@ -492,10 +492,22 @@ def test_import_run_can_be_trained_and_generates(
     assert "BF16 there and float32 here" in capsys.readouterr().out
     assert main(["generate", str(run), "--max-tokens", "3"]) == 0
     job = str(run / "job.toml")
-    train = ["train", job, "--dry-run", "--run.workers", "2", "--train.global_batch", "8"]
+    train = [
+        "train",
+        job,
+        "--dry-run",
+        "--run.nproc_per_node",
+        "2",
+        "--train.global_batch_size",
+        "8",
+    ]
     mine = ["--data.path", str(store_path), "--train.seed", "7", "--train.seq_len", "32"]
     assert main([*train, *mine]) == 0
-    changes = [("run.workers", "2"), ("train.global_batch", "8"), ("data.path", str(store_path))]
+    changes = [
+        ("run.nproc_per_node", "2"),
+        ("train.global_batch_size", "8"),
+        ("data.path", str(store_path)),
+    ]
     going_on, _, plan = prepare_job(job, changes)
     check_text(going_on, plan, open_text(store_path))  # a text that it has not seen
     capsys.readouterr()
@@ -535,7 +547,7 @@ def test_train_command_continues_from_an_import(store_path: Path, tmp_path: Path
     weft = [sys.executable, "-m", "weft.cli"]
     subprocess.run([*weft, "import", str(source), "run"], cwd=tmp_path, check=True)
     keys = ["--run.dir", "run", "--data.path", str(store_path), "--train.steps", "2"]
-    keys += ["--run.workers", "2", "--train.global_batch", "4", "--parallel.tp", "2"]
+    keys += ["--run.nproc_per_node", "2", "--train.global_batch_size", "4", "--parallel.tp", "2"]
     command = [*weft, "train", "run/job.toml", *keys]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ from tests.small import SMALL
 from weft.cli import main
 
 WEFT = [sys.executable, "-m", "weft.cli"]
-ONE_RANK = ["--run.workers", "1"]  # where it matters what the launcher does, not its ranks
+ONE_RANK = ["--run.nproc_per_node", "1"]  # where it matters what the launcher does, not its ranks
 _worlds: list[threading.Thread] = []  # of `Started`, in which a command may still run
 
 
@@ -44,7 +44,7 @@ def small_command(store: Path) -> list[str]:
     pairs = [
         *SMALL,
         ("run.dir", "run"),
-        ("run.workers", "2"),
+        ("run.nproc_per_node", "2"),
         ("data.path", str(store)),
         ("checkpoint.interval", "10"),
     ]
@@ -64,8 +64,8 @@ def finished(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Fin
     """`weft train` on ``text.py``, as a user starts it."""
     folder = tmp_path_factory.mktemp("finished")
     shutil.copy(text_folder / "ast.py", folder / "text.py")
-    words = ["--data.path", "text.py", "--data.cache", "cache"]
-    words += ["--checkpoint.interval", "5", "--checkpoint.keep", "9"]
+    words = ["--data.path", "text.py", "--data.cache_dir", "cache"]
+    words += ["--checkpoint.interval", "5", "--checkpoint.keep_latest", "9"]
     command = [*small_command(folder), *words]
     done = subprocess.run(
         command, cwd=folder, timeout=200, capture_output=True, text=True, check=False

@@ -88,7 +88,7 @@ def test_doctor_json_has_findings_and_facts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nowhere")
     monkeypatch.setenv("SECRET_KEY", "x")
-    assert main(["doctor", "--json", "--checkpoint.local", "local"]) == 1
+    assert main(["doctor", "--json", "--checkpoint.local_dir", "local"]) == 1
     out = capsys.readouterr().out
     shown = json.loads(out)
     assert shown["bad"] == 1
@@ -98,7 +98,7 @@ def test_doctor_json_has_findings_and_facts(
         True,
         True,
     )
-    assert [one["key"] for one in shown["facts"]["folders"]] == ["run.dir", "checkpoint.local"]
+    assert [one["key"] for one in shown["facts"]["folders"]] == ["run.dir", "checkpoint.local_dir"]
     assert "SECRET_KEY" not in out
     found = shown["facts"]["measured"]  # by one process
     assert (found["error"], found["busbw"], found["same"]) == ("", 0.0, [True])
@@ -197,9 +197,13 @@ def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_folders_of_a_job_are_only_the_named_ones() -> None:
-    given = [("run.dir", "/x"), ("checkpoint.dir", "s3://b/p"), ("checkpoint.local", "/dev/shm/y")]
+    given = [
+        ("run.dir", "/x"),
+        ("checkpoint.dir", "s3://b/p"),
+        ("checkpoint.local_dir", "/dev/shm/y"),
+    ]
     job, _, _ = read_job("demo", given)
-    assert folders(job) == [("run.dir", Path("/x")), ("checkpoint.local", Path("/dev/shm/y"))]
+    assert folders(job) == [("run.dir", Path("/x")), ("checkpoint.local_dir", Path("/dev/shm/y"))]
 
 
 def test_try_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
@@ -316,7 +320,7 @@ def test_preflight_other_nodes_train_without_a_sick_one(
     arguments: list[str], tmp_path: Path
 ) -> None:
     meeting = ["--nodes", "1:2", "--rendezvous", f"localhost:{free_port()}"]
-    command = [*arguments, "--train.steps", "4", "--run.workers", "1", *meeting]
+    command = [*arguments, "--train.steps", "4", "--run.nproc_per_node", "1", *meeting]
     command += ["--resilience.preflight", "true"]
     sick = run(command, tmp_path, NCCL_SOCKET_IFNAME="nowhere", SLURMD_NODENAME="n1")
     fit = run(command, tmp_path, SLURMD_NODENAME="n0")

@@ -51,7 +51,14 @@ SKIPPED = (
     r"\(step 12, updating the weights\), .*; rank 1 went past broadcast no\. \1 of dp_shard "
     r"\(ranks 0, 1\) \(the last one there was no\. \d+\), in which rank 0 waits\n"
 )
-OPTIONS = ["--train.steps", "100000", "--resilience.restarts", "0", "--optim.kind", "mine:build"]
+OPTIONS = [
+    "--train.steps",
+    "100000",
+    "--resilience.max_restarts_per_hour",
+    "0",
+    "--optim.name",
+    "mine:build",
+]
 
 
 def ask(folder: Path, *options: str) -> str:

@@ -266,7 +266,7 @@ def test_render_of_a_hostile_value_keeps_it_one_word(value: str) -> None:
     """Read back it is what was given, with and without a shell around the command."""
     for setup in ([], [("launch.setup", "cd .")]):
         asked = request(IMAGE, *setup, options=OPTIONS)
-        asked = replace(asked, words=(*asked.words, "--data.field", value))
+        asked = replace(asked, words=(*asked.words, "--data.text_field", value))
         [container] = pod_of(documents(kubernetes.render(asked)))["containers"]
         words = container["command"]
         if setup:
@@ -274,4 +274,4 @@ def test_render_of_a_hostile_value_keeps_it_one_word(value: str) -> None:
             shell = words[2].replace("exec weft", "printf '%s\\0' weft")
             out = subprocess.run(["bash", "-c", shell], capture_output=True, check=True).stdout
             words = out.decode().split("\0")[:-1]
-        assert words[-2:] == ["--data.field", value]
+        assert words[-2:] == ["--data.text_field", value]

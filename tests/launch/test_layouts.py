@@ -16,13 +16,20 @@ CHAIN = ["dp_shard3", "pp2", "", "dp_shard2 tp2"]
 @pytest.mark.slow
 @pytest.mark.timeout(900, method="signal")
 def test_train_one_layout_after_another_resumes(arguments: list[str], tmp_path: Path) -> None:
-    more = ["--train.global_batch", "12", "--train.microbatch", "2", "--data.packing", "documents"]
+    more = [
+        "--train.global_batch_size",
+        "12",
+        "--train.microbatch_size",
+        "2",
+        "--data.packing",
+        "documents",
+    ]
     more += ["--model.tied_embeddings", "false", "--optim.decay_fraction", "0"]
 
     def train(layout: str, steps: int, *rest: str) -> str:
         ranks, overrides = parse(layout)
         words = [word for name, value in overrides for word in (f"--{name}", value)]
-        words += ["--run.workers", str(ranks), "--train.steps", str(steps), *rest]
+        words += ["--run.nproc_per_node", str(ranks), "--train.steps", str(steps), *rest]
         done = run([*arguments, *more, *words], tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout

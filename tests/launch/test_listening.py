@@ -32,7 +32,7 @@ def sockets_of(process: int) -> set[str]:
 
 @pytest.mark.timeout(300, method="signal")
 def test_train_on_one_host_listens_on_loopback_only(arguments: list[str], tmp_path: Path) -> None:
-    command = [*arguments, "--train.steps", "400", "--observe.log_interval", "1"]
+    command = [*arguments, "--train.steps", "400", "--monitor.log_interval", "1"]
     seen: set[str] = set()
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as run:
         try:

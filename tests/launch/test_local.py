@@ -136,7 +136,7 @@ def undisturbed(arguments: list[str], folder: Path, store: Path) -> Path:
     }
     straight = folder / "straight"
     overrides = [*pairs.items(), ("run.dir", str(straight))]
-    run_ranks(train_rank, int(pairs["run.workers"]), overrides, str(store), timeout=120)
+    run_ranks(train_rank, int(pairs["run.nproc_per_node"]), overrides, str(store), timeout=120)
     return straight
 
 
@@ -166,7 +166,7 @@ def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
 ) -> None:
     """The rank of a launcher that is killed ends with it; until then nobody else may train."""
     usual = [*arguments, *ONE_RANK, *LONG]
-    command = [*usual, "--resilience.restarts", "0", "--resilience.faults", WAITS]
+    command = [*usual, "--resilience.max_restarts_per_hour", "0", "--resilience.faults", WAITS]
     process = start_and_wait(command, tmp_path, 31)
     second = run_weft(command, tmp_path)
     assert second.returncode == 2
@@ -180,10 +180,10 @@ def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
         time.sleep(0.05)
     assert len(losses(tmp_path / "run")) == 31
 
-    again = run_weft([*command, "--checkpoint.keep", "5"], tmp_path)
+    again = run_weft([*command, "--checkpoint.keep_latest", "5"], tmp_path)
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout
-    assert "; checkpoint.keep 2 -> 5\n" in again.stdout
+    assert "; checkpoint.keep_latest 2 -> 5\n" in again.stdout
     straight = undisturbed(usual, tmp_path, store_path)
     assert losses(tmp_path / "run") == losses(straight)
     ours, theirs = newest_state(tmp_path / "run"), newest_state(straight)
@@ -224,7 +224,7 @@ def test_train_exception_in_a_rank_is_shown_and_not_tried_again(
     """In a program that has another child, which is left alone."""
     (tmp_path / "broken.py").write_text(BROKEN)
     program = [sys.executable, "-c", PROGRAM, *arguments[len(WEFT) :], *ONE_RANK]
-    command = [*program, "--optim.kind", "broken:build", "--checkpoint.interval", "5"]
+    command = [*program, "--optim.name", "broken:build", "--checkpoint.interval", "5"]
     beside = os.environ.get("PYTHONPATH", "")
     done = run(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
     assert done.returncode == 1
@@ -319,7 +319,7 @@ def test_train_bad_text_in_joined_ranks_ends_each_with_the_cause(
 ) -> None:
     """Text that turns out bad only when it is read."""
     (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff\n")
-    command = [*arguments, "--data.path", "bad.txt", "--data.cache", "cache"]
+    command = [*arguments, "--data.path", "bad.txt", "--data.cache_dir", "cache"]
     statuses, out = run_joined(command, tmp_path, 2)
     assert statuses == [MISTAKE, MISTAKE]
     assert "line 101: not UTF-8" in out

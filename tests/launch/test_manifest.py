@@ -34,14 +34,16 @@ def test_seconds_of_a_duration_are_parsed() -> None:
 
 
 def test_common_problems_several_mistakes_are_reported_at_once() -> None:
-    asked = request(("launch.time", "soon"), options={"buckte": "b", "role": "a b", "disk": "x"})
+    asked = request(
+        ("launch.time_limit", "soon"), options={"buckte": "b", "role": "a b", "disk": "x"}
+    )
     known = {"bucket": Option("where to"), "role": Option("who"), "disk": Option("", WHOLE, "no")}
     text = said(common_problems(asked, known, ["bucket"], r"\w+"))
     assert "launch.options.buckte = \"b\": is no option here; did you mean 'bucket'?" in text
     assert "launch.options.bucket: is missing; --launch.options bucket=...: where to" in text
     assert "launch.options.role" in text
     assert 'launch.options.disk = "x": no' in text
-    assert "launch.time" in text
+    assert "launch.time_limit" in text
 
 
 def test_command_has_the_words_of_the_request() -> None:

@@ -235,7 +235,12 @@ def test_torch_private_rendezvous_api_is_there() -> None:
 
 def test_node_range_invalid_numbers_are_refused() -> None:
     def plan(nodes: str, *more: tuple[str, str]) -> Any:
-        overrides = [("run.nodes", nodes), ("run.workers", "2"), ("train.global_batch", "8"), *more]
+        overrides = [
+            ("run.nodes", nodes),
+            ("run.nproc_per_node", "2"),
+            ("train.global_batch_size", "8"),
+            *more,
+        ]
         job, _, problems = read_job("demo", [("run.rendezvous", "here"), *overrides])
         assert not problems
         return resolve_nodes(job, Machine("cpu", devices=2))
@@ -243,7 +248,7 @@ def test_node_range_invalid_numbers_are_refused() -> None:
     four = plan("1:4")
     assert four.node_counts == (1, 2, 4)
     assert (four.world_size, four.local_world_size) == (8, 2)
-    assert "of 3 nodes only 2 can be used: train.global_batch = 8: does not divide" in str(
+    assert "of 3 nodes only 2 can be used: train.global_batch_size = 8: does not divide" in str(
         four.warnings
     )
     assert plan("2").node_counts == (2,)
@@ -278,7 +283,7 @@ class Cluster:
     def __init__(self, arguments: list[str], folder: Path) -> None:
         (folder / "sleepy.py").write_text(SLEEPY)
         self.folder, self.port = folder, free_port()
-        self.command = [*arguments, "--run.workers", "1", "--optim.kind", "sleepy:build"]
+        self.command = [*arguments, "--run.nproc_per_node", "1", "--optim.name", "sleepy:build"]
         self.command += ["--rendezvous", f"localhost:{self.port}", "--train.steps", str(STEPS)]
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
@@ -390,7 +395,7 @@ def test_train_killed_rank_restarts_all_nodes(
     cluster: Cluster, store_path: Path, tmp_path: Path
 ) -> None:
     fault = '[{kind = "kill", rank = 1, passing = 15}, {kind = "kill", rank = 0, passing = 8}]'
-    more = ("--nodes", "2", "--resilience.faults", fault, "--resilience.restarts", "4")
+    more = ("--nodes", "2", "--resilience.faults", fault, "--resilience.max_restarts_per_hour", "4")
     (tmp_path / "hurry").touch()
     cluster.start("a", *more)
     cluster.until_hosting()
@@ -405,7 +410,14 @@ def test_train_killed_rank_restarts_all_nodes(
 @pytest.mark.slow
 def test_train_permanent_failure_ends_all_nodes(cluster: Cluster) -> None:
     fault = '[{kind = "kill", rank = 1, passing = 5}]'
-    more = ("--nodes", "1:2", "--resilience.faults", fault, "--resilience.restarts", "0")
+    more = (
+        "--nodes",
+        "1:2",
+        "--resilience.faults",
+        fault,
+        "--resilience.max_restarts_per_hour",
+        "0",
+    )
     cluster.start("a", *more)
     cluster.until_hosting()
     cluster.start("b", *more)

@@ -65,14 +65,24 @@ def test_restart_third_death_uses_up_the_budget(
     arguments: list[str], store_path: Path, tmp_path: Path
 ) -> None:
     """And the budget: two restarts are given, the third death ends the run."""
-    command = [*arguments, *STEPS, "--resilience.faults", KILLS, "--resilience.restarts", "2"]
+    command = [
+        *arguments,
+        *STEPS,
+        "--resilience.faults",
+        KILLS,
+        "--resilience.max_restarts_per_hour",
+        "2",
+    ]
     done = run(command, tmp_path, timeout=200)
     assert done.returncode == 1
     assert done.stderr.count("failed: SIGKILL") == 3
     assert done.stderr.count("starting again from") == 2
     last = done.stderr[done.stderr.rindex("weft: rank") :]
     assert last.startswith("weft: rank 1 failed: SIGKILL")
-    assert "not started again: the 2 restarts an hour of resilience.restarts are used up" in last
+    assert (
+        "not started again: the 2 restarts an hour of resilience.max_restarts_per_hour are used up"
+        in last
+    )
     assert f"goes on from {tmp_path}/run/checkpoints" in last
     assert run(command, tmp_path).returncode == 0
     check_against_undisturbed(tmp_path, store_path)

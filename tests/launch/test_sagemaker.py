@@ -30,7 +30,7 @@ REQUESTS = {
     "one": request(IMAGE, ("train.steps", "5"), options=OPTIONS, devices=8),
     "two": request(
         IMAGE,
-        ("launch.time", "2-00:00:00"),
+        ("launch.time_limit", "2-00:00:00"),
         options=OPTIONS
         | {"spot": "true", "subnets": "subnet-a1+subnet-b2", "security_groups": "sg-1"},
         nodes=(2, 2),
@@ -141,7 +141,7 @@ def test_request_mistake_is_reported_for_its_own_key() -> None:
     )
     launch = asked.job.launch.model_copy(update={"time": "soon"})
     asked = replace(asked, job=asked.job.model_copy(update={"launch": launch}))
-    assert [problem.key for problem in sagemaker.problems(asked)] == ["launch.time"]
+    assert [problem.key for problem in sagemaker.problems(asked)] == ["launch.time_limit"]
 
 
 def test_request_each_mistake_is_reported() -> None:

@@ -54,7 +54,7 @@ if __name__ == "__main__":
 """
 SMALL_HYPERPARAMETERS: dict[str, Any] = {key: value for key, value in SMALL if value} | {
     "recipe": "demo",
-    "observe.sinks": [],
+    "monitor.trackers": [],
     "checkpoint.interval": 10,
 }
 
@@ -111,11 +111,18 @@ def pairs(words: list[str]) -> dict[str, str]:
 
 
 def test_entry_values_written_by_the_toolkit_are_read() -> None:
-    arguments = ["--recipe", "demo", "--parallel.dp_shard", "2", "--remat.x", "True"]
+    arguments = [
+        "--recipe",
+        "demo",
+        "--parallel.dp_shard",
+        "2",
+        "--activation_checkpoint.x",
+        "True",
+    ]
     assert pairs_of(arguments) == [
         ("recipe", "demo"),
         ("parallel.dp_shard", "2"),
-        ("remat.x", "true"),
+        ("activation_checkpoint.x", "true"),
     ]
     assert as_weft_has_it("['tensorboard', 'a:b']") == '["tensorboard", "a:b"]'
     assert as_weft_has_it("[{'kind': 'raise', 'rank': 1}]") == '[{"kind" = "raise", "rank" = 1}]'
@@ -307,7 +314,7 @@ def test_entry_two_hosts_by_the_toolkit_train(text_folder: Path, tmp_path: Path)
     from transformers import AutoModelForCausalLM
 
     shared = tmp_path / "fsx"
-    cache = {"data.cache": str(tmp_path / "cache"), "checkpoint.dir": str(shared)}
+    cache = {"data.cache_dir": str(tmp_path / "cache"), "checkpoint.dir": str(shared)}
     bases = [tmp_path / "one", tmp_path / "two"]
     processes = []
     for base, host in zip(bases, HOSTS, strict=True):
@@ -379,7 +386,7 @@ def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
     """What weft launch asks for: weft is the first process of each, and they find each other."""
     bases = [tmp_path / "one", tmp_path / "two"]
     processes = []
-    parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.workers": 1}
+    parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.nproc_per_node": 1}
     parameters |= {"checkpoint.dir": str(tmp_path / "fsx")}
     for base, host in zip(bases, HOSTS, strict=True):
         configure(base, host, HOSTS, parameters)
@@ -395,7 +402,7 @@ def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_entry_stopped_container_resumes(store_path: Path, tmp_path: Path) -> None:
     """SageMaker's SIGTERM reaches the first process of a container: it saves."""
-    parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.workers": 2}
+    parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.nproc_per_node": 2}
     parameters |= {"train.steps": 3000, "checkpoint.interval": 0}
     configure(tmp_path, "algo-1", ["algo-1"], parameters)
     process = as_container(tmp_path)

@@ -58,11 +58,11 @@ class Launcher:
             *SMALL,
             ("run.dir", "run"),
             ("run.device", "cpu"),
-            ("run.workers", "1"),
+            ("run.nproc_per_node", "1"),
             ("data.path", str(store)),
             ("checkpoint.interval", "10"),
-            ("optim.kind", "sleepy:build"),
-            ("launch.time", "00:10:00"),
+            ("optim.name", "sleepy:build"),
+            ("launch.time_limit", "00:10:00"),
         ]
         self.words = [word for key, value in pairs for word in (f"--{key}", value)]
 
@@ -160,7 +160,7 @@ def test_slurm_ranks_started_by_srun_train(
     """A task for each device, where weft joins and starts nothing."""
     launcher.hurry()
     words = ["weft", "train", "demo", *launcher.words]
-    for key in ("--run.workers", "--launch.time"):
+    for key in ("--run.nproc_per_node", "--launch.time_limit"):
         at = words.index(key)
         del words[at : at + 2]
     srun = ["srun", "-N2", "--ntasks-per-node=2", "--overcommit"]
@@ -260,7 +260,7 @@ def test_slurm_time_limit_requeues_and_resumes(
 
     On a busy machine it comes more than once.
     """
-    launcher.launch("--nodes", "1", "--train.steps", "160", "--launch.time", "00:02:00")
+    launcher.launch("--nodes", "1", "--train.steps", "160", "--launch.time_limit", "00:02:00")
     launcher.until_said("started again 1 times")
     launcher.hurry()
     assert "ended: completed" in launcher.until_said("ended", 400)

@@ -44,7 +44,7 @@ def test_launch_several_mistakes_are_reported_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["--nodes", "2", "--run.cluster", "2x8xH100", "--train.step", "5", "--optim.lr", "x"]
-    more = ["--launch.time", "1 day", "--launch.image", "a/b", "--follow"]
+    more = ["--launch.time_limit", "1 day", "--launch.image", "a/b", "--follow"]
     options = ["--launch.options", "nodes=3,Partition=gpu,comment=a", "--parallel.tp", "3"]
     assert launch("demo", "--on", "slum", *words) == 2
     assert "did you mean 'slurm'?" in capsys.readouterr().err
@@ -55,7 +55,7 @@ def test_launch_several_mistakes_are_reported_at_once(
         "train.step = 5: unknown key",
         'optim.lr = "x"',
         "parallel.tp = 3",
-        'launch.time = "1 day": must be D-HH:MM:SS',
+        'launch.time_limit = "1 day": must be D-HH:MM:SS',
         'launch.image = "a/b"',
         'launch.options.nodes = "3": is for weft to say; use --nodes',
         "launch.options.Partition",
@@ -127,7 +127,7 @@ def test_submit_without_slurm_commands_is_refused(
 
 
 def test_script_has_what_was_asked_for(tmp_path: Path) -> None:
-    words = ["--run.cluster", "4x2xH100", "--launch.time", "12:00:00", "--train.steps", "7"]
+    words = ["--run.cluster", "4x2xH100", "--launch.time_limit", "12:00:00", "--train.steps", "7"]
     assert (
         script(*words, "--launch.options", "partition=gpu,account=7,contiguous")
         == f"""\
@@ -180,9 +180,9 @@ def test_script_for_part_of_a_node_requests_its_gpus() -> None:
 
 
 def test_launch_keys_do_not_change_the_run(tmp_path: Path) -> None:
-    text = script("--run.device", "cpu", "--launch.time", "01:00:00")
+    text = script("--run.device", "cpu", "--launch.time_limit", "01:00:00")
     assert f"--run.dir {tmp_path}/runs/demo\n" in text
-    assert "launch.time" not in text
+    assert "launch.time_limit" not in text
 
 
 # What bash makes of a script, with srun, scontrol and weft that only write down how they are
@@ -205,7 +205,7 @@ echo "$@" > "$FOLDER/requeued"
 @pytest.mark.parametrize("ends", [0, 1, 2, 75])
 def test_script_runs_the_command_on_each_node(ends: int, setup: str, tmp_path: Path) -> None:
     odd = 'it\'s $HOME `x` "y" \\ *'
-    words = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.field", odd]
+    words = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.text_field", odd]
     more = ["--launch.setup", json.dumps([setup])] if setup else []
     text = script(*words, *more)
     for name, what in (("srun", SRUN), ("weft", WEFT), ("scontrol", SCONTROL)):
@@ -215,7 +215,7 @@ def test_script_runs_the_command_on_each_node(ends: int, setup: str, tmp_path: P
     environment = {"PATH": path, "FOLDER": str(tmp_path), "ENDS": str(ends), "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
     assert done.returncode == ends
-    pairs = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.field", odd]
+    pairs = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.text_field", odd]
     assert (tmp_path / "words").read_text().splitlines() == ["train", "demo", *pairs]
     assert (tmp_path / "said").read_text().strip() == ("it's 42" if setup else "")
     again = tmp_path / "requeued"
@@ -252,7 +252,14 @@ HOSTILE = (
     "; touch pwned #",
     "\\\ntouch pwned",
 )
-TEXT_KEYS = ("run.dir", "data.path", "data.field", "checkpoint.dir", "launch.options", "optim.kind")
+TEXT_KEYS = (
+    "run.dir",
+    "data.path",
+    "data.text_field",
+    "checkpoint.dir",
+    "launch.options",
+    "optim.name",
+)
 
 
 @pytest.mark.parametrize("value", HOSTILE)

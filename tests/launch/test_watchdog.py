@@ -26,7 +26,13 @@ pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy 
 
 LIMIT = 3.0
 LONG = ["--train.steps", "100000", "--checkpoint.interval", "5"]
-WATCHED = [*LONG, "--resilience.restarts", "0", "--resilience.step_timeout", str(LIMIT)]
+WATCHED = [
+    *LONG,
+    "--resilience.max_restarts_per_hour",
+    "0",
+    "--resilience.step_timeout",
+    str(LIMIT),
+]
 WAITS = r"the other waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\)"
 IN_FAULT = r"at weft/resilience/faults\.py:\d+ in _happen"
 
@@ -125,7 +131,7 @@ def build(groups, section):
 @pytest.mark.slow
 def test_watchdog_mismatched_collectives_are_named(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MISMATCH)
-    done = run([*arguments, *WATCHED, "--optim.kind", "mine:build"], tmp_path)
+    done = run([*arguments, *WATCHED, "--optim.name", "mine:build"], tmp_path)
     assert done.returncode == HUNG, done.stderr
     log = (tmp_path / "run/logs/rank-1.log").read_text()
     since = re.search(r"now (\S+)", log)

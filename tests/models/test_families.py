@@ -200,7 +200,7 @@ def test_forecast_of_another_family_has_step_seconds() -> None:
         ("model.preset", "8b"),
         ("parallel.tp", "2"),
         ("train.seq_len", "4096"),
-        ("train.global_batch", "4"),
+        ("train.global_batch_size", "4"),
     ]
 
     def here(device: str) -> Machine:

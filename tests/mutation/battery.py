@@ -75,14 +75,14 @@ MOE = {
 LORA = {"lora__rank": 3, "lora__alpha": 8.0, "model__dim": 64, "model__ffn_dim": 64}
 LOW = {
     "": {},
-    "bf16": {"precision.compute": "bfloat16"},
+    "bf16": {"precision.compute_dtype": "bfloat16"},
     "float8": {"precision.float8": "tensorwise", "precision.float8_small": "true"},
 }
 # name -> (keys, text)
 ORACLE: dict[str, tuple[dict[str, object], str]] = {
     "llama, windows, accumulation": (
         {
-            "train__global_batch": 5,
+            "train__global_batch_size": 5,
             "model__tied_embeddings": True,
             "optim__max_grad_norm": 0.05,
             "optim__weight_decay": 1.0,
@@ -160,24 +160,44 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
         "text",
     ),
     "qlora int8": ({**DENSE, **LORA, "lora__quantize": "int8"}, "text"),
-    "muon": ({**DENSE, "optim__kind": "muon", "optim__weight_decay": 0.5}, "text"),
-    "bfloat16 moments": ({**DENSE, "optim__states": "bfloat16"}, "text"),
+    "muon": ({**DENSE, "optim__name": "muon", "optim__weight_decay": 0.5}, "text"),
+    "bfloat16 moments": ({**DENSE, "optim__state_dtype": "bfloat16"}, "text"),
     "moments of eight bits": (
-        {**DENSE, "optim__states": "8bit", "model__dim": 64, "model__ffn_dim": 64},
+        {**DENSE, "optim__state_dtype": "8bit", "model__dim": 64, "model__ffn_dim": 64},
         "text",
     ),
     "chunks of logits": ({**DENSE, "train__seq_len": 32}, "text"),
     "chunks of logits, tied": ({"train__seq_len": 32, "model__tied_embeddings": True}, "text"),
-    "full remat, offload": ({**DENSE, "remat__kind": "full", "remat__offload": True}, "text"),
-    "offload": ({**DENSE, "remat__offload": True, "model__num_layers": 4}, "text"),
-    "selective remat": ({**DENSE, "remat__kind": "selective", "remat__every": 2}, "text"),
-    "budget remat": ({**DENSE, "remat__kind": "budget", "remat__budget": 0.5}, "text"),
-    "canonical order": ({**DENSE, "train__canonical": True, "train__microbatch": 1}, "text"),
+    "full activation_checkpoint, offload": (
+        {**DENSE, "activation_checkpoint__mode": "full", "activation_checkpoint__offload": True},
+        "text",
+    ),
+    "offload": ({**DENSE, "activation_checkpoint__offload": True, "model__num_layers": 4}, "text"),
+    "selective activation_checkpoint": (
+        {
+            **DENSE,
+            "activation_checkpoint__mode": "selective",
+            "activation_checkpoint__every_n_layers": 2,
+        },
+        "text",
+    ),
+    "budget activation_checkpoint": (
+        {
+            **DENSE,
+            "activation_checkpoint__mode": "budget",
+            "activation_checkpoint__memory_budget": 0.5,
+        },
+        "text",
+    ),
+    "canonical order": (
+        {**DENSE, "train__world_size_invariant": True, "train__microbatch_size": 1},
+        "text",
+    ),
 }
 # Which module a case tries beside the model: what departs in the gradients, with the loss of the
 # oracle, in a case like that is of it.
 BESIDE = {
-    "remat": "parallel/remat.py",
+    "activation_checkpoint": "parallel/activation_checkpoint.py",
     "offload": "parallel/offload.py",
     "chunks": "train/loss.py",
     "canonical": "train/step.py",
@@ -246,13 +266,13 @@ class Technique(NamedTuple):
 
 
 def _pp(schedule: str, **more: str) -> Technique:
-    keys = {"parallel.pp": "2", "parallel.schedule": schedule, "model.tied_embeddings": "false"}
+    keys = {"parallel.pp": "2", "pipeline.schedule": schedule, "model.tied_embeddings": "false"}
     return Technique(keys | more, "parallel/pipeline.py", 2)
 
 
 def _cp(method: str, balance: bool = True) -> Technique:
-    keys = {"parallel.cp": "2", "parallel.context": method}
-    keys["parallel.context_balance"] = str(balance).lower()
+    keys = {"parallel.cp": "2", "parallel.cp_method": method}
+    keys["parallel.cp_load_balance"] = str(balance).lower()
     return Technique(keys, "parallel/context.py", 2)
 
 
@@ -274,7 +294,7 @@ TECHNIQUES: dict[str, Technique] = {
     "zero bubble": _pp("InterleavedZeroBubble"),
     "zbv": _pp("ZBVZeroBubble"),
     "dualpipe": _pp("DualPipeV"),
-    "short": _key("train/step.py", train__microbatch="3", train__global_batch="8"),
+    "short": _key("train/step.py", train__microbatch_size="3", train__global_batch_size="8"),
     "ring": _cp("ring"),
     "ring in order": _cp("ring", False),
     "allgather": _cp("allgather"),
@@ -286,15 +306,19 @@ TECHNIQUES: dict[str, Technique] = {
     "over two": _key("parallel/shard.py", parallel__reshard_after_forward="2"),
     "each microbatch": _key("parallel/shard.py", parallel__gradient_sync="microbatch"),
     "at the step's end": _key("parallel/shard.py", parallel__gradient_sync="step"),
-    "persist": _key("parallel/shard.py", parallel__persist_below="300"),
-    "prefetch": _key("parallel/shard.py", parallel__prefetch="2"),
+    "persist": _key("parallel/shard.py", parallel__param_persistence_threshold="300"),
+    "prefetch": _key("parallel/shard.py", parallel__fsdp_prefetch="2"),
     "two stages": _key("parallel/gather.py", parallel__hierarchical_gather="true"),
-    "replica outer": _key("plan/placement.py", parallel__placement="replica-outer"),
+    "replica outer": _key("plan/placement.py", parallel__mesh_order="replica-outer"),
     "cpu offload": _key("parallel/shard.py", parallel__cpu_offload="true"),
-    "full": _key("parallel/remat.py", remat__kind="full"),
-    "selective": _key("parallel/remat.py", remat__kind="selective"),
-    "budget": _key("parallel/remat.py", remat__kind="budget", remat__budget="0.5"),
-    "offload": _key("parallel/offload.py", remat__offload="true"),
+    "full": _key("parallel/activation_checkpoint.py", activation_checkpoint__mode="full"),
+    "selective": _key("parallel/activation_checkpoint.py", activation_checkpoint__mode="selective"),
+    "budget": _key(
+        "parallel/activation_checkpoint.py",
+        activation_checkpoint__mode="budget",
+        activation_checkpoint__memory_budget="0.5",
+    ),
+    "offload": _key("parallel/offload.py", activation_checkpoint__offload="true"),
     "chunks": _key("train/loss.py"),
     "lora": _key("parallel/lora.py", lora__rank="4"),
     "nf4": _key(
@@ -313,18 +337,21 @@ TECHNIQUES: dict[str, Technique] = {
         train__objective="dpo",
     ),
     "canonical": _key(
-        "train/step.py", train__canonical="true", train__microbatch="1", run__device="cpu"
+        "train/step.py",
+        train__world_size_invariant="true",
+        train__microbatch_size="1",
+        run__device="cpu",
     ),
-    "muon": _key("optim/muon.py", optim__kind="muon"),
-    "bfloat16 states": _key("optim/lean.py", optim__states="bfloat16"),
-    "8bit states": _key("optim/lean.py", optim__states="8bit"),
+    "muon": _key("optim/muon.py", optim__name="muon"),
+    "bfloat16 states": _key("optim/lean.py", optim__state_dtype="bfloat16"),
+    "8bit states": _key("optim/lean.py", optim__state_dtype="8bit"),
     "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),
     "qwen3": _key("models/qwen3.py", model__kind="qwen3", model__preset="toy"),
     "ep": _key("parallel/expert.py", parallel__ep="2"),
     "float8": _key(
         "parallel/float8.py", precision__float8="tensorwise", precision__float8_small="true"
     ),
-    "bfloat16": _key("parallel/shard.py", precision__compute="bfloat16"),
+    "bfloat16": _key("parallel/shard.py", precision__compute_dtype="bfloat16"),
 }
 
 LAYOUTS: list[str] = [
@@ -377,13 +404,13 @@ LAYOUTS: list[str] = [
 
 def keys_of(techniques: Sequence[str], precision: str) -> Overrides | None:
     """The overrides of a layout; None where there is none with these alone."""
-    keys: dict[str, str] = {"train.global_batch": "8", "train.microbatch": "2"}
+    keys: dict[str, str] = {"train.global_batch_size": "8", "train.microbatch_size": "2"}
     world = 1
     for name in techniques:
         technique = TECHNIQUES[name]
         keys |= technique.keys
         world *= technique.ranks
-    keys = keys | LOW[precision] | {"run.workers": str(world)}
+    keys = keys | LOW[precision] | {"run.nproc_per_node": str(world)}
     if keys.get("data.tokenizer") == "none":  # no text is read
         keys["data.tokenizer"] = "train"
     return list(keys.items())

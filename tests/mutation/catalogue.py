@@ -1109,8 +1109,8 @@ FAULTS: list[Fault] = [
         "data order",
         "batches overlap",
         "train/loop.py",
-        "samples = at.samples + job.train.global_batch",
-        "samples = at.samples + job.train.global_batch - 1",
+        "samples = at.samples + job.train.global_batch_size",
+        "samples = at.samples + job.train.global_batch_size - 1",
         ("train/position.py",),
     ),
     Fault(
@@ -1118,7 +1118,7 @@ FAULTS: list[Fault] = [
         "a resumed run reads the same again",
         "train/loop.py",
         "rows = ahead.batch(at.samples, groups.place, groups.count)",
-        "rows = ahead.batch(at.samples - first * job.train.global_batch, 0, 1)",
+        "rows = ahead.batch(at.samples - first * job.train.global_batch_size, 0, 1)",
         ("train/position.py",),
     ),
     Fault(
@@ -1221,7 +1221,7 @@ FAULTS: list[Fault] = [
         "counters",
         "tokens of one rank's step",
         "plan/resolve.py",
-        "tokens_per_step=train.global_batch * train.seq_len",
+        "tokens_per_step=train.global_batch_size * train.seq_len",
         "tokens_per_step=way.local_batch * train.seq_len",
         RECORDS,
     ),
@@ -1822,7 +1822,7 @@ FAULTS: list[Fault] = [
     Fault(
         "recomputation",
         "a block is recomputed without its mask",
-        "parallel/remat.py",
+        "parallel/activation_checkpoint.py",
         "return checkpoint(once, self, *args, **how)",
         "return checkpoint(once, self, *args[:3], None, **how)",
     ),

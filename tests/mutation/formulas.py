@@ -416,7 +416,7 @@ def check_conversations() -> None:
 
 @check("arithmetic of models")
 def check_arithmetic() -> None:
-    from weft.observe.record import StepRecord, device_hours
+    from weft.monitor.record import StepRecord, device_hours
     from weft.plan.lora import trained
 
     for kind, fields, module in (
@@ -557,10 +557,10 @@ def check_stages() -> None:
 LOOP: Overrides = [
     ("train.steps", "4"),
     ("model.tied_embeddings", "false"),
-    ("observe.log_interval", "1"),
-    ("observe.grad_norms", "true"),
+    ("monitor.log_interval", "1"),
+    ("monitor.layer_grad_norms", "true"),
     ("checkpoint.interval", "2"),
-    ("checkpoint.keep", "4"),
+    ("checkpoint.keep_latest", "4"),
     ("optim.warmup_steps", "2"),
     ("optim.lr", "0.01"),
     ("train.eval_interval", "2"),
@@ -619,7 +619,7 @@ def check_loop() -> None:
         updates = Updates(params, job)
         records = _records(folder)
         expect([r["step"] for r in records] == [1, 2, 3, 4], "steps", "train/recorder.py")
-        size = job.train.global_batch
+        size = job.train.global_batch_size
         for step, record in enumerate(records, 1):
             batches = Loader(mixture, job.train.seed, size, 0, 1, 3).batch((step - 1) * size)
             tokens = torch.cat([b.tokens_BT for b in batches])
@@ -729,7 +729,7 @@ def check_mixture_loop() -> None:
             ("run.dir", str(home / "run")),
             ("parallel.dp_shard", "2"),
             ("data.mixture", '{"a" = 0.7, "b" = 0.3}'),
-            ("train.microbatch", "3"),
+            ("train.microbatch_size", "3"),
             ("train.steps", "2"),
             ("data.packing", "documents"),
         ]
@@ -740,7 +740,7 @@ def check_mixture_loop() -> None:
         text = open_text(home / "mixture")
         mixture = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
         for step, record in enumerate(_records(home / "run"), 1):
-            size = job.train.global_batch
+            size = job.train.global_batch_size
             [batch] = Loader(mixture, job.train.seed, size, 0, 1, size).batch((step - 1) * size)
             counts = [int((batch.targets_BT[batch.sources_B == s] != IGNORE).sum()) for s in (0, 1)]
             losses = [record["source_losses"].get(n, 0.0) for n in ("a", "b")]
@@ -916,7 +916,7 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
 @check("statistics of layers", ranks=2)
 def check_statistics() -> None:
     """Of two ranks what one has: counts, means, and roots of mean squares."""
-    from weft.observe.statistics import read_statistics
+    from weft.monitor.statistics import read_statistics
     from weft.train.setup import open_statistics
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -926,7 +926,7 @@ def check_statistics() -> None:
             ("run.dir", folder[0]),
             ("parallel.tp", "2"),
             ("model.tied_embeddings", "false"),
-            ("debug.statistics", "1"),
+            ("debug.layer_stats_steps", "1"),
         ]
         job = small_job(*keys)
         plan = resolve(job, Machine("cpu", devices=2, world_size=2))
@@ -981,14 +981,14 @@ SAVED: Overrides = [
     ("model.num_layers", "4"),
     ("model.tied_embeddings", "false"),
     ("data.packing", "documents"),
-    ("train.global_batch", "12"),
-    ("train.microbatch", "2"),
+    ("train.global_batch_size", "12"),
+    ("train.microbatch_size", "2"),
 ]
 FROM_TO = [
     ([("parallel.dp_shard", "2"), ("parallel.tp", "2")], []),
     ([("parallel.pp", "2"), ("parallel.dp_shard", "2")], [("parallel.tp", "4")]),
     ([], [("parallel.dp_shard", "3")]),
-    ([("optim.kind", "muon"), ("parallel.dp_shard", "2")], [("optim.kind", "muon")]),
+    ([("optim.name", "muon"), ("parallel.dp_shard", "2")], [("optim.name", "muon")]),
     (
         [
             ("model.kind", "moe"),

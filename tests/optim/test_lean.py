@@ -48,7 +48,7 @@ STATES = ("bfloat16", "8bit")
 def optimizer_of(
     states: str, param: nn.Parameter, beta2: float = 0.95, lr: float = 1e-2, decay: float = 0.1
 ) -> Any:
-    section = OptimSection(lr=lr, beta2=beta2, states=states)
+    section = OptimSection(lr=lr, beta2=beta2, state_dtype=states)
     return adamw([{"params": [param], "weight_decay": decay, "matrices": True}], section)
 
 
@@ -160,13 +160,13 @@ def moved_under(layout: str, states: str, store: str, lr: str = "3e-3") -> dict[
     """Every whole weight of this rank after four steps from the initial ones."""
     _, overrides = parse(layout)
     wide = [("model.dim", "128"), ("model.ffn_dim", "192"), ("model.tied_embeddings", "false")]
-    job = small_job(*wide, *overrides, ("optim.states", states), ("optim.lr", lr))
+    job = small_job(*wide, *overrides, ("optim.state_dtype", states), ("optim.lr", lr))
     plan = plan_here(job)
     built = build(job, plan, this_rank())
     loader = loader_of(job, plan, store, built.mesh)
     for step in range(4):
         built.optimizer.zero_grad()
-        built.engine.forward_backward(loader.batch(step * job.train.global_batch))
+        built.engine.forward_backward(loader.batch(step * job.train.global_batch_size))
         built.optimizer.step()
     return {name: whole(param.detach()).clone() for name, param in named_parameters(built.parts)}
 
@@ -259,7 +259,7 @@ def test_lean_resumed_run_is_equal_bit_for_bit(
     states: str, tmp_path: Path, store_path: Path
 ) -> None:
     overrides = [
-        ("optim.states", states),
+        ("optim.state_dtype", states),
         ("optim.decay_fraction", "0"),  # or the rate would hang on the number of steps
         ("model.dim", "64"),
         ("model.ffn_dim", "128"),
@@ -281,7 +281,7 @@ def test_lean_resumed_run_is_equal_bit_for_bit(
 
 
 def test_8bit_rows_cut_inside_of_a_block_are_refused() -> None:
-    keys = [("optim.states", "8bit"), ("model.dim", "128"), ("model.ffn_dim", "192")]
+    keys = [("optim.state_dtype", "8bit"), ("model.dim", "128"), ("model.ffn_dim", "192")]
     keys += [("model.num_kv_heads", "4")]
     rule = r"parallel.tp = 4: cuts the 192 inputs of down_proj into parts .* use 1, 2 or 3, or"
     with pytest.raises(InvalidJob, match=rule):
@@ -296,7 +296,7 @@ def test_8bit_keeps_embedding_head_and_gains_in_float32(store_path: Path) -> Non
 
 def packed_names(store: str) -> set[str]:
     """The kinds of parameters whose moments are in 8 bits after a step."""
-    job = small_job(("optim.states", "8bit"))
+    job = small_job(("optim.state_dtype", "8bit"))
     plan = plan_here(job)
     built = build(job, plan, this_rank())
     built.engine.forward_backward(loader_of(job, plan, store, built.mesh).batch(0))
@@ -309,8 +309,8 @@ def packed_names(store: str) -> set[str]:
 
 
 def test_lean_with_muon_is_refused() -> None:
-    job = small_job(("optim.states", "8bit"), ("optim.kind", "muon"))
-    with pytest.raises(InvalidJob, match=r"optim.states = \"8bit\": is for adamw, not muon"):
+    job = small_job(("optim.state_dtype", "8bit"), ("optim.name", "muon"))
+    with pytest.raises(InvalidJob, match=r"optim.state_dtype = \"8bit\": is for adamw, not muon"):
         resolve(job, Machine("cpu", devices=2, world_size=1))
 
 
@@ -357,7 +357,7 @@ def test_lean_resume_with_other_moments_continues(
 ) -> None:
     overrides = [("run.dir", str(tmp_path)), ("model.dim", "64"), ("model.ffn_dim", "128")]
     for steps, kind in (("2", states), ("4", "float32"), ("6", states)):
-        here = [*overrides, ("train.steps", steps), ("optim.states", kind)]
+        here = [*overrides, ("train.steps", steps), ("optim.state_dtype", kind)]
         run_ranks(train_rank, 2, here, str(store_path))
         moments = {v.dtype for n, v in newest_state(tmp_path).items() if "exp_avg" in n}
         assert moments == {torch.bfloat16 if kind == "bfloat16" else torch.float32}

@@ -18,7 +18,7 @@ from weft.optim.muon import _Exchange, orthogonal
 from weft.optim.optimizer import muon, set_learning_rate, step_unless
 from weft.train.setup import build
 
-MUON = OptimSection(kind="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
+MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (24, 40)])
@@ -73,7 +73,7 @@ def test_muon_bad_step_changes_no_bit() -> None:
 
 
 LAYOUTS = {
-    "FSDP over 3, uneven": (3, [("train.global_batch", "6"), ("parallel.dp_shard", "3")]),
+    "FSDP over 3, uneven": (3, [("train.global_batch_size", "6"), ("parallel.dp_shard", "3")]),
     "replicas": (4, [("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")]),
     "tensor parallel": (2, [("parallel.tp", "2")]),
     "fewer heads than ranks": (4, [("parallel.tp", "4")]),
@@ -89,7 +89,7 @@ LAYOUTS = {
 
 def update_of(overrides: list[tuple[str, str]]) -> dict[str, Any]:
     """What two steps with given gradients make of this rank's parameters, as a whole."""
-    job = small_job(("optim.kind", "muon"), ("model.tied_embeddings", "false"), *overrides)
+    job = small_job(("optim.name", "muon"), ("model.tied_embeddings", "false"), *overrides)
     built = build(job, plan_here(job), this_rank())
     params = dict(named_parameters(built.parts))
     for seed in (1, 2):
@@ -151,7 +151,7 @@ def test_muon_layout_takes_the_step_of_one_rank(layout: str) -> None:
 
 def test_muon_run_resumes_in_another_layout(tmp_path: Path, store_path: Path) -> None:
     common = [
-        ("optim.kind", "muon"),
+        ("optim.name", "muon"),
         ("optim.lr", "0.01"),
         ("optim.decay_fraction", "0"),
         ("run.dir", str(tmp_path)),

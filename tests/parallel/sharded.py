@@ -42,7 +42,7 @@ class Layout(NamedTuple):
     reshard_after_forward: bool | int = True
     sync: str = "step"
     node_size: int | None = None
-    remat: bool = False
+    activation_checkpoint: bool = False
     microbatches: int = 2
     compute: torch.dtype = torch.float32
     keys: dict[str, Any] = {}  # of ParallelSection  # noqa: RUF012 - never changed
@@ -90,7 +90,7 @@ def build(layout: Layout, mesh: DeviceMesh | None = None, model: Llama | None = 
     if mesh is None:
         mesh = init_device_mesh("cpu", (layout.replicas, layout.shards), mesh_dim_names=AXES)
     model = model or build_model()
-    if layout.remat:
+    if layout.activation_checkpoint:
         for block in blocks(model):
             recompute(block)
     shard(

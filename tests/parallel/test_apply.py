@@ -36,7 +36,7 @@ def test_data_parallel_gradients_equal_one_process(
 ) -> None:
     data = [("data.packing", packing)]
     (one,) = run_ranks(gradients, 1, data, str(store_path))
-    layout = [("parallel.dp_replicate", str(replicas)), ("train.microbatch", microbatch)]
+    layout = [("parallel.dp_replicate", str(replicas)), ("train.microbatch_size", microbatch)]
     for many in run_ranks(gradients, ranks, data + layout, str(store_path)):
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert many["norm"] == pytest.approx(one["norm"], rel=1e-5)
@@ -76,7 +76,7 @@ def count_reductions(overrides: list[tuple[str, str]], store: str) -> list[str]:
 def test_accumulation_gradients_are_reduced_once(store_path: Path) -> None:
     """Four microbatches communicate as many gradients as one does."""
     (few, _), (many, _) = (
-        run_ranks(count_reductions, 2, [("train.microbatch", size)], str(store_path))
+        run_ranks(count_reductions, 2, [("train.microbatch_size", size)], str(store_path))
         for size in ("4", "1")
     )
     scatters = [name for name in few if "reduce_scatter" in name]
@@ -101,7 +101,7 @@ def test_forward_backward_batch_without_targets_loss_is_zero(store_path: Path) -
 
 
 def bfloat16(overrides: list[tuple[str, str]], store: str) -> tuple[float, str, str]:
-    job = small_job(("precision.compute", "bfloat16"), *overrides)
+    job = small_job(("precision.compute_dtype", "bfloat16"), *overrides)
     plan = plan_here(job)
     built = build(job, plan, this_rank())
     seen: list[torch.dtype] = []

@@ -18,7 +18,7 @@ from tests.parallel.test_layouts import check
 from tests.small import SMALL, plan_here, small_job, this_rank
 from weft.data.text import open_text
 from weft.models.llama import PRESETS, Llama
-from weft.observe.terminal import quiet_console
+from weft.monitor.terminal import quiet_console
 from weft.parallel.compile import (
     NOTHING_COMPILED,
     compile_blocks,
@@ -35,16 +35,16 @@ WEFT = [sys.executable, "-m", "weft.cli"]
 @pytest.mark.parametrize(
     "layout",
     [
-        "remat.kind=full",
-        "dp_shard2 remat.kind=selective",
-        "dp_shard2 remat.kind=budget",
-        "dp_shard2 remat.offload=true",
-        "tp2 remat.kind=selective",
-        "tp2 remat.kind=full",
-        "cp2 remat.kind=selective",
-        "cp2 context=ulysses remat.kind=full",
-        "pp2 remat.kind=selective remat.every=2",
-        "dp_shard2 tp2 remat.kind=selective remat.offload=true",
+        "activation_checkpoint.mode=full",
+        "dp_shard2 activation_checkpoint.mode=selective",
+        "dp_shard2 activation_checkpoint.mode=budget",
+        "dp_shard2 activation_checkpoint.offload=true",
+        "tp2 activation_checkpoint.mode=selective",
+        "tp2 activation_checkpoint.mode=full",
+        "cp2 activation_checkpoint.mode=selective",
+        "cp2 context=ulysses activation_checkpoint.mode=full",
+        "pp2 activation_checkpoint.mode=selective activation_checkpoint.every_n_layers=2",
+        "dp_shard2 tp2 activation_checkpoint.mode=selective activation_checkpoint.offload=true",
     ],
 )
 def test_compile_any_layout_equals_one_process(layout: str, store_path: Path) -> None:
@@ -76,13 +76,13 @@ def test_compile_is_once_for_all_blocks_and_starts(store_path: Path, tmp_path: P
         pairs = [
             *SMALL,
             ("run.dir", run),
-            ("run.workers", "1"),
+            ("run.nproc_per_node", "1"),
             ("data.path", str(store_path)),
             ("model.num_layers", str(layers)),
             ("train.steps", "2"),
-            ("remat.kind", "full"),
+            ("activation_checkpoint.mode", "full"),
             ("compile.enable", "true"),
-            ("compile.cache", str(tmp_path / "cache")),
+            ("compile.cache_dir", str(tmp_path / "cache")),
         ]
         words = [word for key, value in pairs for word in (f"--{key}", value)]
         done = subprocess.run(
@@ -119,7 +119,11 @@ def test_compile_blocks_share_a_graph(
 
 def train_recomputed_under_a_context(store: str, folder: str) -> str:
     """What a run says on the terminal, of which torch.compile captures nothing today."""
-    layout = [("parallel.cp", "2"), ("remat.kind", "full"), ("compile.enable", "true")]
+    layout = [
+        ("parallel.cp", "2"),
+        ("activation_checkpoint.mode", "full"),
+        ("compile.enable", "true"),
+    ]
     job = small_job(("run.dir", folder), ("train.steps", "2"), *layout)
     written = io.StringIO()
     train(job, plan_here(job), open_text(store), this_rank(), quiet_console(written))

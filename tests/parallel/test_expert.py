@@ -41,7 +41,7 @@ MODEL: Overrides = [
     ("model.expert_dim", "24"),
     ("model.tied_embeddings", "false"),
     ("data.packing", "documents"),
-    ("train.microbatch", "1"),
+    ("train.microbatch_size", "1"),
 ]
 
 
@@ -55,7 +55,7 @@ OFTEN = [
     "tp2",
     "pp2",
     "cp2",
-    "dp_shard2 ep=2 remat.kind=selective",
+    "dp_shard2 ep=2 activation_checkpoint.mode=selective",
     "dp_shard4 ep=2",
 ]
 MORE = [
@@ -70,15 +70,15 @@ MORE = [
     "dp_shard2 pp2 ep=2",
     "dp_shard2 pp2 ep=2 gradient_sync=microbatch",
     "dp_shard2 pp2 ep=2 schedule=ZBVZeroBubble",
-    "dp_shard2 ep=2 remat.kind=full",
-    "dp_shard2 ep=2 remat.kind=budget remat.offload=true",
+    "dp_shard2 ep=2 activation_checkpoint.mode=full",
+    "dp_shard2 ep=2 activation_checkpoint.mode=budget activation_checkpoint.offload=true",
     "dp_shard2 ep=2 gradient_sync=step reshard_after_forward=never",
     "dp_shard2 ep=2 persist_below=1000000 prefetch=2",
     "dp_shard2 ep=2 cpu_offload=true",
     "tp2 sequence_parallel=false",
     "tp4",
-    "dp_shard3 ep=3 model.num_experts=6 train.global_batch=9",
-    "dp_shard6 train.global_batch=12",  # four experts over six ranks: cut by rows of each
+    "dp_shard3 ep=3 model.num_experts=6 train.global_batch_size=9",
+    "dp_shard6 train.global_batch_size=12",  # four experts over six ranks: cut by rows of each
 ]
 
 
@@ -101,7 +101,7 @@ def test_expert_parallel_with_other_techniques_gradients_equal_one_process(
 def test_expert_parallel_compiled_gradients_equal_one_process(
     store_path: Path, tmp_path: Path
 ) -> None:
-    compiled = [("compile.enable", "true"), ("compile.cache", str(tmp_path))]
+    compiled = [("compile.enable", "true"), ("compile.cache_dir", str(tmp_path))]
     check("dp_shard2 ep=2", store_path, more=compiled)
 
 
@@ -123,7 +123,7 @@ RATE = ("model.balance_rate", "0.01")
 
 def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_path: Path) -> None:
     """Five steps of one process; and three with ``ep``, saved, and two more without."""
-    few = [RATE, ("train.global_batch", "4"), ("train.microbatch", "2")]
+    few = [RATE, ("train.global_batch_size", "4"), ("train.microbatch_size", "2")]
     run(tmp_path / "one", "dp_shard1", 5, store_path, *few)
     run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, *few)
     saved = biases(tmp_path / "two")
@@ -182,7 +182,7 @@ def test_moe_canonical_order_is_equal_on_any_number_of_ranks(
     store_path: Path, tmp_path: Path
 ) -> None:
     """The same weights and biases, bit for bit, on one rank and on two."""
-    canonical = ("train.canonical", "true")
+    canonical = ("train.world_size_invariant", "true")
     for ranks in (1, 2):
         run(tmp_path / str(ranks), f"dp_shard{ranks}", 3, store_path, canonical, RATE)
     one, two = newest_state(tmp_path / "1"), newest_state(tmp_path / "2")
@@ -200,9 +200,9 @@ def test_moe_unsupported_keys_are_refused() -> None:
             ("model.preset", "toy-moe"),
             ("parallel.ep", "3"),
             ("parallel.dp_shard", "4"),
-            ("optim.kind", "muon"),
+            ("optim.name", "muon"),
             ("precision.float8", "rowwise"),
-            ("train.canonical", "true"),
+            ("train.world_size_invariant", "true"),
         ],
     )
     assert not found
@@ -210,7 +210,7 @@ def test_moe_unsupported_keys_are_refused() -> None:
         resolve(job, Machine("cpu", devices=2, world_size=4))
     told = {problem.key: str(problem) for problem in error.value.problems}
     assert "use 1, 2 or 4" in told["parallel.ep"] or "canonical" in told["parallel.ep"]
-    assert {"optim.kind", "precision.float8"} <= told.keys()
+    assert {"optim.name", "precision.float8"} <= told.keys()
 
     job, _, _ = read_job("demo", [("parallel.ep", "2")])
     with pytest.raises(InvalidJob, match="the family llama has no experts"):

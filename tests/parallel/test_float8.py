@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import run_ranks
 from tests.layouts import many_gradients, one_process, parse
 from tests.parallel.test_layouts import distance
-from tests.parallel.test_remat import WAYS, differing
+from tests.parallel.test_activation_checkpoint import WAYS, differing
 from tests.small import (
     Overrides,
     loader_of,
@@ -43,8 +43,8 @@ MODEL: Overrides = [
     ("model.num_heads", "4"),
     ("model.ffn_dim", "128"),
     ("model.tied_embeddings", "false"),
-    ("train.global_batch", "4"),
-    ("train.microbatch", "2"),
+    ("train.global_batch_size", "4"),
+    ("train.microbatch_size", "2"),
     ("precision.float8_small", "true"),
 ]
 
@@ -180,10 +180,14 @@ def test_float8_model_equals_torchao_bit_for_bit(recipe: str) -> None:
 def apart(layouts: list[str], store: Path) -> dict[str, float]:
     """How far layouts' gradients are from one process's, all in float8; losses are equal."""
     (ranks,) = {parse(layout)[0] for layout in layouts}
-    rows: Overrides = [("train.global_batch", "8")] if ranks > 2 else []
+    rows: Overrides = [("train.global_batch_size", "8")] if ranks > 2 else []
     jobs = [MODEL + rows + parse(layout)[1] for layout in layouts]
     alone = [
-        [(k, v) for k, v in job if not k.startswith(("parallel.", "compile.", "remat."))]
+        [
+            (k, v)
+            for k, v in job
+            if not k.startswith(("parallel.", "compile.", "activation_checkpoint."))
+        ]
         for job in jobs
     ]
     ones = one_process(str(store), alone)
@@ -226,8 +230,8 @@ def test_float8_layouts_gradients_equal_one_process(store_path: Path) -> None:
         ("dp_shard2 precision.float8=rowwise", EQUAL),
         ("dp_shard2 precision.float8=rowwise_with_gw_hp", EQUAL),
         # Shards that are not equally large are gathered as they are.
-        ("dp_shard3 train.global_batch=6 precision.float8=tensorwise", EQUAL),
-        ("dp_shard2 precision.float8=tensorwise precision.compute=bfloat16", EQUAL),
+        ("dp_shard3 train.global_batch_size=6 precision.float8=tensorwise", EQUAL),
+        ("dp_shard2 precision.float8=tensorwise precision.compute_dtype=bfloat16", EQUAL),
         ("cp2 precision.float8=tensorwise", EQUAL),
         ("dp_shard2 tp2 precision.float8=tensorwise", ALMOST),
         # Two ranks share a head, and each rounds its part of the gradient.
@@ -282,9 +286,9 @@ def test_float8_recomputed_gradients_are_equal_bit_for_bit(
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp_shard2 precision.float8=tensorwise remat.kind=selective",
+        "dp_shard2 precision.float8=tensorwise activation_checkpoint.mode=selective",
         "dp_shard2 tp2 precision.float8=tensorwise",
-        "dp_shard2 precision.float8=rowwise remat.kind=full",
+        "dp_shard2 precision.float8=rowwise activation_checkpoint.mode=full",
         "precision.float8=rowwise_with_gw_hp",
         "precision.float8=mxfp8",
     ],
@@ -335,7 +339,7 @@ def test_float8_gather_takes_one_byte_for_each_weight(
 ) -> None:
     matrices = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 128  # of a block
     gains = 0 if persist == "100" else 2 * 64
-    keys = [("parallel.dp_shard", "2"), ("parallel.persist_below", persist)]
+    keys = [("parallel.dp_shard", "2"), ("parallel.param_persistence_threshold", persist)]
     for found in run_ranks(
         gathers, 2, [*MODEL, *keys, ("precision.float8", recipe)], str(store_path)
     ):
@@ -397,7 +401,7 @@ def test_float8_scales_follow_changed_weights(layout: str, store_path: Path) -> 
 
 def run(folder: Path, store: Path, layout: str, *more: tuple[str, str]) -> list[float]:
     ranks, overrides = parse(layout)
-    keys = [("run.dir", str(folder)), ("observe.log_interval", "1"), *more]
+    keys = [("run.dir", str(folder)), ("monitor.log_interval", "1"), *more]
     run_ranks(train_rank, ranks, [*MODEL, *overrides, *keys], str(store), timeout=300)
     return losses(folder)
 
@@ -435,7 +439,7 @@ def test_float8_training_loss_equals_float32(recipe: str, store_path: Path, tmp_
     keys = [
         ("train.steps", "80"),
         ("optim.lr", "0.003"),
-        ("train.global_batch", "8"),
+        ("train.global_batch_size", "8"),
         ("optim.warmup_steps", "5"),
         ("resilience.replica_check", "10"),
     ]

@@ -49,7 +49,7 @@ MODEL: Overrides = [
     ("model.num_layers", "4"),
     ("model.tied_embeddings", "false"),
     ("data.packing", "documents"),
-    ("train.microbatch", "1"),
+    ("train.microbatch_size", "1"),
 ]
 
 
@@ -136,8 +136,8 @@ SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backwar
 RESHARDED: Overrides = [
     ("model.tied_embeddings", "false"),
     ("model.num_layers", "4"),
-    ("pipeline.layers", "[1,1,1,1]"),
-    ("train.microbatch", "1"),
+    ("pipeline.layers_per_stage", "[1,1,1,1]"),
+    ("train.microbatch_size", "1"),
     ("parallel.pp", "2"),
     ("parallel.reshard_after_forward", "always"),
 ]
@@ -178,7 +178,7 @@ def test_schedule_from_a_file_computes_gradients_of_one_process(
     first = forward + "2F0,2B0,2F1,2B1,2F2,2I2,2F3,2I3,2W2,2W3,0B0,0B1,0B2,0B3"
     second = "1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3"
     file.write_text(f"{first}\n{second}\n")
-    check(f"pp2 train.microbatch=2 schedule={file}", store_path)
+    check(f"pp2 train.microbatch_size=2 schedule={file}", store_path)
 
 
 # --------------------------------------------------------------------------- one axis at a time
@@ -216,7 +216,7 @@ def test_context_parallel_with_other_axes_computes_gradients_of_one_process(
 def test_bfloat16_layout_differs_no_more_than_rounding(layout: str, store_path: Path) -> None:
     """Layouts differ from one process in bfloat16 no more than that does from float32."""
     plain = [*MODEL, *size(layout)]
-    low = [*plain, ("precision.compute", "bfloat16")]
+    low = [*plain, ("precision.compute_dtype", "bfloat16")]
     exact, one = one_process(str(store_path), [plain, low])
     ranks, overrides = parse(layout)
     for many in merged(run_ranks(gradients, ranks, low + overrides, str(store_path))):

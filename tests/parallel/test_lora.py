@@ -32,7 +32,7 @@ MODEL: Overrides = [
     ("model.num_layers", "4"),
     ("model.tied_embeddings", "false"),
     ("data.packing", "documents"),
-    ("train.microbatch", "1"),
+    ("train.microbatch_size", "1"),
     ("lora.rank", "4"),
 ]
 # Rows of whole blocks of 64 numbers, over two ranks, too.
@@ -104,22 +104,22 @@ def test_lora_layouts_gradients_equal_one_process(layouts: list[str], store_path
         "dp_shard2 tp2",
         "dp_shard2 tp2 pp2",
         "pp2",
-        "pp2 schedule=Interleaved1F1B pipeline.layers=[1,1,1,1]",
-        "pp2 schedule=DualPipeV pipeline.layers=[1,1,1,1]",
+        "pp2 schedule=Interleaved1F1B pipeline.layers_per_stage=[1,1,1,1]",
+        "pp2 schedule=DualPipeV pipeline.layers_per_stage=[1,1,1,1]",
         "dp_shard2 pp2 gradient_sync=microbatch",
         "dp_shard2 reshard_after_forward=never",
         "dp_shard2 tp2 cpu_offload=true",
-        "dp_shard2 tp2 remat.kind=full remat.offload=true",
-        "dp_shard2 remat.kind=selective",
-        "dp_shard2 remat.kind=budget",
-        "dp_shard2 train.canonical=true",
+        "dp_shard2 tp2 activation_checkpoint.mode=full activation_checkpoint.offload=true",
+        "dp_shard2 activation_checkpoint.mode=selective",
+        "dp_shard2 activation_checkpoint.mode=budget",
+        "dp_shard2 train.world_size_invariant=true",
     ],
 )
 def test_lora_other_layout_gradients_equal_one_process(layout: str, store_path: Path) -> None:
     check(layout, store_path)
 
 
-QUANTIZED = ["dp_shard2 lora.quantize=nf4 remat.kind=full", "tp2 lora.quantize=nf4"]
+QUANTIZED = ["dp_shard2 lora.quantize=nf4 activation_checkpoint.mode=full", "tp2 lora.quantize=nf4"]
 MORE_QUANTIZED = [
     "dp_shard2 tp2 lora.quantize=int8",
     "pp2 schedule=ZBVZeroBubble lora.quantize=nf4",
@@ -156,7 +156,7 @@ def test_lora_bfloat16_differs_no_more_than_rounding(store_path: Path) -> None:
     """Frozen weights are kept in it; layouts differ from one process no more than that does from
     float32."""
     model = [*WIDE, ("lora.alpha", "1")]  # more of such random adapters, and logits are steep
-    low = [*model, ("precision.compute", "bfloat16")]
+    low = [*model, ("precision.compute_dtype", "bfloat16")]
     exact, one = reference(str(store_path), tuple(model)), reference(str(store_path), tuple(low))
     ranks, overrides = parse("dp_shard2 tp2")
     many = run_ranks(adapter_gradients, ranks, low + overrides, str(store_path))[0]
@@ -246,7 +246,7 @@ def _step(overrides: Overrides, store: str) -> tuple[int, set[str]]:
     adapters = {n: p.detach().clone() for n, p in named_parameters(built.parts)}
     loader = loader_of(job, plan, store, built.mesh)
     for step in range(2):
-        built.engine.forward_backward(loader.batch(step * job.train.global_batch))
+        built.engine.forward_backward(loader.batch(step * job.train.global_batch_size))
         built.optimizer.step()
         built.optimizer.zero_grad()
     for name, param in frozen_parameters(built.parts):
@@ -267,7 +267,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
 def test_lora_step_moves_only_adapters(quantize: str, store_path: Path) -> None:
     keys = [*WIDE, ("lora.quantize", quantize), ("parallel.dp_shard", "2")]
-    keys.append(("train.global_batch", "4"))
+    keys.append(("train.global_batch_size", "4"))
     for moved, states in run_ranks(_step, 2, keys, str(store_path)):
         assert moved == 4 * 7 * 2
         assert len(states) == 3 * moved
@@ -354,7 +354,11 @@ def test_lora_quantized_block_memory_is_small() -> None:
 
 
 def planned(*overrides: tuple[str, str], preset: str = "8b", devices: int = 1) -> Plan:
-    keys = [("model.preset", preset), ("precision.compute", "bfloat16"), ("data.vocab_size", "512")]
+    keys = [
+        ("model.preset", preset),
+        ("precision.compute_dtype", "bfloat16"),
+        ("data.vocab_size", "512"),
+    ]
     job, _, problems = read_job("demo", [*keys, *overrides])
     assert not problems
     return resolve(job, Machine("cuda", devices=devices, world_size=devices))
@@ -387,11 +391,11 @@ def test_plan_with_lora_counts_trained_parameters() -> None:
             "down_proj has 192 inputs over tp = 2 ranks: no whole blocks of 64",
         ),
         (
-            [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers", "[0,2]")],
+            [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[0,2]")],
             "the first stage, without blocks, has no adapter to train",
         ),
         (
-            [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers", "[2,0]")],
+            [("lora.rank", "8"), ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[2,0]")],
             "rank 1 of the pipeline, without blocks, has no adapter to train",
         ),
         (

@@ -184,12 +184,12 @@ def count_reductions(schedule: str, sync: str) -> tuple[int, int, int]:
         ("parallel.pp", "2"),
         ("parallel.dp_replicate", "2"),
         ("parallel.dp_shard", "2"),
-        ("parallel.schedule", schedule),
+        ("pipeline.schedule", schedule),
         ("parallel.gradient_sync", sync),
         ("model.num_layers", "4"),
         ("model.tied_embeddings", "false"),
-        ("train.global_batch", "8"),
-        ("train.microbatch", "1"),
+        ("train.global_batch_size", "8"),
+        ("train.microbatch_size", "1"),
     )
     plan = plan_here(job)
     built = build(job, plan, this_rank())

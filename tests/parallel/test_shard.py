@@ -76,8 +76,10 @@ LAYOUTS = {
     "one microbatch": Layout(microbatches=1),
     "persist nothing, one microbatch": Layout(keys={"persist_below": CONFIG.dim}, microbatches=1),
     "persist, one microbatch": Layout(keys=PERSIST, microbatches=1),
-    "persist, remat": Layout(keys=PERSIST, remat=True),
-    "persist, remat, 2 hops": TWO_HOPS._replace(keys=PERSIST, remat=True),
+    "persist, activation_checkpoint": Layout(keys=PERSIST, activation_checkpoint=True),
+    "persist, activation_checkpoint, 2 hops": TWO_HOPS._replace(
+        keys=PERSIST, activation_checkpoint=True
+    ),
     "persist all": Layout(keys={"persist_below": 10**6}, sync="microbatch"),
     "offload": Layout(keys={"cpu_offload": True}),
     "offload, 2 hops": TWO_HOPS._replace(keys={"cpu_offload": True}),
@@ -104,7 +106,7 @@ LAYOUTS |= {
         2, 4, node_size=2, sync="microbatch", keys={"hierarchical_gather": True}
     ),
     "to 2, 2 hops": Layout(2, 4, reshard_after_forward=2, sync="microbatch"),
-    "everything": Layout(2, 4, 2, "microbatch", node_size=2, remat=True, keys=ALL),
+    "everything": Layout(2, 4, 2, "microbatch", node_size=2, activation_checkpoint=True, keys=ALL),
     "everything, never": Layout(2, 4, False, "microbatch", node_size=2, keys=ALL),
 }
 
@@ -115,7 +117,7 @@ RARELY = {
     "replicas",
     "replicas, 2 hops",
     "to 2, each microbatch",
-    "persist, remat, 2 hops",
+    "persist, activation_checkpoint, 2 hops",
     "offload, 2 hops",
     "hierarchical",
     *(name for name, layout in LAYOUTS.items() if layout.ranks > 4),

@@ -41,7 +41,7 @@ LAYOUTS = {
     "pp": replace(LAYOUT, pp=4, zero=2),
     "interleaved": replace(LAYOUT, pp=4, zero=2, stages_per_rank=2, schedule="Interleaved1F1B"),
     "replicas": replace(LAYOUT, zero=0, dp_replicate=8, dp_shard=1),
-    "float8": replace(LAYOUT, precision="float8", fusion="compiled", remat="full"),
+    "float8": replace(LAYOUT, precision="float8", fusion="compiled", activation_checkpoint="full"),
 }
 
 
@@ -87,19 +87,22 @@ def test_sizes_are_the_models(preset: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_layout_loses_flops(name: str) -> None:
     """Ranks share the work: all of them together do what one would."""
-    lay = replace(LAYOUTS[name], remat="none")
+    lay = replace(LAYOUTS[name], activation_checkpoint="none")
     ranks = lay.tp * lay.cp * lay.dp
     one = flops(step_of(LLAMA_8B, replace(LAYOUT, dp_shard=1)))
     assert ranks * flops(step_of(LLAMA_8B, lay)) == pytest.approx(one)
 
 
 def test_recomputation_is_another_forward() -> None:
-    plain, full = (replace(LAYOUT, remat=kind) for kind in ("none", "full"))
+    plain, full = (replace(LAYOUT, activation_checkpoint=kind) for kind in ("none", "full"))
     layers = [step_of(LLAMA_8B, lay).stages[0] for lay in (plain, full)]
     forward = sum(work.flops * count for work, count in layers[0].forward[1:2])
     back = [sum(work.flops * count for work, count in stage.backward) for stage in layers]
     assert back[1] - back[0] == pytest.approx(forward)
-    times = [seconds(replace(LAYOUT, remat=kind), h100()) for kind in ("none", "selective", "full")]
+    times = [
+        seconds(replace(LAYOUT, activation_checkpoint=kind), h100())
+        for kind in ("none", "selective", "full")
+    ]
     assert times == sorted(times)
 
 
@@ -255,7 +258,7 @@ def gib(**changes: object) -> float:
 
 def test_memory_has_its_directions() -> None:
     kinds = ("none", "block", "selective", "full")
-    found = [gib(remat=kind) for kind in kinds]
+    found = [gib(activation_checkpoint=kind) for kind in kinds]
     assert found == sorted(found, reverse=True)
     assert gib(dp_shard=64) < gib(dp_shard=8) < gib(dp_shard=2)
     assert gib(microbatch=2) > gib() > gib(tp=8)
@@ -296,7 +299,7 @@ def test_in_a_v_one_rank_has_both_tables() -> None:
 
 def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
     """With as many microbatches as ranks, a rank's second stage is through before its first."""
-    lay = replace(LAYOUT, pp=4, zero=2, global_batch=32, remat="full")
+    lay = replace(LAYOUT, pp=4, zero=2, global_batch=32, activation_checkpoint="full")
     twice = replace(lay, stages_per_rank=2, schedule="Interleaved1F1B")
     layer = LLAMA_8B.layer_params
     plain, interleaved = (memory_of(LLAMA_8B, some, 1)["gathered"] for some in (lay, twice))

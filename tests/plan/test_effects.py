@@ -10,7 +10,7 @@ from weft.plan.effects import ACTS, ALWAYS
 from weft.plan.report import machine_of
 from weft.plan.resolve import Machine, Plan, resolve, resolve_nodes
 
-PLAIN = "train.steps=1000 train.global_batch=16 model.num_layers=8"
+PLAIN = "train.steps=1000 train.global_batch_size=16 model.num_layers=8"
 H100 = machine_of(parse_cluster("2x8xH100"))  # type: ignore[arg-type]
 ONE_H100 = machine_of(parse_cluster("1x1xH100"))  # type: ignore[arg-type]
 
@@ -18,58 +18,58 @@ ONE_H100 = machine_of(parse_cluster("1x1xH100"))  # type: ignore[arg-type]
 # act, on how many.
 # fmt: off
 CASES = [
-    ("run.workers=2", "", Machine("cpu", 4, world_size=4), "", 2),
+    ("run.nproc_per_node=2", "", Machine("cpu", 4, world_size=4), "", 2),
     ("run.nodes=2", "", Machine("cpu", 4, world_size=4, local_world_size=4),
      "", Machine("cpu", 4, world_size=4, local_world_size=2)),
     ("run.rendezvous=a:1", "", 1, "run.nodes=1:1", 1),
-    ("data.field=content", "data.format=chat", 1, "", 1),
+    ("data.text_field=content", "data.format=chat", 1, "", 1),
     ("data.packing=documents", "data.format=chat", 1, "", 1),
-    ("data.too_long=skip", "", 1, "data.format=chat", 1),
+    ("data.overlong=skip", "", 1, "data.format=chat", 1),
     ("data.chat_template=x.jinja", "", 1, "data.format=chat", 1),
     ("data.vocab_size=600", "data.tokenizer=tokenizer.json", 1, "", 1),
     ("train.dpo_beta=0.2", "", 1, "train.objective=dpo data.format=preferences", 1),
     ("train.dpo_beta=0.2", "", 1, "train.objective=mine:loss", 1),
     ("lora.alpha=32", "", 1, "lora.rank=4", 1),
     ("lora.rank_stabilized=true", "", 1, "lora.rank=4", 1),
-    ("optim.momentum=0.9", "", 1, "optim.kind=muon", 1),
-    ("optim.momentum=0.9", "", 1, "optim.kind=mine:build", 1),
+    ("optim.momentum=0.9", "", 1, "optim.name=muon", 1),
+    ("optim.momentum=0.9", "", 1, "optim.name=mine:build", 1),
     ("optim.decay_fraction=0.5", "optim.schedule=cosine", 1, "", 1),
     ("optim.min_lr_ratio=0.5", "optim.decay_fraction=0", 1, "", 1),
-    ("parallel.schedule=GPipe", "", 2, "parallel.pp=2 model.tied_embeddings=false", 2),
+    ("pipeline.schedule=GPipe", "", 2, "parallel.pp=2 model.tied_embeddings=false", 2),
     ("parallel.sequence_parallel=false", "", 2, "parallel.tp=2", 2),
-    ("parallel.context=allgather", "", 2, "parallel.cp=2", 2),
-    ("parallel.context_balance=false", "", 2, "parallel.cp=2", 2),
-    ("parallel.placement=replica-outer", "parallel.dp_replicate=2", 2,
+    ("parallel.cp_method=allgather", "", 2, "parallel.cp=2", 2),
+    ("parallel.cp_load_balance=false", "", 2, "parallel.cp=2", 2),
+    ("parallel.mesh_order=replica-outer", "parallel.dp_replicate=2", 2,
      "parallel.dp_replicate=2 parallel.pp=2 model.tied_embeddings=false", 4),
     ("parallel.reshard_after_forward=never", "", 1, "", 2),
-    ("parallel.gradient_sync=microbatch", "", 2, "train.microbatch=2", 2),
-    ("parallel.gradient_sync=microbatch", "train.microbatch=2", 1, "train.microbatch=2", 2),
+    ("parallel.gradient_sync=microbatch", "", 2, "train.microbatch_size=2", 2),
+    ("parallel.gradient_sync=microbatch", "train.microbatch_size=2", 1, "train.microbatch_size=2", 2),
     ("parallel.hierarchical_gather=true", "", 8, "", H100),
     ("parallel.symmetric_memory=true", "", ONE_H100, "", H100),
-    ("parallel.prefetch=2", "", 1, "", 2),
-    ("parallel.prefetch=2", "train.canonical=true", 2, "", 2),
-    ("parallel.persist_below=9", "parallel.reshard_after_forward=never", 2, "", 2),
+    ("parallel.fsdp_prefetch=2", "", 1, "", 2),
+    ("parallel.fsdp_prefetch=2", "train.world_size_invariant=true", 2, "", 2),
+    ("parallel.param_persistence_threshold=9", "parallel.reshard_after_forward=never", 2, "", 2),
     ("pipeline.stages_per_rank=2", "", 2,
-     "parallel.pp=2 parallel.schedule=Interleaved1F1B model.tied_embeddings=false", 2),
-    ("pipeline.optimize=memory", "", 2, "parallel.pp=2 model.tied_embeddings=false", 2),
-    ("pipeline.optimize=memory",
-     "parallel.pp=2 pipeline.layers=4,4 model.tied_embeddings=false", 2,
+     "parallel.pp=2 pipeline.schedule=Interleaved1F1B model.tied_embeddings=false", 2),
+    ("pipeline.balance=memory", "", 2, "parallel.pp=2 model.tied_embeddings=false", 2),
+    ("pipeline.balance=memory",
+     "parallel.pp=2 pipeline.layers_per_stage=4,4 model.tied_embeddings=false", 2,
      "parallel.pp=2 model.tied_embeddings=false", 2),
-    ("precision.reduce=bfloat16", "", 1, "", 2),
+    ("precision.reduce_dtype=bfloat16", "", 1, "", 2),
     ("precision.float8_small=true", "", 1,
-     "precision.float8=rowwise precision.compute=bfloat16", 1),
-    ("precision.float8_skip=*.o_proj", "", 1,
-     "precision.float8=rowwise precision.float8_small=true precision.compute=bfloat16", 1),
-    ("remat.every=2", "", 1, "remat.kind=full", 1),
-    ("remat.products=3", "remat.kind=full", 1, "remat.kind=selective", 1),
-    ("remat.budget=0.2", "remat.kind=full", 1, "remat.kind=budget", 1),
-    ("remat.ahead=2", "", 1, "remat.offload=true", 1),
-    ("compile.cache=x", "", 1, "compile.enable=true", 1),
+     "precision.float8=rowwise precision.compute_dtype=bfloat16", 1),
+    ("precision.float8_exclude=*.o_proj", "", 1,
+     "precision.float8=rowwise precision.float8_small=true precision.compute_dtype=bfloat16", 1),
+    ("activation_checkpoint.every_n_layers=2", "", 1, "activation_checkpoint.mode=full", 1),
+    ("activation_checkpoint.recompute_every_n_matmuls=3", "activation_checkpoint.mode=full", 1, "activation_checkpoint.mode=selective", 1),
+    ("activation_checkpoint.memory_budget=0.2", "activation_checkpoint.mode=full", 1, "activation_checkpoint.mode=budget", 1),
+    ("activation_checkpoint.offload_prefetch=2", "", 1, "activation_checkpoint.offload=true", 1),
+    ("compile.cache_dir=x", "", 1, "compile.enable=true", 1),
     ("checkpoint.mtbf_hours=2", "", 1, "checkpoint.interval=auto", 1),
-    ("checkpoint.local_interval=5", "", 1, "checkpoint.local=/dev/shm", 1),
-    ("resilience.anomaly_limit=5", "", 1, "resilience.anomaly=skip", 1),
-    ("resilience.spike_threshold=5", "", 1, "resilience.anomaly=skip", 1),
-    ("resilience.spike_window=64", "", 1, "resilience.anomaly=rewind", 1),
+    ("checkpoint.local_interval=5", "", 1, "checkpoint.local_dir=/dev/shm", 1),
+    ("resilience.max_anomalies=5", "", 1, "resilience.on_anomaly=skip", 1),
+    ("resilience.spike_threshold=5", "", 1, "resilience.on_anomaly=skip", 1),
+    ("resilience.spike_window=64", "", 1, "resilience.on_anomaly=rewind", 1),
     ("resilience.replica_check=5", "", 1, "", 2),
     ("profile.memory=true", "", 1, "profile.steps=5", 1),
 ]
@@ -100,7 +100,9 @@ def test_every_key_of_the_schema_acts_always_or_says_where_it_does() -> None:
     assert set(ACTS) | ALWAYS == set(keys())
     assert not set(ACTS) & ALWAYS
     # Refused before any warning.
-    assert {case[0].partition("=")[0] for case in CASES} == set(ACTS) - {"pipeline.layers"}
+    assert {case[0].partition("=")[0] for case in CASES} == set(ACTS) - {
+        "pipeline.layers_per_stage"
+    }
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipe_names() if "405b" not in name])

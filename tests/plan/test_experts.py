@@ -33,20 +33,20 @@ def told(world: int, **changes: Any) -> dict[str, str]:
 
 def test_ep_divides_the_shards_and_the_experts() -> None:
     assert "does not divide the 4 ranks" in told(4, parallel__ep=3)["parallel.ep"]
-    rule = told(16, parallel__ep=16, train__global_batch=16)["parallel.ep"]
+    rule = told(16, parallel__ep=16, train__global_batch_size=16)["parallel.ep"]
     assert "does not divide the 8 experts; use 1, 2, 4 or 8" in rule
     plan = resolve(job_of(parallel__ep=4, parallel__cp=2), Machine("cpu", 2, world_size=8))
     assert (plan.ep, plan.dp_shard, plan.cp) == (4, 4, 2)
 
 
 def test_ep_incompatible_keys_are_refused() -> None:
-    assert "canonical" in told(2, parallel__ep=2, train__canonical="true")["parallel.ep"]
+    assert "canonical" in told(2, parallel__ep=2, train__world_size_invariant="true")["parallel.ep"]
     assert "fit" in told(2, parallel__ep=2, parallel__dp_shard="fit")["parallel.ep"]
     keys = {"parallel__ep": 2, "parallel__reshard_after_forward": 2}
     assert "expert parallelism" in told(4, **keys)["parallel.reshard_after_forward"]
-    keys = {"parallel__pp": 2, "model__tied_embeddings": "false", "train__microbatch": 3}
-    assert "with experts" in told(2, **keys)["train.microbatch"]
-    assert "stacks" in told(1, optim__kind="muon")["optim.kind"]
+    keys = {"parallel__pp": 2, "model__tied_embeddings": "false", "train__microbatch_size": 3}
+    assert "with experts" in told(2, **keys)["train.microbatch_size"]
+    assert "stacks" in told(1, optim__name="muon")["optim.name"]
     assert "grouped" in told(1, precision__float8="rowwise")["precision.float8"]
 
 

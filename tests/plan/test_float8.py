@@ -66,7 +66,7 @@ def test_plan_of_float8_has_its_peak_and_matrices() -> None:
         assert any("emulated" in warning for warning in found.warnings) == emulated
     for key, value in (("cpu_offload", "true"), ("reshard_after_forward", "2")):
         assert not planned(*LARGE, (f"parallel.{key}", value)).float8_gather
-    pipeline = [("parallel.pp", "2"), ("parallel.schedule", "ZBVZeroBubble")]
+    pipeline = [("parallel.pp", "2"), ("pipeline.schedule", "ZBVZeroBubble")]
     (warning,) = planned(*LARGE, *pipeline, ("compile.enable", "false")).warnings[1:]
     assert "does both twice" in warning
 
@@ -114,19 +114,22 @@ SITES = (
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ([("train.canonical", "true"), ("precision.compute", "float32")], "in canonical order"),
-        ([("precision.compute", "float32")], "products in float8 give bfloat16"),
+        (
+            [("train.world_size_invariant", "true"), ("precision.compute_dtype", "float32")],
+            "in canonical order",
+        ),
+        ([("precision.compute_dtype", "float32")], "products in float8 give bfloat16"),
         ([("model.ffn_dim", "1000"), ("model.dim", "120")], "no matrix of a block has sides"),
         ([("model.dim", "512"), ("model.ffn_dim", "1024")], "too small to gain"),
-        ([("precision.float8_skip", '["*.*_proj"]')], "in float8_skip"),
-        ([("precision.float8_skip", '["*.ffn"]')], "there are q_proj, k_proj"),
+        ([("precision.float8_exclude", '["*.*_proj"]')], "in float8_skip"),
+        ([("precision.float8_exclude", '["*.ffn"]')], "there are q_proj, k_proj"),
         ([("train.seq_len", "8200")], "no multiple of 16; use a multiple of 16"),
     ],
 )
 def test_float8_incompatible_keys_are_refused(keys: Overrides, expected: str) -> None:
     heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")] * ("dim" in str(keys))
     with pytest.raises(InvalidJob) as caught:
-        planned(*LARGE, *heads, *keys, ("train.microbatch", "auto"))
+        planned(*LARGE, *heads, *keys, ("train.microbatch_size", "auto"))
     assert expected in str(caught.value)
 
 

@@ -23,9 +23,9 @@ MODEL: Overrides = [
     ("model.tied_embeddings", "false"),
     ("data.vocab_size", "512"),
     ("train.seq_len", "64"),
-    ("train.global_batch", "16"),
+    ("train.global_batch_size", "16"),
 ]
-BATCH: Overrides = [("train.global_batch", "128"), ("model.tied_embeddings", "false")]
+BATCH: Overrides = [("train.global_batch_size", "128"), ("model.tied_embeddings", "false")]
 CUDA = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, peer_access=True)
 
 
@@ -56,19 +56,19 @@ def refused(layout: str, world: int | None = None, machine: Machine | None = Non
 REFUSALS = [
     # Degrees and the world.
     ("tp=3", 8, "tp", "does not divide the 8 ranks", "1, 2, 4 or 8", "tp=2"),
-    ("tp=2 pp=3", 8, "tp", "times pp = 3 (6 in all)", "run.workers = 6", "tp=2 pp=2"),
+    ("tp=2 pp=3", 8, "tp", "times pp = 3 (6 in all)", "run.nproc_per_node = 6", "tp=2 pp=2"),
     ("dp_shard=3", 8, "dp_shard", "not the number of ranks, 8", "use 8, or auto", "dp_shard=8"),
     ("dp_shard=2 tp=2", 8, "dp_shard", "times tp = 2", "use 4", "dp_shard=4 tp=2"),
     # The batch.
-    ("train.global_batch=6", 4, "train.global_batch", "does not divide over the 4", "4 or 8",
-     "train.global_batch=8"),
-    ("train.microbatch=5", 4, "train.microbatch", "exceeds the 4 sequences", "at most 4",
-     "train.microbatch=3"),
+    ("train.global_batch_size=6", 4, "train.global_batch_size", "does not divide over the 4", "4 or 8",
+     "train.global_batch_size=8"),
+    ("train.microbatch_size=5", 4, "train.microbatch_size", "exceeds the 4 sequences", "at most 4",
+     "train.microbatch_size=3"),
     # Tensor parallel: heads, feed-forward, vocabulary, sequence.
     ("tp=16", 16, "tp", "does not divide num_heads = 8", "1, 2, 4 or 8", "tp=8"),
     ("tp=3 model.num_heads=6 model.num_kv_heads=2 model.dim=48 model.vocab_size=513", 3, "tp",
      "neither a divisor nor a multiple of num_kv_heads = 2", "use 1",
-     "tp=1 model.num_heads=6 model.num_kv_heads=2 model.dim=48 train.global_batch=15"),
+     "tp=1 model.num_heads=6 model.num_kv_heads=2 model.dim=48 train.global_batch_size=15"),
     ("tp=4 model.ffn_dim=190", 4, "tp", "ffn_dim = 190", "1 or 2", "tp=2 model.ffn_dim=190"),
     ("tp=8 model.vocab_size=516", 8, "tp", "vocab_size = 516", "--model.vocab_size 520",
      "tp=8 model.vocab_size=520"),
@@ -91,25 +91,25 @@ REFUSALS = [
      "cp=4 train.seq_len=56"),
     ("cp=4 train.seq_len=62 context_balance=false", 4, "train.seq_len", "by cp = 4", "60 or 64",
      "cp=4 train.seq_len=60 context_balance=false"),
-    ("cp=8 tp=2 context=ulysses train.global_batch=1", 16, "cp", "num_heads = 8 / tp = 2",
+    ("cp=8 tp=2 context=ulysses train.global_batch_size=1", 16, "cp", "num_heads = 8 / tp = 2",
      "1, 2 or 4", "cp=4 tp=2 context=ulysses dp_shard=2"),
-    ("cp=8 tp=2 context=ulysses train.global_batch=1", 16, "cp", "(ulysses)", "ring",
-     "cp=8 tp=2 context=ring train.global_batch=1"),
+    ("cp=8 tp=2 context=ulysses train.global_batch_size=1", 16, "cp", "(ulysses)", "ring",
+     "cp=8 tp=2 context=ring train.global_batch_size=1"),
     # Pipelines: layers, microbatches, schedules.
-    ("pp=12 train.microbatch=1", 12, "pp", "12 stages of a model of 8", "at most 10",
-     "pp=10 train.microbatch=1"),
-    ("pp=8 schedule=Interleaved1F1B train.global_batch=32 train.microbatch=1", 8, "pp",
+    ("pp=12 train.microbatch_size=1", 12, "pp", "12 stages of a model of 8", "at most 10",
+     "pp=10 train.microbatch_size=1"),
+    ("pp=8 schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1", 8, "pp",
      "16 stages of a model of 8", "at most 5",
-     "pp=4 schedule=Interleaved1F1B train.global_batch=32 train.microbatch=1 dp_shard=2"),
-    ("pp=4 train.microbatch=8", 4, "train.microbatch",
+     "pp=4 schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1 dp_shard=2"),
+    ("pp=4 train.microbatch_size=8", 4, "train.microbatch_size",
      "2 microbatches; 1F1B needs at least as many", "use 1, 2, 3, 4 or 5",
-     "pp=4 train.microbatch=3"),
-    ("pp=8 train.global_batch=4", 8, "train.microbatch", "1F1B needs", "train.global_batch 8",
-     "pp=8 train.global_batch=8"),
-    ("pp=2 schedule=DualPipeV train.microbatch=8", 2, "train.microbatch", "stages, 4", "use 1",
-     "pp=2 schedule=DualPipeV train.microbatch=4"),
-    ("pp=4 schedule=Interleaved1F1B train.microbatch=1 train.global_batch=9", 4,
-     "train.microbatch", "multiple", "use 2", "pp=4 schedule=Interleaved1F1B train.microbatch=2"),
+     "pp=4 train.microbatch_size=3"),
+    ("pp=8 train.global_batch_size=4", 8, "train.microbatch_size", "1F1B needs", "train.global_batch_size 8",
+     "pp=8 train.global_batch_size=8"),
+    ("pp=2 schedule=DualPipeV train.microbatch_size=8", 2, "train.microbatch_size", "stages, 4", "use 1",
+     "pp=2 schedule=DualPipeV train.microbatch_size=4"),
+    ("pp=4 schedule=Interleaved1F1B train.microbatch_size=1 train.global_batch_size=9", 4,
+     "train.microbatch_size", "multiple", "use 2", "pp=4 schedule=Interleaved1F1B train.microbatch_size=2"),
     ("pp=2 schedule=1F2B", 2, "schedule", "no such pipeline schedule", "'1F1B'", "pp=2"),
     ("pp=2 pipeline.stages_per_rank=2", 2, "pipeline.stages_per_rank", "1F1B has 1", "auto",
      "pp=2"),
@@ -118,13 +118,13 @@ REFUSALS = [
     ("pp=2 model.tied_embeddings=true", 2, "pp", "torn apart", "tied_embeddings false", "pp=2"),
     ("pp=2 schedule=ZBVZeroBubble compile.enable=true", 2, "schedule", "torch.compile cannot",
      "1F1B", "pp=2 compile.enable=true"),
-    ("pp=2 schedule=ZBVZeroBubble remat.kind=selective", 2, "schedule", "selective cannot",
-     "1F1B", "pp=2 remat.kind=selective"),
-    ("pp=2 schedule=InterleavedZeroBubble remat.kind=budget", 2, "schedule", "budget cannot",
-     "remat.kind none", "pp=2 remat.kind=budget"),
-    ("pp=2 pipeline.layers=[4,5]", 2, "pipeline.layers", "9", "", "pp=2 pipeline.layers=[4,4]"),
-    ("pp=2 pipeline.layers=[8]", 2, "pipeline.layers", "1", "", "pp=2 pipeline.layers=[8,0]"),
-    ("pipeline.layers=[8]", 2, "pipeline.layers", "no pipeline", "leave it out", ""),
+    ("pp=2 schedule=ZBVZeroBubble activation_checkpoint.mode=selective", 2, "schedule", "selective cannot",
+     "1F1B", "pp=2 activation_checkpoint.mode=selective"),
+    ("pp=2 schedule=InterleavedZeroBubble activation_checkpoint.mode=budget", 2, "schedule", "budget cannot",
+     "activation_checkpoint.mode none", "pp=2 activation_checkpoint.mode=budget"),
+    ("pp=2 pipeline.layers_per_stage=[4,5]", 2, "pipeline.layers_per_stage", "9", "", "pp=2 pipeline.layers_per_stage=[4,4]"),
+    ("pp=2 pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "1", "", "pp=2 pipeline.layers_per_stage=[8,0]"),
+    ("pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "no pipeline", "leave it out", ""),
     ("pp=2 schedule=/nowhere.csv", 2, "schedule", "cannot be read", "0F3", "pp=2"),
     # Sharding.
     ("reshard_after_forward=3", 8, "reshard_after_forward", "does not divide the 8", "1, 2, 4 or 8",
@@ -155,14 +155,14 @@ def test_layout_impossible_keys_are_refused_with_a_remedy_that_works(
 def test_ulysses_copies_keys_where_groups_do_not_go_round() -> None:
     """Six heads, two of keys, three ranks: `tests/parallel/test_context.py` computes with them."""
     heads = "model.num_heads=6 model.num_kv_heads=2 model.dim=96 train.seq_len=60"
-    plan = planned(f"cp=3 context=ulysses train.global_batch=4 {heads}", 3)
+    plan = planned(f"cp=3 context=ulysses train.global_batch_size=4 {heads}", 3)
     assert plan.cp == 3
 
 
 def test_layout_every_mistake_is_reported_at_once() -> None:
     """Rules about different keys are all told."""
     keys = {p.key for p in refused("tp=16 pp=2 schedule=Nonsense cp=2 train.seq_len=63", 64)}
-    assert keys >= {"parallel.tp", "parallel.schedule", "train.seq_len"}
+    assert keys >= {"parallel.tp", "pipeline.schedule", "train.seq_len"}
     # Nor does a wrong number of ranks hide what is wrong with heads and sequence.
     rules = [p.rule for p in refused("dp_shard=2 tp=16 cp=2 train.seq_len=63", 8)]
     for part in ("not the number of ranks", "num_heads = 8", "into the 4 pieces"):
@@ -190,16 +190,18 @@ def test_symmetric_memory_where_the_hardware_has_it() -> None:
 def test_documents_on_cuda_need_the_compiler_where_operators_are_chosen() -> None:
     documents = "data.packing=documents compile.enable"
     for kind in ("selective", "budget"):
-        (problem,) = refused(f"{documents}=false remat.kind={kind}", machine=CUDA)
-        assert problem.key == "remat.kind"
-        assert planned(f"{documents}=true remat.kind={kind}", machine=CUDA)
-        assert planned(f"{documents}=false remat.kind={kind}", 1)
-    assert planned(f"{documents}=false remat.kind=full", machine=CUDA)
+        (problem,) = refused(f"{documents}=false activation_checkpoint.mode={kind}", machine=CUDA)
+        assert problem.key == "activation_checkpoint.mode"
+        assert planned(f"{documents}=true activation_checkpoint.mode={kind}", machine=CUDA)
+        assert planned(f"{documents}=false activation_checkpoint.mode={kind}", 1)
+    assert planned(f"{documents}=false activation_checkpoint.mode=full", machine=CUDA)
 
 
 def test_a_cpu_is_not_given_hundreds_of_processes() -> None:
-    (problem,) = refused("dp_shard=8 tp=8 pp=8 train.global_batch=512", machine=Machine("cpu", 2))
-    assert problem.key == "run.workers"
+    (problem,) = refused(
+        "dp_shard=8 tp=8 pp=8 train.global_batch_size=512", machine=Machine("cpu", 2)
+    )
+    assert problem.key == "run.nproc_per_node"
     assert "512" in str(problem)
 
 
@@ -250,9 +252,9 @@ def test_when_gradients_are_reduced(layout: str, expected: str) -> None:
 
 def test_microbatches_of_a_pipeline_fill_it() -> None:
     """auto: the largest that leave four microbatches a rank, if there are as many."""
-    assert planned("pp=2 train.global_batch=32", 2).accumulation == 8
-    assert planned("pp=2 train.global_batch=4", 2).accumulation == 4
-    interleaved = planned("pp=2 schedule=Interleaved1F1B train.global_batch=15", 2)
+    assert planned("pp=2 train.global_batch_size=32", 2).accumulation == 8
+    assert planned("pp=2 train.global_batch_size=4", 2).accumulation == 4
+    interleaved = planned("pp=2 schedule=Interleaved1F1B train.global_batch_size=15", 2)
     assert interleaved.accumulation % 2 in (0, 1)
 
 
@@ -265,8 +267,8 @@ def test_the_smallest_shard_group_that_fits() -> None:
             [
                 ("model.preset", model),
                 ("train.seq_len", "8192"),
-                ("train.global_batch", "64"),
-                ("train.microbatch", "1"),
+                ("train.global_batch_size", "64"),
+                ("train.microbatch_size", "1"),
                 ("parallel.dp_shard", "fit"),
                 *(pair(word) for word in layout.split()),
             ],
@@ -301,10 +303,26 @@ def test_layout_groups_that_cross_nodes_are_warned_of() -> None:
 @pytest.mark.parametrize(
     ("layout", "told", "better"),
     [
-        ("remat.offload=true remat.ahead=8", "remat.ahead 7 or less", "remat.ahead=7"),
-        ("pp=4 remat.offload=true remat.ahead=2", "remat.ahead 1 or less", "remat.ahead=1"),
-        ("pp=8 remat.offload=true remat.ahead=1", "remat.offload false", "remat.offload=false"),
-        ("pp=2 schedule=InterleavedZeroBubble remat.kind=full", "another", "schedule=1F1B"),
+        (
+            "activation_checkpoint.offload=true activation_checkpoint.offload_prefetch=8",
+            "activation_checkpoint.offload_prefetch 7 or less",
+            "activation_checkpoint.offload_prefetch=7",
+        ),
+        (
+            "pp=4 activation_checkpoint.offload=true activation_checkpoint.offload_prefetch=2",
+            "activation_checkpoint.offload_prefetch 1 or less",
+            "activation_checkpoint.offload_prefetch=1",
+        ),
+        (
+            "pp=8 activation_checkpoint.offload=true activation_checkpoint.offload_prefetch=1",
+            "activation_checkpoint.offload false",
+            "activation_checkpoint.offload=false",
+        ),
+        (
+            "pp=2 schedule=InterleavedZeroBubble activation_checkpoint.mode=full",
+            "another",
+            "schedule=1F1B",
+        ),
     ],
 )
 def test_recomputation_that_is_idle_or_dear_is_warned_of(
@@ -324,8 +342,8 @@ def test_microbatches_of_a_schedule_file_are_the_files(tmp_path: Path) -> None:
     assert (plan.microbatch, plan.accumulation) == (8, 2)
     assert plan.pipeline is not None
     assert plan.pipeline.ranks == (0, 1)
-    (problem,) = refused(f"pp=2 schedule={file} train.microbatch=2", 2)
-    assert problem.key == "train.microbatch"
+    (problem,) = refused(f"pp=2 schedule={file} train.microbatch_size=2", 2)
+    assert problem.key == "train.microbatch_size"
     assert "file has 2" in problem.rule
     (problem,) = refused(f"pp=4 schedule={file}", 4)
     assert "2 lines for parallel.pp = 4" in problem.rule

@@ -57,7 +57,7 @@ PARAMETERS = {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_80
 def test_plan_recipe_on_its_cluster_has_the_published_layout(recipe: str) -> None:
     job, plan, machine = planned(recipe)
     found = (plan.world_size, plan.tp, plan.cp, plan.pp, plan.dp_size)
-    assert (*found, job.train.global_batch, job.train.seq_len) == PUBLISHED[recipe]
+    assert (*found, job.train.global_batch_size, job.train.seq_len) == PUBLISHED[recipe]
     assert plan.local_world_size == machine.devices == 8
     assert plan.num_params == PARAMETERS[job.model.preset]
     assert plan.compute_dtype == "bfloat16"
@@ -151,18 +151,22 @@ def test_describe_plan_of_405b_has_layout_and_stages() -> None:
     ("recipe", "overrides", "shown"),
     [
         ("llama3-8b", [("parallel.dp_shard", "128")], "dp_shard 128 = 128 ranks\n"),
-        ("llama3-8b", [("train.microbatch", "3")], "2 microbatches of 3 (the last of 1)\n"),
-        ("llama3-8b", [("train.microbatch", "auto")], "4 sequences for each of 128 data-parallel "),
-        ("llama3-8b", [("train.microbatch", "auto")], "ranks, at once\n"),
+        ("llama3-8b", [("train.microbatch_size", "3")], "2 microbatches of 3 (the last of 1)\n"),
+        (
+            "llama3-8b",
+            [("train.microbatch_size", "auto")],
+            "4 sequences for each of 128 data-parallel ",
+        ),
+        ("llama3-8b", [("train.microbatch_size", "auto")], "ranks, at once\n"),
         ("llama3-8b", [("parallel.reshard_after_forward", "8")], "left over 8 ranks after forward"),
         ("llama3-8b", [], "gathered ones freed after forward; gradients reduced each microbatch\n"),
         ("llama3-8b", [("model.dim", "2048")], "llama-8b with dim 2048: "),
         ("llama3-405b-128k", [], "parameters over 16 ranks (dp_shard 1 x cp 16)"),
         ("three-servers", [], "none: every rank has its part of the model whole\n"),
         ("three-servers-small", [], "three-servers-small on 24 CPU processes\n"),
-        ("demo", [("run.workers", "1")], "demo on 1 CPU process\n"),
-        ("demo", [("run.workers", "1")], "layout     one rank\n"),
-        ("demo", [("run.workers", "1")], "8 sequences for every rank, at once\n"),
+        ("demo", [("run.nproc_per_node", "1")], "demo on 1 CPU process\n"),
+        ("demo", [("run.nproc_per_node", "1")], "layout     one rank\n"),
+        ("demo", [("run.nproc_per_node", "1")], "8 sequences for every rank, at once\n"),
     ],
 )
 def test_describe_plan_lines_follow_the_keys(
@@ -190,7 +194,7 @@ def test_a_long_table_is_cut_in_the_middle() -> None:
 
 def test_memory_bytes_are_those_counted_by_hand() -> None:
     """The figure of a layout that shards everything, from sizes written down here."""
-    job, plan, _ = planned("llama3-70b", ("train.microbatch", "1"))
+    job, plan, _ = planned("llama3-70b", ("train.microbatch_size", "1"))
     dim, kv, ffn, vocab, tokens = 8192, 1024, 28672, 128256, 8192
     states = 16 * PARAMETERS["70b"] / 256
     block = 2 * dim * dim + 2 * dim * kv + 3 * dim * ffn + 2 * dim
@@ -250,7 +254,7 @@ def test_rank_map_without_a_pipeline() -> None:
 
 
 def test_stage_lines_schedules_in_a_v_have_both_ends_on_a_rank() -> None:
-    plan = planned("llama3-405b", ("parallel.schedule", "ZBVZeroBubble"))[1]
+    plan = planned("llama3-405b", ("pipeline.schedule", "ZBVZeroBubble"))[1]
     lines = stage_lines(plan)
     assert [line.split()[:2] for line in lines[7:11]] == [
         ["6", "6"],
@@ -264,13 +268,13 @@ def test_stage_lines_schedule_file_places_its_stages(tmp_path: Path) -> None:
     """Its stages lie where the file says, on ranks with different numbers of them."""
     order = tmp_path / "order.csv"
     order.write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
-    sizes = [("train.global_batch", "4"), ("parallel.pp", "2"), ("parallel.tp", "2")]
+    sizes = [("train.global_batch_size", "4"), ("parallel.pp", "2"), ("parallel.tp", "2")]
     plan = planned(
         "three-servers-small",
         *sizes,
-        ("parallel.schedule", str(order)),
-        ("train.microbatch", "4"),
-        ("pipeline.layers", "[4, 4, 4]"),
+        ("pipeline.schedule", str(order)),
+        ("train.microbatch_size", "4"),
+        ("pipeline.layers_per_stage", "[4, 4, 4]"),
     )[1]
     lines = stage_lines(plan)
     assert [line.split()[:2] for line in lines[1:4]] == [["0", "0"], ["1", "1"], ["2", "0"]]
@@ -316,8 +320,8 @@ def test_plan_recipe_local_cluster_is_this_machine() -> None:
 
 
 def test_plan_recipe_consequences_of_a_mistake_are_not_reported() -> None:
-    (line,) = problems("llama3-8b", ("train.global_batch", "0"), cluster="3x8xH100")
-    assert line.startswith("train.global_batch = 0: must be at least 1")
+    (line,) = problems("llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
+    assert line.startswith("train.global_batch_size = 0: must be at least 1")
 
 
 def test_plan_to_json_has_every_field() -> None:

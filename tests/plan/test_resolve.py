@@ -18,7 +18,7 @@ H100 = Machine("cuda", devices=8, device_name="NVIDIA H100 80GB HBM3")
 
 
 def job(*overrides: tuple[str, str]) -> Job:
-    made, _, problems = read_job("demo", [("train.global_batch", "16"), *overrides])
+    made, _, problems = read_job("demo", [("train.global_batch_size", "16"), *overrides])
     assert problems == []
     return made
 
@@ -31,8 +31,8 @@ def test_degrees_and_batches_multiply_up() -> None:
     ):
         chosen = job(
             ("parallel.dp_replicate", str(replicate)),
-            ("train.global_batch", str(batch)),
-            ("train.microbatch", micro),
+            ("train.global_batch_size", str(batch)),
+            ("train.microbatch_size", micro),
         )
         impossible = (
             world % replicate or batch % world or (micro != "auto" and batch // world < int(micro))
@@ -60,9 +60,9 @@ def test_degrees_and_batches_multiply_up() -> None:
         (Machine("cpu", 3), [], 2),  # 16 sequences do not divide by 3
         (H100, [], 8),
         (Machine("cuda", 6), [], 4),
-        (H100, [("train.microbatch", "4")], 4),
+        (H100, [("train.microbatch_size", "4")], 4),
         (CPU, [("parallel.dp_shard", "2"), ("parallel.dp_replicate", "4")], 8),
-        (CPU, [("run.workers", "16")], 16),
+        (CPU, [("run.nproc_per_node", "16")], 16),
     ],
 )
 def test_resolve_local_workers_follow_the_machine(
@@ -75,7 +75,7 @@ def test_resolve_local_workers_follow_the_machine(
 
 def test_a_launcher_decides_the_world() -> None:
     machine = Machine("cpu", devices=8, world_size=16, local_world_size=4)
-    plan = resolve(job(("run.workers", "2")), machine)
+    plan = resolve(job(("run.nproc_per_node", "2")), machine)
     assert (plan.world_size, plan.dp_shard, plan.threads) == (16, 16, 2)
 
 
@@ -84,7 +84,7 @@ def test_precision_and_peak_follow_the_device() -> None:
     assert (on_cpu.compute_dtype, on_cpu.peak_flops) == ("float32", None)
     assert (on_gpu.compute_dtype, on_gpu.peak_flops) == ("bfloat16", 989e12)
     # The table is of bfloat16: nothing is claimed for another dtype.
-    assert resolve(job(("precision.compute", "float32")), H100).peak_flops is None
+    assert resolve(job(("precision.compute_dtype", "float32")), H100).peak_flops is None
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_runs_folder_follows_what_is_trained() -> None:
         return resolve(changed, CPU, "demo", base).run_dir
 
     assert folder().endswith("/runs/demo")
-    same = folder(("run.workers", "2"), ("train.steps", "5"), ("checkpoint.interval", "7"))
+    same = folder(("run.nproc_per_node", "2"), ("train.steps", "5"), ("checkpoint.interval", "7"))
     assert same == folder()
     names = {folder(("optim.lr", "1e-4")), folder(("data.path", "x")), folder(("train.seed", "1"))}
     assert len(names | {folder()}) == 4
@@ -155,8 +155,12 @@ def test_divisors_and_either_are_short_lists() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "rule"),
     [
-        ([("debug.statistics", "2,2000-3000")], "", ""),
-        ([("debug.statistics", "2000")], "debug.statistics", "begins after the last step"),
+        ([("debug.layer_stats_steps", "2,2000-3000")], "", ""),
+        (
+            [("debug.layer_stats_steps", "2000")],
+            "debug.layer_stats_steps",
+            "begins after the last step",
+        ),
         ([("run.nodes", "1:4")], "debug.deterministic", "does not hold where ranks come and go"),
         ([("compile.enable", "true")], "debug.autograd_anomaly", "compiled backward pass"),
         ([("parallel.tp", "2")], "debug.autograd_anomaly", "that are cut by parallel.tp"),
@@ -166,7 +170,7 @@ def test_debug_incompatible_keys_are_refused(
     overrides: list[tuple[str, str]], key: str, rule: str
 ) -> None:
     chosen = [*overrides, ("train.steps", "100")]
-    if key not in ("", "debug.statistics"):
+    if key not in ("", "debug.layer_stats_steps"):
         chosen.append((key, "true"))
     if not key:
         resolve(job(*chosen), CPU)

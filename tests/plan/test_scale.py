@@ -36,14 +36,14 @@ Overrides = list[tuple[str, str]]
 
 # Few microbatches of every recipe, of its full depth.
 BRIEF: dict[str, Overrides] = {
-    "demo": [("run.workers", "4")],
-    "llama3-8b": [("train.global_batch", "256")],
-    "llama3-70b": [("train.global_batch", "64"), ("train.microbatch", "1")],
-    "llama3-405b": [("train.global_batch", "32")],
-    "llama3-405b-16k": [("train.global_batch", "256")],
-    "llama3-405b-128k": [("train.global_batch", "16")],
-    "three-servers": [("train.global_batch", "24")],
-    "three-servers-small": [("train.global_batch", "6")],
+    "demo": [("run.nproc_per_node", "4")],
+    "llama3-8b": [("train.global_batch_size", "256")],
+    "llama3-70b": [("train.global_batch_size", "64"), ("train.microbatch_size", "1")],
+    "llama3-405b": [("train.global_batch_size", "32")],
+    "llama3-405b-16k": [("train.global_batch_size", "256")],
+    "llama3-405b-128k": [("train.global_batch_size", "16")],
+    "three-servers": [("train.global_batch_size", "24")],
+    "three-servers-small": [("train.global_batch_size", "6")],
 }
 # And of the least depth that gives a block to every rank.
 TWO_STAGES = ("pipeline.stages_per_rank", "2")
@@ -149,7 +149,9 @@ def one_step(recipe: str, where: str, overrides: Overrides) -> None:
         assert len(blocks) == counts_of_units(plan, at["pp"])["blocks"]
         train, clip, update = counted_step(built, job, on_cpu, mode)
         again = gathers_again(built.engine.schedule, plan, at["pp"])
-        assert train == expected_in_training(plan, at["pp"], again, job.remat.every)
+        assert train == expected_in_training(
+            plan, at["pp"], again, job.activation_checkpoint.every_n_layers
+        )
         assert clip == expected_in_clipping(plan)
         assert not update
 
@@ -334,22 +336,22 @@ def test_ranks_of_a_replica_add_up() -> None:
 LAYOUTS: dict[str, Overrides] = {
     "tp, microbatches": [
         ("parallel.tp", "2"),
-        ("train.microbatch", "2"),
+        ("train.microbatch_size", "2"),
         ("parallel.gradient_sync", "microbatch"),
     ],
     "pipeline": [
         ("parallel.pp", "2"),
         ("parallel.tp", "2"),
-        ("train.microbatch", "2"),
-        ("parallel.schedule", "Interleaved1F1B"),
+        ("train.microbatch_size", "2"),
+        ("pipeline.schedule", "Interleaved1F1B"),
         ("model.num_layers", "4"),
         ("model.tied_embeddings", "false"),
     ],
-    "context": [("parallel.cp", "2"), ("parallel.context", "allgather")],
+    "context": [("parallel.cp", "2"), ("parallel.cp_method", "allgather")],
     "two hops in a pipeline": [
         ("parallel.pp", "2"),
         ("parallel.dp_replicate", "2"),
-        ("train.microbatch", "2"),
+        ("train.microbatch_size", "2"),
         ("parallel.gradient_sync", "microbatch"),
         ("model.tied_embeddings", "false"),
     ],

@@ -248,7 +248,7 @@ def test_impossible_layers_are_refused_with_a_remedy() -> None:
     assert check_layers([0, 3, 0], 3, 3) == []
     [problem] = check_layers([8, 8, 8], 3, 32)
     assert str(problem) == (
-        "pipeline.layers = [8, 8, 8]: adds up to 24 blocks, and the model has 32; "
+        "pipeline.layers_per_stage = [8, 8, 8]: adds up to 24 blocks, and the model has 32; "
         "such as [10, 11, 11], or leave it out to cut by cost"
     )
     rules = [problem.rule for problem in check_layers([8, 0, 8], 4, 32)]

@@ -83,10 +83,10 @@ def kept(name: str) -> dict[int, tuple[int, int]]:
     """For each stage of this rank: microbatches kept at once, seen and planned."""
     job = small_job(
         ("parallel.pp", "2"),
-        ("parallel.schedule", name),
+        ("pipeline.schedule", name),
         ("model.num_layers", "4"),
         ("model.tied_embeddings", "false"),
-        ("train.microbatch", "1"),
+        ("train.microbatch_size", "1"),
     )
     plan = plan_here(job)
     assert plan.pipeline is not None

@@ -19,7 +19,7 @@ slow = pytest.mark.slow
 
 
 def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machine, Device]:
-    """``text``: overrides, as ``train.microbatch=2 remat.kind=full``."""
+    """``text``: overrides, as ``train.microbatch_size=2 activation_checkpoint.mode=full``."""
     overrides = [(name, value) for name, _, value in (o.partition("=") for o in text.split())]
     here = Machine("cpu", devices=2)
     job, plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: here)
@@ -46,7 +46,9 @@ def advised(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[A
 # The plan, and the first thing that is advised.
 REMEDIES = [
     # Too many sequences at once.
-    pytest.param("llama3-8b", "1x8xH100", "train.microbatch=8", "--train.microbatch 1", marks=slow),
+    pytest.param(
+        "llama3-8b", "1x8xH100", "train.microbatch_size=8", "--train.microbatch_size 1", marks=slow
+    ),
     # A replica on each GPU: more of them must share.
     pytest.param(
         "llama3-8b",
@@ -60,17 +62,29 @@ REMEDIES = [
         "llama3-8b",
         "1x8xA100-40GB",
         "train.seq_len=4096 parallel.dp_shard=1 parallel.dp_replicate=8",
-        "--parallel.dp_replicate 1 --parallel.dp_shard auto --remat.kind selective",
+        "--parallel.dp_replicate 1 --parallel.dp_shard auto --activation_checkpoint.mode selective",
         marks=slow,
     ),
     # Activations are all there is to save.
-    pytest.param("llama3-70b", "32x8xH100", "remat.kind=none", "--remat.kind full", marks=slow),
-    pytest.param("llama3-405b", "64x8xH100", "remat.kind=none", "--remat.kind full", marks=slow),
+    pytest.param(
+        "llama3-70b",
+        "32x8xH100",
+        "activation_checkpoint.mode=none",
+        "--activation_checkpoint.mode full",
+        marks=slow,
+    ),
+    pytest.param(
+        "llama3-405b",
+        "64x8xH100",
+        "activation_checkpoint.mode=none",
+        "--activation_checkpoint.mode full",
+        marks=slow,
+    ),
     # Long rows.
     pytest.param(
         "llama3-8b",
         "2x8xH100",
-        "train.seq_len=32768 model.max_seq_len=32768 train.global_batch=64",
+        "train.seq_len=32768 model.max_seq_len=32768 train.global_batch_size=64",
         "--parallel.cp 4",
         marks=slow,
     ),
@@ -78,31 +92,31 @@ REMEDIES = [
     pytest.param(
         "llama3-70b",
         "1x8xH200",
-        "parallel.tp=1 parallel.dp_shard=8 train.microbatch=1 train.seq_len=2048",
-        "--optim.states 8bit",
+        "parallel.tp=1 parallel.dp_shard=8 train.microbatch_size=1 train.seq_len=2048",
+        "--optim.state_dtype 8bit",
         marks=slow,
     ),
     # Adapters and experts, of which the twin knows nothing.
     pytest.param(
         "llama3-8b-lora",
         "1x1xH100",
-        "train.global_batch=8",
-        "--train.microbatch 1",
+        "train.global_batch_size=8",
+        "--train.microbatch_size 1",
         marks=slow,
     ),
     pytest.param(
         "qwen3-30b-a3b",
         "8x8xH100",
-        "train.microbatch=4 remat.kind=none",
-        "--remat.kind full",
+        "train.microbatch_size=4 activation_checkpoint.mode=none",
+        "--activation_checkpoint.mode full",
         marks=slow,
     ),
     # Nothing helps.
-    ("llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch=1", None),
+    ("llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch_size=1", None),
     pytest.param(
         "llama3-70b",
         "1x8xH100",
-        "parallel.dp_shard=1 train.microbatch=1 train.seq_len=2048",
+        "parallel.dp_shard=1 train.microbatch_size=1 train.seq_len=2048",
         None,
         marks=slow,
     ),
@@ -130,26 +144,31 @@ def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
 # --------------------------------------------------------------------------- is it true?
 
 FASTER = [
-    ("llama3-8b", "16x8xH100", "train.global_batch=128"),
+    ("llama3-8b", "16x8xH100", "train.global_batch_size=128"),
     pytest.param("llama3-8b", "16x8xH100", "", marks=slow),
     pytest.param("llama3-8b", "1x8xA100-80GB", "model.num_layers=8", marks=slow),
     pytest.param("llama3-70b", "32x8xH100", "", marks=slow),
-    pytest.param("llama3-70b", "32x8xH100", "train.microbatch=4", marks=slow),
+    pytest.param("llama3-70b", "32x8xH100", "train.microbatch_size=4", marks=slow),
     pytest.param(
         "llama3-8b",
         "1x2xA100-80GB",
-        "parallel.tp=2 parallel.dp_shard=1 train.seq_len=1024 train.global_batch=32",
+        "parallel.tp=2 parallel.dp_shard=1 train.seq_len=1024 train.global_batch_size=32",
         marks=slow,
     ),
     pytest.param(
-        "llama3-8b", "1x4xA100-80GB", "train.seq_len=2048 train.global_batch=32", marks=slow
+        "llama3-8b", "1x4xA100-80GB", "train.seq_len=2048 train.global_batch_size=32", marks=slow
     ),
-    pytest.param("llama3-8b", "1x8xA100-40GB", "remat.kind=full train.seq_len=4096", marks=slow),
-    pytest.param("llama3-8b", "2x8xH200", "parallel.pp=2 train.global_batch=64", marks=slow),
     pytest.param(
-        "llama3-8b", "1x8xA100-40GB", "train.seq_len=8192 train.global_batch=32", marks=slow
+        "llama3-8b",
+        "1x8xA100-40GB",
+        "activation_checkpoint.mode=full train.seq_len=4096",
+        marks=slow,
     ),
-    pytest.param("llama3-8b", "1x8xH100", "train.microbatch=2", marks=slow),
+    pytest.param("llama3-8b", "2x8xH200", "parallel.pp=2 train.global_batch_size=64", marks=slow),
+    pytest.param(
+        "llama3-8b", "1x8xA100-40GB", "train.seq_len=8192 train.global_batch_size=32", marks=slow
+    ),
+    pytest.param("llama3-8b", "1x8xH100", "train.microbatch_size=2", marks=slow),
     pytest.param("llama3-405b", "64x8xH200", "", marks=slow),
     pytest.param("three-servers", "12x8xH200", "", marks=slow),
 ]
@@ -171,8 +190,11 @@ def test_advise_estimates_are_near_those_of_traces(recipe: str, cluster: str, te
 
 def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
     """On a machine where weft chooses how many ranks it starts, as where a cluster does."""
-    text = {"model.num_layers": "2", "train.microbatch": "4", "train.global_batch": "8"}
-    overrides = [("run.workers", "auto"), *text.items()]  # two ranks, but eight with rows of one
+    text = {"model.num_layers": "2", "train.microbatch_size": "4", "train.global_batch_size": "8"}
+    overrides = [
+        ("run.nproc_per_node", "auto"),
+        *text.items(),
+    ]  # two ranks, but eight with rows of one
     here = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
     job, plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
     assert (machine.world_size, plan.world_size) == (None, 2)
@@ -209,9 +231,9 @@ def test_changes_are_only_those_that_the_device_supports() -> None:
 def test_changes_differ_from_the_job() -> None:
     for text in (
         "",
-        "remat.kind=full compile.enable=true precision.float8=rowwise optim.states=8bit",
-        "remat.kind=selective parallel.pp=2 parallel.dp_shard=4 parallel.schedule=Interleaved1F1B",
-        "parallel.reshard_after_forward=never optim.states=bfloat16 train.microbatch=2",
+        "activation_checkpoint.mode=full compile.enable=true precision.float8=rowwise optim.state_dtype=8bit",
+        "activation_checkpoint.mode=selective parallel.pp=2 parallel.dp_shard=4 pipeline.schedule=Interleaved1F1B",
+        "parallel.reshard_after_forward=never optim.state_dtype=bfloat16 train.microbatch_size=2",
     ):
         job, plan, machine, _ = planned("llama3-8b", "1x8xH200", text)
         now = job.model_dump()
@@ -226,5 +248,7 @@ def test_changes_differ_from_the_job() -> None:
 
 
 def test_advice_as_text_is_command_line_overrides() -> None:
-    advice = Advice({"compile.enable": True, "parallel.tp": 2, "remat.kind": "full"}, 0.1, 1.0)
-    assert str(advice) == "--compile.enable true --parallel.tp 2 --remat.kind full"
+    advice = Advice(
+        {"compile.enable": True, "parallel.tp": 2, "activation_checkpoint.mode": "full"}, 0.1, 1.0
+    )
+    assert str(advice) == "--compile.enable true --parallel.tp 2 --activation_checkpoint.mode full"

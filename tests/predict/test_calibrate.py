@@ -61,8 +61,12 @@ def finished(folder: Path, job: Job, plan: Plan, seconds: list[float], **more: A
     return folder
 
 
-FEW: Overrides = [("model.num_layers", "2"), ("train.seq_len", "2048"), ("train.microbatch", "4")]
-FEW += [("train.global_batch", "32"), ("compile.enable", "true")]
+FEW: Overrides = [
+    ("model.num_layers", "2"),
+    ("train.seq_len", "2048"),
+    ("train.microbatch_size", "4"),
+]
+FEW += [("train.global_batch_size", "32"), ("compile.enable", "true")]
 
 
 def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
@@ -102,7 +106,7 @@ def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
 def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
     tiny: Overrides = [("model.dim", "512"), ("model.num_heads", "8"), ("model.ffn_dim", "1024")]
     tiny += [("model.num_kv_heads", "8"), ("model.vocab_size", "4096"), ("data.vocab_size", "4096")]
-    rows: Overrides = [("train.seq_len", "128"), ("train.global_batch", "8")]
+    rows: Overrides = [("train.seq_len", "128"), ("train.global_batch_size", "8")]
     job, plan, machine = h100(*tiny, *rows, ("model.num_layers", "2"), ("compile.enable", "false"))
     before = forecast(job, plan, machine, device_of(plan, machine))
     assert before.step_seconds is not None
@@ -147,8 +151,13 @@ def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_calibrate_real_run_predicts_times_of_this_cpu(tmp_path: Path, store_path: Path) -> None:
     """Without one, no time is predicted for CPUs; with it this run's is, and another layout's."""
-    pairs = [*SMALL, ("run.dir", "run"), ("run.workers", "1"), ("data.path", str(store_path))]
-    words = [f"--{key}={value}" for key, value in [*pairs, ("observe.log_interval", "1")]]
+    pairs = [
+        *SMALL,
+        ("run.dir", "run"),
+        ("run.nproc_per_node", "1"),
+        ("data.path", str(store_path)),
+    ]
+    words = [f"--{key}={value}" for key, value in [*pairs, ("monitor.log_interval", "1")]]
 
     def weft(*arguments: str) -> str:
         done = subprocess.run(

@@ -15,7 +15,7 @@ from tests.small import SMALL, Overrides, records, train_rank
 from tests.test_extending import MINE
 from weft.cli import main
 from weft.job import InvalidJob, Job, read_job
-from weft.observe.memory import EXPECTED, OTHERS, gib, knobs
+from weft.monitor.memory import EXPECTED, OTHERS, gib, knobs
 from weft.plan.devices import Cluster, parse_cluster
 from weft.plan.report import machine_of
 from weft.plan.resolve import Machine, Plan, resolve
@@ -40,7 +40,7 @@ def refused(job: Job, plan: Plan, machine: Machine) -> str:
 
 
 def test_expect_far_from_full_is_by_arithmetic() -> None:
-    job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch", "8"))
+    job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch_size", "8"))
     expected, doubt = expect(job, plan, machine, force=False)
     assert expected is not None
     assert doubt == ""
@@ -57,12 +57,12 @@ def test_expect_far_from_full_is_by_arithmetic() -> None:
 @pytest.mark.slow
 def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
     """The remedy is one: with it the run is not refused any more."""
-    rows = [("train.global_batch", "1536"), ("train.microbatch", "48")]
+    rows = [("train.global_batch_size", "1536"), ("train.microbatch_size", "48")]
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
     expected, _ = expect(job, plan, machine, force=False)
     assert expected is not None
     assert expected.by == "a trace"
-    rows[1] = ("train.microbatch", "96")
+    rows[1] = ("train.microbatch_size", "96")
     job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
     said = refused(job, plan, machine)
     assert said.startswith("memory: does not fit: rank 0 needs ")
@@ -77,29 +77,29 @@ def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
 
 def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
     """Those that weft starts itself, on as many nodes as the recipe says."""
-    rows = [("train.global_batch", "64"), ("train.microbatch", "32")]
-    job, _, problems = read_job("demo", [*rows, ("run.workers", "2")])
+    rows = [("train.global_batch_size", "64"), ("train.microbatch_size", "32")]
+    job, _, problems = read_job("demo", [*rows, ("run.nproc_per_node", "2")])
     assert not problems
     machine = Machine("cpu", devices=8, memory_bytes=2 * 2**30)
     plan = resolve(job, machine)
     assert plan.world_size == 2
     said = refused(job, plan, machine)
     key, value = said.split("use --")[1].split(" (")[0].split()
-    job = read_job("demo", [*rows, ("run.workers", "2"), (key, value)])[0]
+    job = read_job("demo", [*rows, ("run.nproc_per_node", "2"), (key, value)])[0]
     expected, _ = expect(job, resolve(job, machine), machine, force=False)
     assert expected is not None
     assert expected.memory_gib < 1
 
 
 def test_expect_without_a_remedy_names_none() -> None:
-    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, ("train.global_batch", "8"))
+    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, ("train.global_batch_size", "8"))
     small = replace(machine, memory_bytes=2**30)
     assert refused(job, plan, small).endswith("; use --force to try it all the same")
 
 
 @pytest.mark.slow
 def test_expect_range_of_nodes_must_fit_on_the_fewest() -> None:
-    overrides = [("optim.states", "float32"), ("train.global_batch", "64")]
+    overrides = [("optim.state_dtype", "float32"), ("train.global_batch_size", "64")]
     job, plan, machine = planned("llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512"))
     less = replace(machine, memory_bytes=18 * 2**30)
     expect(job, plan, less, force=False)
@@ -135,9 +135,12 @@ def test_train_plan_that_cannot_fit_is_refused(
     """Nothing is prepared, nothing is left."""
     wide = ["--model.dim", "8192", "--model.ffn_dim", "28672", "--model.num_layers", "48"]
     wide += ["--model.num_heads", "64", "--model.num_kv_heads", "8"]
-    places = ["--run.dir", "run", "--data.cache", "cache"]
+    places = ["--run.dir", "run", "--data.cache_dir", "cache"]
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "demo", *places, *wide, "--run.device", "cpu", "--run.workers", "2"]) == 2
+    assert (
+        main(["train", "demo", *places, *wide, "--run.device", "cpu", "--run.nproc_per_node", "2"])
+        == 2
+    )
     said = capsys.readouterr().err
     assert "1 problem, nothing was started:\n  memory: does not fit: rank " in said
     assert list(tmp_path.iterdir()) == []
@@ -160,8 +163,11 @@ def train_with_little_memory(overrides: Overrides, store: str, more: int) -> Non
     [
         (
             200 * 2**20,
-            [("train.microbatch", "512"), ("train.global_batch", "512")],
-            ["in step 1", f"less for {OTHERS}: --train.microbatch 256 or --remat.kind full"],
+            [("train.microbatch_size", "512"), ("train.global_batch_size", "512")],
+            [
+                "in step 1",
+                f"less for {OTHERS}: --train.microbatch_size 256 or --activation_checkpoint.mode full",
+            ],
         ),
         (
             2**28,
@@ -199,9 +205,9 @@ def test_gib_shared_storage_is_counted_once() -> None:
 
 
 def test_knobs_offer_only_possible_changes() -> None:
-    job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch", "1"), *SHORT)
+    job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch_size", "1"), *SHORT)
     assert not any("microbatch" in knob for knob in knobs(OTHERS, job, plan))
-    assert "--optim.states 8bit" in knobs("optimizer", job, plan)
-    small: Overrides = [*SMALL, ("optim.states", "8bit")]
+    assert "--optim.state_dtype 8bit" in knobs("optimizer", job, plan)
+    small: Overrides = [*SMALL, ("optim.state_dtype", "8bit")]
     job = read_job("demo", small)[0]
-    assert "--optim.states 8bit" not in knobs("optimizer", job, plan)
+    assert "--optim.state_dtype 8bit" not in knobs("optimizer", job, plan)

@@ -16,8 +16,8 @@ def test_memory_accumulated_gradients_are_of_the_category_gradients(schedule: st
     """Whole and in float32 where they wait for their reduction, whatever half of a backward pass
     made them: on two shards as many bytes as both moments of a shard."""
     ranks, overrides = parse(
-        f"dp_shard2 tp2 pp2 schedule={schedule} precision.compute=bfloat16 gradient_sync=step"
-        " model.num_layers=6 train.microbatch=1 train.global_batch=8"
+        f"dp_shard2 tp2 pp2 schedule={schedule} precision.compute_dtype=bfloat16 gradient_sync=step"
+        " model.num_layers=6 train.microbatch_size=1 train.global_batch_size=8"
     )
     job = small_job(*overrides, ("model.tied_embeddings", "false"))
     plan = resolve(job, Machine("cpu", devices=2, world_size=ranks))

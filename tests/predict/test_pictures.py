@@ -26,16 +26,24 @@ from weft.predict.pictures import number, page, pipeline_chart, rank_chart, tick
 
 SVG = "{http://www.w3.org/2000/svg}"
 BASE: Overrides = [("model.num_layers", "8"), ("model.tied_embeddings", "false")]
-PP4: Overrides = [("parallel.pp", "4"), ("parallel.dp_shard", "4"), ("train.global_batch", "32")]
+PP4: Overrides = [
+    ("parallel.pp", "4"),
+    ("parallel.dp_shard", "4"),
+    ("train.global_batch_size", "32"),
+]
 LAYOUTS: dict[str, Overrides] = {
     "Interleaved1F1B": [
         *(("parallel.pp", "4"), ("parallel.tp", "2"), ("parallel.dp_shard", "2")),
-        ("train.global_batch", "16"),
+        ("train.global_batch_size", "16"),
     ],
     "DualPipeV": PP4,  # backward passes whole and in halves
     "ZBVZeroBubble": PP4,  # all in halves
     "none": [
-        *(("parallel.dp_shard", "16"), ("train.global_batch", "128"), ("train.microbatch", "1")),
+        *(
+            ("parallel.dp_shard", "16"),
+            ("train.global_batch_size", "128"),
+            ("train.microbatch_size", "1"),
+        ),
         ("model.num_layers", "2"),
     ],
 }
@@ -50,7 +58,7 @@ PIPELINES = EVERY[:-1]
 def predicted(layout: str) -> tuple[Job, Plan, Forecast]:
     cluster = parse_cluster("2x8xH100")
     assert not isinstance(cluster, Problem)
-    schedule = [] if layout == "none" else [("parallel.schedule", layout)]
+    schedule = [] if layout == "none" else [("pipeline.schedule", layout)]
     job = small_job(*BASE, *LAYOUTS[layout], *schedule, ("run.device", "cuda"))
     plan = resolve(job, machine_of(cluster))
     return job, plan, forecast(job, plan, machine_of(cluster), cluster.device)

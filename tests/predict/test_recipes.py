@@ -20,7 +20,7 @@ LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
 TRACED_OFTEN: dict[str, list[tuple[str, str]]] = {
     "demo": [],
     "llama3-70b": [],
-    "llama3-8b-qlora": [("train.global_batch", "1")],
+    "llama3-8b-qlora": [("train.global_batch_size", "1")],
     "moe-demo": [],
 }
 # On CPUs, of experts, or not trained whole: of these arithmetic does not tell.

@@ -99,10 +99,10 @@ def test_screen_of_a_plan_that_does_not_fit_has_the_advice(eight: Eight) -> None
     seen = replace(eight[3], capacity=GIB)
     text = "\n".join(lines_of(eight, seen))
     assert "--search looks among all layouts" in text
-    lines = lines_of(eight, seen, Advice({"remat.kind": "full"}, -0.2, 0.9 * GIB))
+    lines = lines_of(eight, seen, Advice({"activation_checkpoint.mode": "full"}, -0.2, 0.9 * GIB))
     assert any(line.startswith("what would make it fit") for line in lines)
     (advice,) = [line.split() for line in lines if line.startswith("--")]
-    assert advice == ["--remat.kind", "full", "-20%", "921.6", "MiB"]
+    assert advice == ["--activation_checkpoint.mode", "full", "-20%", "921.6", "MiB"]
 
 
 def test_screen_of_a_plan_that_fits_has_what_would_be_faster(eight: Eight) -> None:

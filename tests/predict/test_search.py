@@ -47,7 +47,7 @@ SMALL: Overrides = [
     ("model.max_seq_len", "8192"),
     ("model.tied_embeddings", "false"),
     ("train.seq_len", "4096"),
-    ("train.global_batch", "8"),
+    ("train.global_batch_size", "8"),
     ("train.eval_interval", "0"),
 ]
 
@@ -89,7 +89,7 @@ def key_of(candidate: Candidate) -> str:
 def tight() -> tuple[Job, Plan, Machine, Found, list[str]]:
     """Two H100 with little memory, searched in this process as where there is one core:
     `test_plan_search_winner_has_its_forecast_when_planned_again` has processes that trace."""
-    job, plan, machine = planned("1x2xH100", ("train.global_batch", "4"))
+    job, plan, machine = planned("1x2xH100", ("train.global_batch_size", "4"))
     machine = with_room(machine, 4.7)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -242,19 +242,25 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
     assert {c.layout.tp for c in some} == {1, 2, 4}
     for candidate in some:
         assert candidate.changes["parallel"]["async_tp"] == (candidate.layout.tp > 1)
-    job, plan, machine = planned("1x4xH100", ("parallel.pp", "2"), ("pipeline.layers", "[2, 2]"))
+    job, plan, machine = planned(
+        "1x4xH100", ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[2, 2]")
+    )
     assert all(c.changes["pipeline"]["layers"] == () for c in everything(job, plan, machine))
 
 
 def test_impossible_split_backward_excludes_remat_and_float8() -> None:
     job, plan, machine = planned("1x4xH100")
     kinds = {
-        (c.layout.remat, c.precision, bool(impossible(job, c.layout)))
+        (c.layout.activation_checkpoint, c.precision, bool(impossible(job, c.layout)))
         for c in everything(job, plan, machine)
         if c.layout.schedule == "ZBVZeroBubble"
     }
     assert ("none", "none", False) in kinds
-    assert all(lost for remat, precision, lost in kinds if (remat, precision) != ("none", "none"))
+    assert all(
+        lost
+        for activation_checkpoint, precision, lost in kinds
+        if (activation_checkpoint, precision) != ("none", "none")
+    )
 
 
 def test_candidates_on_several_axes_are_unique() -> None:
@@ -269,8 +275,8 @@ def test_candidates_on_several_axes_are_unique() -> None:
         ("1x2xCPU", [], "--search", "no device that is known"),
         (
             "1x2xH100",
-            [("parallel.pp", "2"), ("parallel.schedule", "{folder}/order.csv")],
-            "parallel.schedule",
+            [("parallel.pp", "2"), ("pipeline.schedule", "{folder}/order.csv")],
+            "pipeline.schedule",
             "comes from a file",
         ),
     ],
@@ -281,7 +287,7 @@ def test_search_unknown_device_or_schedule_file_is_refused(
     rows = [",".join(f"{rank}{kind}{m}" for m in range(4) for kind in "FB") for rank in range(2)]
     (tmp_path / "order.csv").write_text("\n".join(rows) + "\n")
     some = [(name, value.format(folder=tmp_path)) for name, value in overrides]
-    batch = [("train.microbatch", "2")] if some else []
+    batch = [("train.microbatch_size", "2")] if some else []
     with pytest.raises(InvalidJob) as caught:
         search(*planned(cluster, *some, *batch))
     (problem,) = caught.value.problems
@@ -298,7 +304,7 @@ def test_search_unknown_device_or_schedule_file_is_refused(
 def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: float) -> None:
     """Every possible layout in the recipe's precision is traced: the winner is the fastest of
     them, or as good as it, and what was told to need too much memory does."""
-    job, plan, machine = planned(cluster, ("train.global_batch", "8"))
+    job, plan, machine = planned(cluster, ("train.global_batch_size", "8"))
     machine = with_room(machine, gib)
     found = search(job, plan, machine)
     check_sums(found, job, plan, machine)
@@ -350,7 +356,7 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
 ) -> None:
     """Searched, written, and planned again."""
     best, page = tmp_path / "best.toml", tmp_path / "page.html"
-    small = [*SMALL, ("train.global_batch", "1"), ("model.num_layers", "2")]
+    small = [*SMALL, ("train.global_batch_size", "1"), ("model.num_layers", "2")]
     keys = [text for name, value in small for text in (f"--{name}", value)]
     options = ["--cluster", "1x1xA100-80GB", "--search", "--json", "--write", str(best)]
     assert main(["plan", "demo", *keys, *options]) == 0
@@ -372,7 +378,7 @@ def test_plan_search_winner_has_its_forecast_when_planned_again(
         (["--cluster", "8xH100", "--search"], '--cluster = "8xH100": is not a cluster'),
         (["--cluster", "1x8xH999", "--search"], "is not a known device"),
         (["--write", "x.toml"], "is for --search; add --search"),
-        (["--cluster", "1x3xH100", "--search"], "train.global_batch = 8"),
+        (["--cluster", "1x3xH100", "--search"], "train.global_batch_size = 8"),
         (["--search", "--rank-map"], "not allowed with"),
     ],
 )

@@ -17,9 +17,9 @@ from tests.predict.test_pictures import actions, parsed, picture
 from tests.small import SMALL, records
 from weft.cli import main
 from weft.job import read_job, replace, to_toml
-from weft.observe.history import History
-from weft.observe.html import document
-from weft.observe.report import FILE
+from weft.monitor.history import History
+from weft.monitor.html import document
+from weft.monitor.report import FILE
 from weft.plan.devices import GIB
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.predict.calibrate import planned_again
@@ -30,10 +30,10 @@ from weft.train.folder import write_plan
 PIPELINE = [
     ("parallel.pp", "2"),
     ("model.tied_embeddings", "false"),
-    ("train.microbatch", "4"),
+    ("train.microbatch_size", "4"),
     ("train.steps", "6"),
-    ("observe.log_interval", "1"),
-    ("observe.report", "true"),
+    ("monitor.log_interval", "1"),
+    ("monitor.report", "true"),
 ]
 
 

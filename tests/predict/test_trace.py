@@ -41,7 +41,7 @@ from weft.train.setup import Built, build
 BASE: Overrides = [
     ("model.num_layers", "4"),
     ("model.tied_embeddings", "false"),
-    ("train.microbatch", "1"),
+    ("train.microbatch_size", "1"),
 ]
 # Bytes that the stages of a real pipeline send each other in their first step, to be acquainted.
 GREETING = 4
@@ -55,15 +55,15 @@ def small(layout: str) -> Overrides:
     rows = ranks
     for axis in ("pp", "tp", "cp"):
         rows //= int(chosen.get(f"parallel.{axis}", 1))
-    each = int(chosen.get("train.microbatch", "1").replace("auto", "1"))
+    each = int(chosen.get("train.microbatch_size", "1").replace("auto", "1"))
     stages = 3 if "stages_per_rank=3" in layout else 2 if "parallel.pp" in chosen else 1
     # As many microbatches as show what adds up over them, or what waits in a pipeline.
     microbatches = 4 if stages > 1 else 2 if rows > 1 else 1
     return [
         ("model.num_layers", str(2 * stages)),
         ("model.tied_embeddings", "false"),
-        ("train.microbatch", "1"),
-        ("train.global_batch", str(rows * each * microbatches)),
+        ("train.microbatch_size", "1"),
+        ("train.global_batch_size", str(rows * each * microbatches)),
         *overrides,
     ]
 
@@ -76,7 +76,7 @@ def told(layout: str, mode: Any = None) -> dict[str, Any]:
         built = build(job, plan, this_rank())
     else:
         built, plan = build_fake(job, plan, mode)
-    if job.optim.kind == "muon":  # in its first step it asks the others what they hold
+    if job.optim.name == "muon":  # in its first step it asks the others what they hold
         with mode or nullcontext():
             step(built, job, plan)
     if dist.get_rank() not in (0, dist.get_world_size() - 1):  # the ends of every axis do
@@ -218,31 +218,31 @@ def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 # Blocks, microbatches, layout.
 LARGER = [
     (5, 5, "dp_shard2 tp2"),  # of more than four one is enough: see RECORDED
-    (5, 1, "dp_shard2 remat.kind=selective"),
-    (6, 5, "dp_shard2 pp2 pipeline.layers=[1,5]"),
-    (5, 5, "dp_shard2 optim.kind=muon"),
+    (5, 1, "dp_shard2 activation_checkpoint.mode=selective"),
+    (6, 5, "dp_shard2 pp2 pipeline.layers_per_stage=[1,5]"),
+    (5, 5, "dp_shard2 optim.name=muon"),
 ]
 MORE = [
     (9, 6, "dp_shard2"),
     (9, 6, "tp2"),
     (7, 1, "cp2 context=allgather"),
     (12, 6, "dp_shard2 pp2"),
-    (20, 8, "pp2 schedule=Interleaved1F1B precision.compute=bfloat16"),
+    (20, 8, "pp2 schedule=Interleaved1F1B precision.compute_dtype=bfloat16"),
     (4, 7, "dp_shard2"),
-    (9, 5, "dp_shard2 tp2 optim.kind=muon"),
+    (9, 5, "dp_shard2 tp2 optim.name=muon"),
     (9, 6, "tp2 cp2"),
-    (11, 6, "dp_shard2 remat.kind=full remat.every=2"),
-    (9, 6, "dp_shard2 precision.compute=bfloat16 remat.kind=budget"),
+    (11, 6, "dp_shard2 activation_checkpoint.mode=full activation_checkpoint.every_n_layers=2"),
+    (9, 6, "dp_shard2 precision.compute_dtype=bfloat16 activation_checkpoint.mode=budget"),
     (9, 6, "dp_shard2 reshard_after_forward=never gradient_sync=step"),
     (9, 6, "dp_shard2 dp_replicate2 gradient_sync=microbatch"),
-    (9, 2, "dp_shard2 remat.kind=full remat.offload=true"),
+    (9, 2, "dp_shard2 activation_checkpoint.mode=full activation_checkpoint.offload=true"),
     (12, 7, "dp_shard2 pp2 gradient_sync=microbatch"),
     (20, 8, "dp_shard2 pp2 schedule=Interleaved1F1B"),
     (7, 8, "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=3"),
     (13, 8, "tp2 pp4 schedule=Interleaved1F1B"),
     (20, 8, "pp2 schedule=InterleavedZeroBubble"),
-    (9, 8, "dp_shard2 pp2 schedule=LoopedBFS remat.kind=full"),
-    (20, 8, "dp_shard2 pp2 schedule=ZBVZeroBubble precision.compute=bfloat16"),
+    (9, 8, "dp_shard2 pp2 schedule=LoopedBFS activation_checkpoint.mode=full"),
+    (20, 8, "dp_shard2 pp2 schedule=ZBVZeroBubble precision.compute_dtype=bfloat16"),
     (20, 8, "pp2 schedule=DualPipeV"),
     # More stages than torch's runtime keeps gathered by itself.
     (32, 8, "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=4"),
@@ -254,7 +254,7 @@ def planned(layout: str, blocks: int, microbatches: int) -> tuple[Job, Plan]:
     machine = Machine("cpu", devices=2, world_size=ranks)
     more: Overrides = [*BASE, *overrides, ("model.num_layers", str(blocks))]
     rows = resolve(small_job(*more), machine).dp_size * microbatches
-    job = small_job(*more, ("train.global_batch", str(rows)))
+    job = small_job(*more, ("train.global_batch_size", str(rows)))
     return job, resolve(job, machine)
 
 

@@ -27,8 +27,8 @@ def test_pricer_optimizer_reads_and_writes_each_state_once(
     states: str, least: float, most: float
 ) -> None:
     """Of each parameter, whatever number of operators an update is made of."""
-    keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.states", states)]
-    job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch", "2")])
+    keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.state_dtype", states)]
+    job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
     where = parse_cluster("1x2xH100")
     assert not problems
     assert isinstance(where, Cluster)

@@ -19,15 +19,15 @@ from weft.resilience.anomaly import AnomalyError, Trial, Watch
 STEPS: Overrides = [("model.num_layers", "1"), ("train.steps", "12")]
 SKIP: Overrides = [
     *STEPS,
-    ("resilience.anomaly", "skip"),
+    ("resilience.on_anomaly", "skip"),
     ("resilience.spike_window", "8"),
     ("resilience.spike_threshold", "20"),
 ]
 REWIND: Overrides = [
     *SKIP,
-    ("resilience.anomaly", "rewind"),
+    ("resilience.on_anomaly", "rewind"),
     ("checkpoint.interval", "5"),
-    ("checkpoint.background", "false"),
+    ("checkpoint.async_save", "false"),
 ]
 REPLICAS: Overrides = [("parallel.dp_replicate", "2")]
 PIPELINE: Overrides = [
@@ -146,7 +146,7 @@ def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_pa
     run(tmp_path / "a", store_path, 2, *SKIP, *ten)
     assert [told["step"] for told in anomalies(tmp_path / "a")] == list(range(2, 12))
     with pytest.raises(RankError, match="9 steps in a row before it were skipped") as caught:
-        run(tmp_path / "b", store_path, 2, *SKIP, *ten, ("resilience.anomaly_limit", "9"))
+        run(tmp_path / "b", store_path, 2, *SKIP, *ten, ("resilience.max_anomalies", "9"))
     assert "in step 11" in str(caught.value)
     assert not checkpoints(tmp_path / "b/checkpoints")
 
@@ -156,7 +156,7 @@ def test_skip_in_a_resumed_run_is_decided_the_same(
     ranks: int, store_path: Path, tmp_path: Path
 ) -> None:
     """Resumed right after a skipped step, it skips a spike that only the old window can tell."""
-    every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.background", "false")]
+    every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
     first = bad("nan", 6, 7, rank=0)
     whole = faults(*first, *bad("corrupt", 10, 11, rank=0))
     straight = run(tmp_path / "a", store_path, ranks, *every, *whole)
@@ -181,7 +181,7 @@ def test_skip_in_a_resumed_run_is_decided_the_same(
 
 @pytest.mark.slow
 def test_skip_window_is_restored_in_another_layout(store_path: Path, tmp_path: Path) -> None:
-    every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.background", "false")]
+    every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
     killed = {"site": "step", "kind": "kill", "passing": 7, "rank": 0}
     with pytest.raises(RankError, match="SIGKILL"):
         run(tmp_path, store_path, 2, *every, *faults(killed))
@@ -216,7 +216,7 @@ def test_rewind_to_the_same_checkpoint_is_limited(store_path: Path, tmp_path: Pa
     # Steps 8, 6 and 6, each of them twice.
     change = faults(*bad("nan", *range(8, 20)))
     with pytest.raises(RankError, match="went back 2 times to the same checkpoint"):
-        run(tmp_path, store_path, 2, *REWIND, *change, ("resilience.anomaly_limit", "2"))
+        run(tmp_path, store_path, 2, *REWIND, *change, ("resilience.max_anomalies", "2"))
     # The one that ended the run is the failure.
     assert [one["step"] for one in anomalies(tmp_path)] == [8, 6]
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
@@ -260,7 +260,7 @@ def test_stop_bad_step_between_two_records_ends_the_run(
     kind: str, store_path: Path, tmp_path: Path
 ) -> None:
     """It was not applied, and nothing after it is recorded or saved."""
-    often = [("observe.log_interval", "4"), ("checkpoint.interval", "4"), ("train.steps", "12")]
+    often = [("monitor.log_interval", "4"), ("checkpoint.interval", "4"), ("train.steps", "12")]
     with pytest.raises(RankError, match=r"the gradient norm is (nan|inf) in step 6"):
         run(tmp_path, store_path, 2, *often, *faults(*bad(kind, 6, factor=1e45)))
     assert [record["step"] for record in records(tmp_path)] == [1, 4]

@@ -28,11 +28,11 @@ STEPS = 40
 JOB: Overrides = [
     ("model.num_layers", "1"),
     ("train.steps", str(STEPS)),
-    ("train.global_batch", "6"),
+    ("train.global_batch_size", "6"),
     ("checkpoint.interval", "2"),
-    ("observe.log_interval", "1"),
+    ("monitor.log_interval", "1"),
 ]
-CANONICAL = ("train.canonical", "true")
+CANONICAL = ("train.world_size_invariant", "true")
 
 
 def train_until_killed(
@@ -103,8 +103,8 @@ def chaos(source: random.Random, kills: int, folder: Path, store: Path) -> int:
         doomed = source.choice([[source.randrange(ranks)], list(range(ranks))])
         seconds = source.uniform(0.0, 1.5) if starts <= kills else 1e9
         how = [
-            ("checkpoint.background", source.choice(["true", "false"])),
-            ("checkpoint.local", source.choice(["off", str(folder / "node")])),
+            ("checkpoint.async_save", source.choice(["true", "false"])),
+            ("checkpoint.local_dir", source.choice(["off", str(folder / "node")])),
             ("checkpoint.local_interval", "1"),
         ]
         call = ([*overrides, *how], str(store), doomed, seconds, str(folder / "seen"))
@@ -152,7 +152,7 @@ def test_train_changing_number_of_ranks_reads_the_same_samples(
     mode: Any, store_path: Path, tmp_path: Path
 ) -> None:
     """4 -> 2 -> 3: the same batches in the same order; in canonical order the same bits."""
-    job = [*JOB, *mode, ("train.steps", "9"), ("train.global_batch", "12")]
+    job = [*JOB, *mode, ("train.steps", "9"), ("train.global_batch_size", "12")]
     job.append(("checkpoint.interval", "1"))
     alone, changing = tmp_path / "alone", tmp_path / "changing"
     for folder in (alone, changing):

@@ -14,8 +14,8 @@ from rich.console import Console
 from tests.harness import run_ranks
 from tests.small import Overrides, plan_here, records, small_job, this_rank
 from weft.data.text import open_text
-from weft.observe.events import read_events
-from weft.observe.history import History
+from weft.monitor.events import read_events
+from weft.monitor.history import History
 from weft.resilience.anomaly import DivergenceDetector, divergence_of
 from weft.train.loop import train
 
@@ -134,7 +134,7 @@ def _train(overrides: Overrides, store: str) -> str:
 def test_divergence_too_high_learning_rate_is_reported(store_path: Path, tmp_path: Path) -> None:
     job = [
         ("train.steps", "60"),
-        ("observe.log_interval", "5"),
+        ("monitor.log_interval", "5"),
         ("optim.lr", "10"),
         ("optim.max_grad_norm", "1e9"),
         ("run.dir", str(tmp_path)),

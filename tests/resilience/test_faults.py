@@ -82,7 +82,7 @@ def test_save_killed_at_one_site_after_another_resumes_bit_for_bit(
     # Two checkpoints are there before the first death, so that each save deletes one.
     steps = 4 + 2 * sum(site in VISIBLE for site, _ in places) + 2
     job: Overrides = [*STEPS, ("train.steps", f"{steps}")]
-    job += [("checkpoint.background", background)]
+    job += [("checkpoint.async_save", background)]
     straight, folder = tmp_path / "straight", tmp_path / "run"
     run_ranks(train_rank, 2, [*job, ("run.dir", str(straight))], str(store_path))
     expected = 4
@@ -148,7 +148,7 @@ def test_last_save_one_failed_write_is_tried_again(store_path: Path, tmp_path: P
 
 def test_train_corrupt_gradients_stop_the_run(store_path: Path, tmp_path: Path) -> None:
     change = fault(site="gradients", rank=1, passing=2, kind="corrupt", factor=1e45)
-    overrides = [*STEPS, ("run.dir", str(tmp_path)), ("observe.log_interval", "1")]
+    overrides = [*STEPS, ("run.dir", str(tmp_path)), ("monitor.log_interval", "1")]
     with pytest.raises(RankError, match="the gradient norm is"):
         run_ranks(train_rank, 2, [*overrides, *change], str(store_path))
 

@@ -31,7 +31,7 @@ STEPS: Overrides = [
     ("train.steps", "12"),
     ("train.eval_interval", "3"),
     ("checkpoint.interval", "4"),
-    ("observe.log_interval", "1"),
+    ("monitor.log_interval", "1"),
 ]
 
 

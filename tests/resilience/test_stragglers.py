@@ -66,8 +66,8 @@ def test_slow_rank_is_named_once_within_four_records(
     change = fault(site="step", kind="slow", rank=1, passing=11, times=1000, seconds=0.1)
     overrides: Overrides = [
         ("train.steps", "40"),
-        ("train.global_batch", "6"),
-        ("observe.log_interval", "5"),
+        ("train.global_batch_size", "6"),
+        ("monitor.log_interval", "5"),
         ("run.dir", str(tmp_path / "run")),
         *change,
     ]
@@ -98,8 +98,8 @@ def test_slow_rank_in_clean_steps_nobody_is_accused(
 ) -> None:
     overrides: Overrides = [
         ("train.steps", str(steps)),
-        ("train.global_batch", "6"),
-        ("observe.log_interval", "2"),
+        ("train.global_batch_size", "6"),
+        ("monitor.log_interval", "2"),
         ("run.dir", str(tmp_path)),
     ]
     run_ranks(train_with_little_threads, ranks, overrides, str(store_path))

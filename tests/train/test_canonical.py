@@ -15,9 +15,9 @@ from weft.plan.resolve import Machine, resolve
 
 STEPS: Overrides = [
     ("train.steps", "4"),
-    ("train.global_batch", "12"),
-    ("train.canonical", "true"),
-    ("observe.log_interval", "1"),
+    ("train.global_batch_size", "12"),
+    ("train.world_size_invariant", "true"),
+    ("monitor.log_interval", "1"),
 ]
 
 
@@ -64,9 +64,9 @@ def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> 
     [
         (("parallel.tp", "2"), "use parallel.tp 1"),
         (("parallel.pp", "2"), "use parallel.pp 1"),
-        (("precision.compute", "bfloat16"), "use precision.compute float32"),
+        (("precision.compute_dtype", "bfloat16"), "use precision.compute_dtype float32"),
         (("parallel.cpu_offload", "true"), "use parallel.cpu_offload false"),
-        (("train.microbatch", "3"), "is 1 in canonical order"),
+        (("train.microbatch_size", "3"), "is 1 in canonical order"),
     ],
 )
 def test_canonical_unsupported_keys_are_refused(change: tuple[str, str], said: str) -> None:

@@ -12,7 +12,7 @@ from weft.data.loader import samples_of
 from weft.data.text import Source, Text, open_text
 from weft.job import Job
 from weft.launch.start import describe_text
-from weft.observe.terminal import quiet_console
+from weft.monitor.terminal import quiet_console
 from weft.plan.resolve import Machine, resolve
 from weft.train.epochs import MOST_EPOCHS, repetition_warnings
 
@@ -33,7 +33,7 @@ def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(
     (said,) = warned(small_job(("train.steps", str(50 * enough))), text)
     times = 50 * enough * 8 / sequences
     assert f" {times:,.1f} times (epochs): it has {sequences:,} sequences of 32 tokens" in said
-    assert said.endswith("Use more text, a smaller train.steps or train.global_batch.")
+    assert said.endswith("Use more text, a smaller train.steps or train.global_batch_size.")
 
 
 def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_path: Path) -> None:

@@ -42,14 +42,16 @@ def train_twice(overrides: Overrides, store: str, folder: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp_shard2 tp2 remat.kind=selective",
+        "dp_shard2 tp2 activation_checkpoint.mode=selective",
         "pp2 schedule=ZBVZeroBubble model.tied_embeddings=false model.num_layers=4",
-        "cp2 context=ulysses optim.kind=muon",
+        "cp2 context=ulysses optim.name=muon",
     ],
 )
 def test_deterministic_two_runs_are_equal_bit_for_bit(
     layout: str, store_path: Path, tmp_path: Path
 ) -> None:
-    ranks, overrides = parse(f"{layout} data.packing=documents train.steps=4 train.microbatch=1")
+    ranks, overrides = parse(
+        f"{layout} data.packing=documents train.steps=4 train.microbatch_size=1"
+    )
     run_ranks(train_twice, ranks, overrides, str(store_path), str(tmp_path))
     assert losses(tmp_path / "a") == losses(tmp_path / "b")

@@ -26,7 +26,7 @@ from weft.train.setup import Rank, keep_freed_memory
 
 UNLOGGED: Overrides = [
     ("train.steps", "14"),
-    ("observe.log_interval", "10"),
+    ("monitor.log_interval", "10"),
     ("resilience.replica_check", "0"),
 ]
 
@@ -82,7 +82,7 @@ def train_and_count(overrides: Overrides, store: str) -> dict[tuple[int, str], i
 def test_unlogged_step_does_not_wait_for_the_device(
     ranks: int, microbatch: str, store_path: Path, tmp_path: Path
 ) -> None:
-    overrides = [*UNLOGGED, ("train.microbatch", microbatch), ("run.dir", str(tmp_path))]
+    overrides = [*UNLOGGED, ("train.microbatch_size", microbatch), ("run.dir", str(tmp_path))]
     for seen in run_ranks(train_and_count, ranks, overrides, str(store_path)):
         # 1 and 10 are logged, 14 is the last one, and the first makes the optimizer's state.
         assert {step for step, _ in seen} >= {1, 10, 14}
@@ -107,7 +107,7 @@ def train_on_gpu_without_waiting(overrides: Overrides, store: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA whether the host waits")
 def test_unlogged_step_on_gpu_has_no_device_sync(store_path: Path, tmp_path: Path) -> None:
-    overrides = [*UNLOGGED, ("precision.compute", "float32"), ("run.dir", str(tmp_path))]
+    overrides = [*UNLOGGED, ("precision.compute_dtype", "float32"), ("run.dir", str(tmp_path))]
     run_ranks(train_on_gpu_without_waiting, 1, overrides, str(store_path))
 
 

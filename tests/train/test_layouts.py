@@ -16,11 +16,11 @@ MODEL: Overrides = [
     ("model.num_layers", "4"),
     ("model.tied_embeddings", "false"),
     ("data.packing", "documents"),
-    ("train.microbatch", "2"),
+    ("train.microbatch_size", "2"),
     ("train.eval_interval", "2"),
     ("train.steps", "4"),
     ("checkpoint.interval", "2"),
-    ("observe.log_interval", "1"),
+    ("monitor.log_interval", "1"),
 ]
 
 
@@ -52,7 +52,7 @@ def expect(found: list[tuple[float, ...]], folder: Path) -> None:
 # the microbatches; 8 rows in microbatches of 3 leave a last one of 2.
 LAYOUTS = [
     "pp2 schedule=DualPipeV",
-    "pp2 train.microbatch=3",
+    "pp2 train.microbatch_size=3",
     *(
         pytest.param(layout, marks=pytest.mark.slow)  # of these a run goes through many, below
         for layout in ("tp2", "pp2", "cp2 context=allgather", "dp_shard2 tp2")
@@ -99,7 +99,7 @@ CHAIN = [
 ]
 LONG: Overrides = [
     *MODEL,
-    ("train.global_batch", "12"),
+    ("train.global_batch_size", "12"),
     ("train.steps", str(2 * len(CHAIN))),
 ]
 

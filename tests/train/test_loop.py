@@ -66,7 +66,7 @@ def test_run_layouts_have_the_same_loss_curve(
         tmp_path,
         store_path,
         ranks,
-        ("train.microbatch", microbatch),
+        ("train.microbatch_size", microbatch),
         ("parallel.dp_replicate", str(replicas)),
         ("train.eval_interval", "10"),
     )

@@ -34,9 +34,9 @@ MODEL: Overrides = [
     ("optim.lr", "0.01"),
     ("optim.warmup_steps", "0"),
     ("optim.schedule", "linear"),
-    ("observe.log_interval", "1"),
+    ("monitor.log_interval", "1"),
     ("checkpoint.interval", "2"),
-    ("checkpoint.keep", "1"),
+    ("checkpoint.keep_latest", "1"),
 ]
 
 

@@ -42,8 +42,8 @@ MODEL: Overrides = [
     ("model.tied_embeddings", "false"),
     ("model.max_seq_len", "128"),
     ("train.seq_len", "96"),
-    ("train.global_batch", "8"),
-    ("train.microbatch", "2"),
+    ("train.global_batch_size", "8"),
+    ("train.microbatch_size", "2"),
 ]
 CHAT: Overrides = [*MODEL, ("data.format", "chat")]
 DPO: Overrides = [
@@ -110,7 +110,7 @@ def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, An
     loader = Loader(
         mixture,
         seed=job.train.seed,
-        global_batch=job.train.global_batch,
+        global_batch=job.train.global_batch_size,
         dp_rank=built.mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,
@@ -175,7 +175,7 @@ def one_chat(texts: dict[str, str]) -> dict[str, Any]:
     "layout",
     [
         "cp2",
-        "pp2 train.microbatch=3",
+        "pp2 train.microbatch_size=3",
         pytest.param("dp_shard2", marks=pytest.mark.slow),
         pytest.param("tp2", marks=pytest.mark.slow),
     ],
@@ -195,7 +195,7 @@ def test_chat_packed_conversations_have_the_loss_of_each_alone(texts: dict[str, 
 
 
 def packed_and_alone(overrides: Overrides, text: str) -> tuple[float, float]:
-    job = small_job(*overrides, ("train.microbatch", "8"))
+    job = small_job(*overrides, ("train.microbatch_size", "8"))
     built = build(job, plan_here(job), this_rank())
     mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, 0)
     [rows] = mixture.sources
@@ -232,12 +232,12 @@ def test_dpo_gradients_equal_the_formula(one_dpo: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp_replicate2 train.microbatch=3",
+        "dp_replicate2 train.microbatch_size=3",
         "tp2",
         pytest.param("dp_shard2", marks=pytest.mark.slow),
-        pytest.param("pp2 train.microbatch=3", marks=pytest.mark.slow),
-        "pp2 schedule=DualPipeV train.microbatch=1",
-        "train.canonical=true train.microbatch=1 dp_replicate2",
+        pytest.param("pp2 train.microbatch_size=3", marks=pytest.mark.slow),
+        "pp2 schedule=DualPipeV train.microbatch_size=1",
+        "train.world_size_invariant=true train.microbatch_size=1 dp_replicate2",
     ],
 )
 def test_dpo_layouts_gradients_equal_one_process(
@@ -290,7 +290,7 @@ RUN: Overrides = [
     ("train.steps", "6"),
     ("train.eval_interval", "3"),
     ("checkpoint.interval", "3"),
-    ("observe.log_interval", "1"),
+    ("monitor.log_interval", "1"),
     ("optim.lr", "1e-3"),
 ]
 

@@ -55,7 +55,7 @@ needs_torchft = pytest.mark.skipif(
 )
 # Every step is recorded, and every step all groups are compared.
 WATCHED: Overrides = [
-    ("observe.log_interval", "1"),
+    ("monitor.log_interval", "1"),
     ("resilience.replica_check", "1"),
     ("resilience.step_timeout", "20"),
 ]
@@ -142,7 +142,7 @@ def test_replica_groups_gradients_equal_one_process(
 ) -> None:
     """Also where groups have different numbers of rows, and rows of targets."""
     count = request.node.callspec.params["lighthouse"]
-    batch = [("train.global_batch", "8"), ("train.microbatch", "1")]
+    batch = [("train.global_batch_size", "8"), ("train.microbatch_size", "1")]
     job = [("data.packing", "documents"), *batch, *more]
     arguments = (size, str(tmp_path / "meet"), lighthouse, job, str(store_path))
     ranks = run_ranks(group_gradients, size * count, *arguments)
@@ -335,10 +335,22 @@ def test_replica_groups_another_job_is_refused(
     [
         (("resilience.lighthouse", "here"), "resilience.lighthouse", "is no HOST:PORT"),
         (("parallel.pp", "2"), "parallel.pp", "not possible in a replica group"),
-        (("train.canonical", "true"), "train.canonical", "not possible in a replica group"),
-        (("debug.statistics", "1"), "debug.statistics", "not possible in a replica group"),
+        (
+            ("train.world_size_invariant", "true"),
+            "train.world_size_invariant",
+            "not possible in a replica group",
+        ),
+        (
+            ("debug.layer_stats_steps", "1"),
+            "debug.layer_stats_steps",
+            "not possible in a replica group",
+        ),
         (("debug.deterministic", "true"), "debug.deterministic", "where ranks come and go"),
-        (("resilience.anomaly", "skip"), "resilience.anomaly", "not possible in a replica group"),
+        (
+            ("resilience.on_anomaly", "skip"),
+            "resilience.on_anomaly",
+            "not possible in a replica group",
+        ),
         (("checkpoint.dir", "auto"), "checkpoint.dir", "each replica group's own"),
     ],
 )
@@ -400,7 +412,7 @@ class Scene:
             *SMALL,
             *LONG,
             ("run.dir", group),
-            ("run.workers", "1"),
+            ("run.nproc_per_node", "1"),
             ("data.path", str(self.store)),
             ("checkpoint.dir", "checkpoints"),
             ("train.steps", "1000000"),
@@ -409,7 +421,7 @@ class Scene:
                 "resilience.faults",
                 '[{site = "step", kind = "slow", seconds = 0.1, times = 1000000}]',
             ),
-            ("resilience.restarts", "0"),
+            ("resilience.max_restarts_per_hour", "0"),
         ]
         command = [*WEFT, "train", "demo", *(word for k, v in pairs for word in (f"--{k}", v))]
         self.look()

@@ -17,7 +17,7 @@ from weft.data.loader import IGNORE, samples_of
 from weft.data.prepare import prepare_text
 from weft.data.text import open_text
 from weft.job import DataSection
-from weft.observe.sources import SourceLosses
+from weft.monitor.sources import SourceLosses
 from weft.train.setup import build
 from weft.train.step import held_out
 
@@ -26,7 +26,7 @@ MODEL: Overrides = [
     ("data.packing", "documents"),
     ("model.num_layers", "4"),
     ("model.tied_embeddings", "false"),
-    ("train.microbatch", "2"),
+    ("train.microbatch_size", "2"),
     ("train.eval_sequences", "7"),
 ]
 
@@ -92,9 +92,9 @@ LAYOUTS = [
     "cp2",
     pytest.param("dp_shard2", marks=pytest.mark.slow),
     pytest.param("tp2", marks=pytest.mark.slow),
-    "pp2 train.microbatch=3",
+    "pp2 train.microbatch_size=3",
     "pp2 schedule=DualPipeV",
-    "train.canonical=true train.microbatch=1 dp_replicate2",
+    "train.world_size_invariant=true train.microbatch_size=1 dp_replicate2",
 ]
 
 
@@ -129,7 +129,7 @@ def test_source_losses_are_in_the_records_of_a_run(mixture: str, tmp_path: Path)
         ("run.dir", str(tmp_path / "run")),
         ("train.steps", "12"),
         ("train.eval_interval", "6"),
-        ("observe.log_interval", "3"),
+        ("monitor.log_interval", "3"),
         ("checkpoint.interval", "6"),
     ]
     run_ranks(train_rank, 2, [*MODEL, *more, ("train.steps", "6")], mixture)

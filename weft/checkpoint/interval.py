@@ -32,7 +32,7 @@ class Saves:
     def __init__(self, section: CheckpointSection, step: int, say: Callable[[str], None]) -> None:
         self._mtbf_seconds = section.mtbf_hours * 3600
         self._interval = section.interval
-        self._nodes = 0 if section.local == "off" else section.local_interval
+        self._nodes = 0 if section.local_dir == "off" else section.local_interval
         self._next, self._told = step + FIRST, FIRST
         self._say = say
 

@@ -60,7 +60,7 @@ def local_folder(folder: str, home: Path) -> Path | None:
     Every rank calls it.
 
     Args:
-        folder: the value of ``checkpoint.local``.
+        folder: the value of ``checkpoint.local_dir``.
     """
 
     def identity() -> str | None:

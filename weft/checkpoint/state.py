@@ -100,7 +100,7 @@ def allocate_optimizer_state(
 
 
 def widen(optimizer: Optimizer) -> None:
-    """Give moments that were saved in fewer bits (``optim.states``) the dtype of their parameter,
+    """Give moments that were saved in fewer bits (``optim.state_dtype``) the dtype of their parameter,
     which torch's optimizers take for granted."""
     for param, state in optimizer.state.items():
         for key, value in state.items():

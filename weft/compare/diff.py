@@ -1,6 +1,6 @@
 """``weft debug diff A B``: the first step, and the first layer by name, where two runs part.
 
-Where both have statistics of a step (``debug.statistics``), they are compared in the order in which
+Where both have statistics of a step (``debug.layer_stats_steps``), they are compared in the order in which
 things are computed: outputs of layers forward, gradients from the last layer back, parameters after
 the update.  The first that differs is where to look: what comes after it differs because of it.
 Without statistics the records of metrics.jsonl say in which step it was, and the answer, how to
@@ -23,9 +23,9 @@ from typing import Any
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.files import only_finite, read_json
 from weft.job import MISSING, InvalidJob, Job, Problem, difference
-from weft.observe.history import job_of
-from weft.observe.jsonl import is_number, read_records
-from weft.observe.statistics import KINDS, read_statistics
+from weft.monitor.history import job_of
+from weft.monitor.jsonl import is_number, read_records
+from weft.monitor.statistics import KINDS, read_statistics
 from weft.train.position import home_of
 
 WHAT = {"loss": "the loss", "grad_norm": "the gradient norm; the loss agrees"}  # of a record
@@ -109,7 +109,7 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
     detailed = sorted({key[0] for key in common})
     if not steps and not common:
         rule = f"has no step in common with {ours}: neither a record nor statistics"
-        remedy = "see logs/ of both; --observe.log_interval 1 records every step"
+        remedy = "see logs/ of both; --monitor.log_interval 1 records every step"
         raise InvalidJob([Problem("run_b", str(theirs), rule, remedy)])
     places = sorted(
         [
@@ -233,7 +233,7 @@ def _advice(
     lines = ["for the layer, run both again with statistics of that step:"]
     for run, job in zip(runs, jobs, strict=True):
         recipe, again = shlex.quote(str(run / "job.toml")), shlex.quote(f"{run}-again")
-        lines.append(f"  weft train {recipe} --run.dir {again} --debug.statistics {chosen}")
+        lines.append(f"  weft train {recipe} --run.dir {again} --debug.layer_stats_steps {chosen}")
         kept = [checkpoint_step(path) for path in checkpoints(home_of(job.checkpoint.dir, run))]
         if at := max((step for step in kept if 0 < step <= last), default=0):
             back = f"weft rollback {shlex.quote(str(run))} {at}"

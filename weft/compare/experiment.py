@@ -44,7 +44,7 @@ from weft.compare.result import Result, Settings, finished, result_of
 from weft.compare.variants import Variant
 from weft.files import replace_text, write_json
 from weft.job import Problem
-from weft.observe.terminal import duration
+from weft.monitor.terminal import duration
 from weft.resilience.process import PYTHON, die_with_parent
 from weft.resilience.signals import STOP_SIGNALS
 from weft.train.folder import owning

@@ -57,7 +57,7 @@ from weft.data.packing import Rows
 from weft.data.store import TokenStream
 from weft.job import Job
 from weft.models import load_family
-from weft.observe.statistics import watching
+from weft.monitor.statistics import watching
 from weft.optim.lean import LeanAdamW
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
@@ -155,7 +155,7 @@ def measure(
 
     steps = []
     for step in range(resume + 1, job.train.steps + 1):
-        samples = (step - 1) * job.train.global_batch
+        samples = (step - 1) * job.train.global_batch_size
         batches = [_with_fewer_targets(batch) for batch in loader.batch(samples)]
         rows = [len(batch.tokens_BT) for batch in batches]
         with naming(f"step {step}"), prints.of(rows) as forward:
@@ -181,7 +181,7 @@ def measure(
         if step == save:
             with naming("the checkpoint"):
                 saver = Saver(checkpoints, keep=1)
-                consumed = step * job.train.global_batch
+                consumed = step * job.train.global_batch_size
                 saver.save(built.parts, built.optimizer, {"step": step, "samples": consumed})
                 saver.wait()
     try:
@@ -223,7 +223,7 @@ class Noise:
         reduced = max(self._compute, torch.finfo(getattr(torch, plan.reduce_dtype)).eps)
         self.reduce_eps, self._float8 = reduced, plan.float8 != "none"
         states = {"float32": 0.0, "bfloat16": torch.finfo(torch.bfloat16).eps, "8bit": FLOAT8_EPS}
-        self._states = states[job.optim.states]
+        self._states = states[job.optim.state_dtype]
 
     def add_to(self, parts: Iterable[nn.Module]) -> None:
         """Add noise to the outputs of all modules that have weights."""
@@ -474,9 +474,9 @@ def _noise(job: Job, plan: Plan, name: int, rows: int) -> Mixture:
 def _loader(job: Job, plan: Plan, mesh: Mesh) -> Loader:
     """The loader that trains, over noise: each row is seen once."""
     return Loader(
-        _noise(job, plan, 0, job.train.steps * job.train.global_batch),
+        _noise(job, plan, 0, job.train.steps * job.train.global_batch_size),
         seed=job.train.seed,
-        global_batch=job.train.global_batch,
+        global_batch=job.train.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,

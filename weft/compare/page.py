@@ -10,8 +10,8 @@ from weft.compare.judge import percents
 from weft.compare.result import Result
 from weft.files import replace_bytes
 from weft.job import WeftError
-from weft.observe.html import Section, table
-from weft.observe.report import FILE, report_page
+from weft.monitor.html import Section, table
+from weft.monitor.report import FILE, report_page
 
 
 def write_page(folder: Path, result: Result, say: Callable[[str], object]) -> None:

@@ -23,10 +23,10 @@ from weft.compare.variants import Overrides, read_variants
 from weft.compare.verify import layout
 from weft.files import replace_bytes, write_json
 from weft.job import InvalidJob, Job, Problem
-from weft.observe.html import document as document_of
-from weft.observe.html import table as html_table
-from weft.observe.record import device_hours
-from weft.observe.report import FILE
+from weft.monitor.html import document as document_of
+from weft.monitor.html import table as html_table
+from weft.monitor.record import device_hours
+from weft.monitor.report import FILE
 from weft.plan.devices import GIB
 from weft.plan.report import plan_recipe
 from weft.plan.resolve import Machine, Plan

@@ -26,24 +26,24 @@ from weft.compare.variants import OWN, Variant
 from weft.compare.verify import layout
 from weft.files import read_json
 from weft.job import difference, flatten
-from weft.observe.curves import loss_unit
-from weft.observe.terminal import shown
+from weft.monitor.curves import loss_unit
+from weft.monitor.terminal import shown
 from weft.plan.placement import AXES
 from weft.plan.stages import align
 
 # What a loss is of: between other tokens or objectives, the same number means something else.
 OF_THE_LOSS = (
     "data.path",
-    "data.field",
+    "data.text_field",
     "data.format",
     "data.mixture",
     "data.tokenizer",
     "data.chat_template",
     "data.vocab_size",
-    "data.holdout",
+    "data.validation_fraction",
     "data.invalid_utf8",
     "data.packing",
-    "data.too_long",
+    "data.overlong",
     "train.objective",
 )
 

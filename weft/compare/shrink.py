@@ -28,7 +28,7 @@ from weft.job import (
     ParallelSection,
     PrecisionSection,
     Problem,
-    RematSection,
+    ActivationCheckpointSection,
     difference,
     read_job,
     replace,
@@ -85,8 +85,8 @@ def plan_of_recipe(job: Job) -> Plan:
         return resolve(job, dataclasses.replace(machine_of(parsed), peer_access=True))
     unit = fixed(parallel)
     world: int | None = None
-    if isinstance(job.run.workers, int):
-        world = job.run.workers
+    if isinstance(job.run.nproc_per_node, int):
+        world = job.run.nproc_per_node
     elif isinstance(parallel.dp_shard, int):
         world = unit * parallel.dp_shard
     machine = Machine(
@@ -119,13 +119,13 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
     here = replace(
         job,
         # With a run's own number of ranks and no cluster, which is another's.
-        run={"device": "cpu", "workers": math.prod(sizes.values()), "cluster": "local"},
+        run={"device": "cpu", "nproc_per_node": math.prod(sizes.values()), "cluster": "local"},
         # No tokenizer is made and no text read; the rules want one that fits.
         data={"tokenizer": "train", "vocab_size": 257},
         optim={"warmup_steps": min(job.optim.warmup_steps, 1)},
         parallel={**sizes, **_parallel(job, plan, sizes, whole, notes)},
         pipeline={} if whole else _pipeline(job, plan, sizes, notes),
-        precision=PrecisionSection(compute="float32").model_dump()
+        precision=PrecisionSection(compute_dtype="float32").model_dump()
         | {name: value for name, value in job.precision if f"precision.{name}" in keep},
         **({} if "compile.enable" in keep else {"compile": {"enable": False}}),
     )
@@ -155,11 +155,11 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
             notes.append("the model is taken as it is: no smaller one fits its family's rules")
         one = replace(
             trial,
-            run={"workers": 1},
+            run={"nproc_per_node": 1},
             parallel=ParallelSection(dp_shard=1).model_dump(),
-            pipeline={"layers": (), "stages_per_rank": "auto"},
-            train={"microbatch": "auto", "canonical": False},
-            remat=RematSection().model_dump(),
+            pipeline={"layers_per_stage": (), "stages_per_rank": "auto"},
+            train={"microbatch_size": "auto", "world_size_invariant": False},
+            activation_checkpoint=ActivationCheckpointSection().model_dump(),
             compile={"enable": False},
         )
         one_plan = resolve(one, Machine("cpu", devices=1, world_size=1))
@@ -169,7 +169,13 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
 
 
 # Keys of how a job is computed, which may change when it resumes.
-LAYOUT = ("parallel.", "pipeline.", "remat.", "compile.enable", "train.microbatch")
+LAYOUT = (
+    "parallel.",
+    "pipeline.",
+    "activation_checkpoint.",
+    "compile.enable",
+    "train.microbatch_size",
+)
 
 
 def resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> tuple[Job, Plan]:
@@ -200,7 +206,7 @@ def resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> 
     world = fixed(job.parallel) * job.parallel.dp_shard
     if world > ranks:
         raise InvalidJob([Problem(option, world, f"takes more than {ranks} ranks")])
-    job = replace(job, run={"workers": world})
+    job = replace(job, run={"nproc_per_node": world})
     notes: list[str] = []
     return job, resolve(job, _machine(job, degrees_of(job.parallel), notes))
 
@@ -217,7 +223,7 @@ def _degrees(job: Job, plan: Plan, ranks: int, notes: list[str]) -> dict[str, in
     """The mesh, halved along its longest axis until it has few enough ranks."""
     sizes = dict(plan.sizes)
     # A schedule from a file has a line for each rank of the pipeline.
-    pinned = {"pp"} if is_file(job.parallel.schedule) else set()
+    pinned = {"pp"} if is_file(job.pipeline.schedule) else set()
     while (world := math.prod(sizes.values())) > ranks:
         free = [axis for axis in AXES if axis not in pinned]
         longest = max(free, key=lambda axis: sizes[axis])
@@ -264,7 +270,7 @@ def _parallel(
 def _pipeline(job: Job, plan: Plan, sizes: dict[str, int], notes: list[str]) -> dict[str, Any]:
     if plan.pipeline is None or sizes["pp"] == 1:
         return {"layers": (), "stages_per_rank": "auto"}
-    asked, layers = job.pipeline.stages_per_rank, job.pipeline.layers
+    asked, layers = job.pipeline.stages_per_rank, job.pipeline.layers_per_stage
     changes: dict[str, Any] = {}
     if isinstance(asked, int) and asked > 2:
         changes["stages_per_rank"] = asked = 2
@@ -274,7 +280,7 @@ def _pipeline(job: Job, plan: Plan, sizes: dict[str, int], notes: list[str]) -> 
             layers = tuple(min(n, 1 + (n > least)) for n in layers)
         else:
             rule = f"for {len(layers)} stages, here are {_num_stages(plan, sizes)}: cut by cost"
-            notes.append(f"pipeline.layers: {rule}")
+            notes.append(f"pipeline.layers_per_stage: {rule}")
             layers = ()
         changes["layers"] = layers
     return changes
@@ -310,7 +316,7 @@ def _candidates(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Batches and model sizes, best first; the last model is the recipe's own."""
     parallel = here.parallel
-    unit = sizes["cp"] * (2 if sizes["cp"] > 1 and parallel.context_balance else 1)
+    unit = sizes["cp"] * (2 if sizes["cp"] > 1 and parallel.cp_load_balance else 1)
     unit *= sizes["tp"] if parallel.sequence_parallel else 1
     if here.precision.float8 != "none":
         unit = math.lcm(unit, multiple_of(here.precision.float8) * sizes["cp"])
@@ -323,8 +329,8 @@ def _candidates(
         batch = {
             "steps": steps,
             "seq_len": seq_len,
-            "global_batch": local * sizes["dp_replicate"] * sizes["dp_shard"],
-            "microbatch": rows,
+            "global_batch_size": local * sizes["dp_replicate"] * sizes["dp_shard"],
+            "microbatch_size": rows,
             "eval_sequences": local * sizes["dp_replicate"] * sizes["dp_shard"] + 1,
         }
         for fields in models:
@@ -350,7 +356,7 @@ def _models(plan: Plan, here: Job, sizes: dict[str, int], seq_len: int) -> Itera
     def size(name: str) -> int:
         return int(getattr(config, name, 0))
 
-    layers = sum(here.pipeline.layers)
+    layers = sum(here.pipeline.layers_per_stage)
     if not layers:
         stages = _num_stages(plan, sizes)
         layers = min(size("num_layers"), stages + 1 if stages > 1 else 3)
@@ -382,7 +388,7 @@ def _models(plan: Plan, here: Job, sizes: dict[str, int], seq_len: int) -> Itera
 
 def _persist_below(job: Job, plan: Plan, fields: dict[str, Any]) -> int:
     """A limit between the gains and the matrices here if the recipe's is, else below both."""
-    limit = job.parallel.persist_below
+    limit = job.parallel.param_persistence_threshold
     if not limit or "dim" not in fields:
         return limit
     return int(fields["dim"]) + 1 if limit > plan.model.dim else 1

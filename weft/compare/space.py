@@ -48,19 +48,19 @@ EXCLUDED = {
     "model.preset": "the sizes of a model are drawn one by one",
     "data.path": "verify trains on noise",
     "data.mixture": "verify trains on noise",
-    "data.field": "verify trains on noise",
+    "data.text_field": "verify trains on noise",
     "data.tokenizer": "verify trains on noise",
     "data.chat_template": "verify trains on noise",
-    "data.holdout": "verify trains on noise",
-    "data.too_long": "verify trains on noise",
+    "data.validation_fraction": "verify trains on noise",
+    "data.overlong": "verify trains on noise",
     "data.invalid_utf8": "verify trains on noise",
-    "data.cache": "a folder",
+    "data.cache_dir": "a folder",
     "train.steps": "--steps says it",
     "train.eval_interval": "verify evaluates once, at the end",
     "parallel.async_tp": "needs GPUs that reach each other's memory",
     "parallel.symmetric_memory": "needs GPUs that reach each other's memory",
     "precision.float8_small": "goes with precision.float8, whose products are all small here",
-    "compile.cache": "a folder",
+    "compile.cache_dir": "a folder",
     "checkpoint.": "when and where a state is saved; --resume-layout saves and loads one",
     "resilience.": "what happens when something goes wrong",
     "observe.": "what is recorded",
@@ -75,8 +75,8 @@ SIZES = (
     *("max_seq_len", "num_experts", "active_experts", "expert_dim"),
 )
 BATCH = (
-    *("data.vocab_size", "train.seq_len", "train.global_batch", "train.microbatch"),
-    *("train.eval_sequences", "pipeline.layers"),
+    *("data.vocab_size", "train.seq_len", "train.global_batch_size", "train.microbatch_size"),
+    *("train.eval_sequences", "pipeline.layers_per_stage"),
 )
 
 # Keys whose type does not say which values make sense.
@@ -85,7 +85,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "train.objective": tuple(OBJECTIVES),
     "lora.rank": ("2", "3"),
     "lora.targets": ("q_proj,v_proj", "o_proj,down_proj", "k_proj", "gate_proj,up_proj"),
-    "optim.kind": tuple(OPTIMIZERS),
+    "optim.name": tuple(OPTIMIZERS),
     "optim.schedule": tuple(RATES),
     "optim.warmup_steps": ("0", "1"),
     "parallel.dp_replicate": ("2", "3"),
@@ -94,11 +94,11 @@ VALUES: dict[str, tuple[str, ...]] = {
     "parallel.pp": ("2", "3", "4"),
     "parallel.cp": ("2", "3", "4"),
     "parallel.ep": ("2", "4"),
-    "parallel.schedule": tuple(SCHEDULES),
+    "pipeline.schedule": tuple(SCHEDULES),
     "parallel.reshard_after_forward": ("always", "never", "2"),
-    "parallel.persist_below": ("1", "70", "100000"),
-    "pipeline.layers": ("any",),  # drawn with the sizes
-    "precision.float8_skip": ("*.o_proj", "*.down_proj,*.q_proj"),
+    "parallel.param_persistence_threshold": ("1", "70", "100000"),
+    "pipeline.layers_per_stage": ("any",),  # drawn with the sizes
+    "precision.float8_exclude": ("*.o_proj", "*.down_proj,*.q_proj"),
 }
 
 # What has no effect without something else, which is drawn with it.
@@ -115,35 +115,40 @@ NEEDS: dict[str, dict[str, str]] = {
     "lora.rank_stabilized": {"lora.rank": "2"},
     "lora.targets": {"lora.rank": "2"},
     "lora.quantize": {"lora.rank": "2"},
-    "optim.momentum": {"optim.kind": "muon"},
+    "optim.momentum": {"optim.name": "muon"},
     "parallel.pp": {"model.tied_embeddings": "false"},
-    "parallel.schedule": {"parallel.pp": "2"},
+    "pipeline.schedule": {"parallel.pp": "2"},
     "parallel.sequence_parallel": {"parallel.tp": "2"},
-    "parallel.context": {"parallel.cp": "2"},
-    "parallel.context_balance": {"parallel.cp": "2"},
-    "parallel.placement": {"parallel.pp": "2", "parallel.dp_replicate": "2"},
+    "parallel.cp_method": {"parallel.cp": "2"},
+    "parallel.cp_load_balance": {"parallel.cp": "2"},
+    "parallel.mesh_order": {"parallel.pp": "2", "parallel.dp_replicate": "2"},
     "parallel.ep": {"model.kind": "moe", "parallel.dp_shard": "2"},
     "parallel.reshard_after_forward": {"parallel.dp_shard": "2"},
     "parallel.reshard_after_forward=2": {"parallel.dp_shard": "4"},
     "parallel.gradient_sync": {"parallel.dp_shard": "2"},
     "parallel.hierarchical_gather": {"parallel.dp_shard": "4"},
-    "parallel.prefetch": {"parallel.dp_shard": "2"},
-    "parallel.persist_below": {"parallel.dp_shard": "2"},
-    "pipeline.stages_per_rank": {"parallel.pp": "2", "parallel.schedule": "Interleaved1F1B"},
-    "pipeline.optimize": {"parallel.pp": "2"},
-    "pipeline.layers": {"parallel.pp": "2"},
+    "parallel.fsdp_prefetch": {"parallel.dp_shard": "2"},
+    "parallel.param_persistence_threshold": {"parallel.dp_shard": "2"},
+    "pipeline.stages_per_rank": {"parallel.pp": "2", "pipeline.schedule": "Interleaved1F1B"},
+    "pipeline.balance": {"parallel.pp": "2"},
+    "pipeline.layers_per_stage": {"parallel.pp": "2"},
     "precision.float8": {"precision.float8_small": "true"},
-    "precision.float8_skip": {"precision.float8": "tensorwise"},
-    "remat.every": {"remat.kind": "full"},
-    "remat.products": {"remat.kind": "selective"},
-    "remat.budget": {"remat.kind": "budget"},
-    "remat.ahead": {"remat.offload": "true"},
+    "precision.float8_exclude": {"precision.float8": "tensorwise"},
+    "activation_checkpoint.every_n_layers": {"activation_checkpoint.mode": "full"},
+    "activation_checkpoint.recompute_every_n_matmuls": {"activation_checkpoint.mode": "selective"},
+    "activation_checkpoint.memory_budget": {"activation_checkpoint.mode": "budget"},
+    "activation_checkpoint.offload_prefetch": {"activation_checkpoint.offload": "true"},
 }
 
 # Drawn by chance in so many of a thousand jobs.  Numbers that are not counts are in no goal, as
 # they meet the other keys in one place only.
 USUALLY, NUMBERS = 120, 60
-CHANCE = {"compile.enable": 4, "precision.float8": 60, "lora.rank": 60, "train.canonical": 60}
+CHANCE = {
+    "compile.enable": 4,
+    "precision.float8": 60,
+    "lora.rank": 60,
+    "train.world_size_invariant": 60,
+}
 
 AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
 
@@ -230,14 +235,18 @@ def _text(value: Any) -> str:
 def technique(key: str, text: str) -> str:
     """Return what a key and its value count as: a number is one technique, whichever it is."""
     number = key != "parallel.reshard_after_forward" and re.fullmatch(r"[-+.\de]+", text)
-    return key if number or key in ("lora.targets", "pipeline.layers") else f"{key}={text}"
+    return (
+        key if number or key in ("lora.targets", "pipeline.layers_per_stage") else f"{key}={text}"
+    )
 
 
 @cache
 def techniques() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Return each technique with its key, and the values that make it."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
-    sizes = {f"model.{name}" for name in SIZES} | {*BATCH, "train.seed"} - {"pipeline.layers"}
+    sizes = {f"model.{name}" for name in SIZES} | {*BATCH, "train.seed"} - {
+        "pipeline.layers_per_stage"
+    }
     for key in keys():
         if not excluded(key) and key not in sizes:
             for text in candidates(key):
@@ -405,7 +414,7 @@ def _draw_resume(case: Case, ranks: int, rng: random.Random) -> Draw:
     """Draw a legal layout that the job can resume in."""
     model, draw = case.job.model, Draw()
     _include_layout(draw, ranks, rng)
-    never = (*DEGREES, "compile.enable", "pipeline.layers")
+    never = (*DEGREES, "compile.enable", "pipeline.layers_per_stage")
     for key in dict.fromkeys(key for key, _ in techniques().values()):
         usually = USUALLY if key.startswith(LAYOUT) and key not in never else 0
         if rng.randrange(1000) < usually:
@@ -440,7 +449,7 @@ def _with_sizes(draw: Draw, rng: random.Random) -> Draw:
         unit = multiple_of(float8)
     quantized = draw.get("lora.quantize", "none") != "none"
     kv_heads = rng.choice([n for n in (1, 2, 3, 4) if n % tp == 0 or tp % n == 0])
-    over = tp * (cp if draw.get("parallel.context") == "ulysses" else 1)
+    over = tp * (cp if draw.get("parallel.cp_method") == "ulysses" else 1)
     heads = kv_heads * rng.choice([n for n in range(1, 17) if kv_heads * n % over == 0][:3])
     head_dim = unit if unit > 1 else rng.choice((2, 4, 6, 8, 10, 16))
     dim = (
@@ -451,11 +460,11 @@ def _with_sizes(draw: Draw, rng: random.Random) -> Draw:
     ffn_unit = unit
     if quantized:  # whole blocks on each rank
         kv_heads, heads, head_dim, dim, ffn_unit = tp, 2 * tp, BLOCK // 2, BLOCK * tp, BLOCK
-    if draw.get("optim.states") == "8bit" and not quantized and rng.random() < 0.7:
+    if draw.get("optim.state_dtype") == "8bit" and not quantized and rng.random() < 0.7:
         # Rows of whole blocks, on each rank; others keep float32 moments.
         head_dim = ffn_unit = MOMENT_BLOCK
         dim = heads * head_dim if kind == "llama" else MOMENT_BLOCK * rng.choice((1, 3))
-    several = draw.get("parallel.schedule", "1F1B") not in ("GPipe", "1F1B")
+    several = draw.get("pipeline.schedule", "1F1B") not in ("GPipe", "1F1B")
     per_rank = int(draw.get("pipeline.stages_per_rank", 2 if several else 1))
     stages = pp * per_rank if pp > 1 else 1
     layers = rng.choice([max(1, stages - 1), stages, stages + 1]) if pp > 1 else rng.randint(1, 4)
@@ -490,12 +499,12 @@ def _with_sizes(draw: Draw, rng: random.Random) -> Draw:
     job.setdefault("parallel.dp_shard", "1")
     job.setdefault("data.vocab_size", "257")
     job.setdefault("train.seq_len", str(seq_len))
-    job.setdefault("train.global_batch", str(batch))
-    if rng.random() < 0.5 and "train.microbatch" not in job:
-        job["train.microbatch"] = str(rng.randint(1, min(rows, 3)))
+    job.setdefault("train.global_batch_size", str(batch))
+    if rng.random() < 0.5 and "train.microbatch_size" not in job:
+        job["train.microbatch_size"] = str(rng.randint(1, min(rows, 3)))
     job.setdefault("train.eval_sequences", str(rng.randint(1, batch + 2)))
-    if draw.get("pipeline.layers") == "any":
+    if draw.get("pipeline.layers_per_stage") == "any":
         cuts = sorted(rng.randint(0, layers) for _ in range(stages - 1))
         counts = [end - begin for begin, end in itertools.pairwise([0, *cuts, layers])]
-        job["pipeline.layers"] = f"[{', '.join(map(str, counts))}]"
+        job["pipeline.layers_per_stage"] = f"[{', '.join(map(str, counts))}]"
     return job

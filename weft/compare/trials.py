@@ -17,8 +17,8 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from weft.files import reading
-from weft.observe.jsonl import read_records
-from weft.observe.record import device_hours
+from weft.monitor.jsonl import read_records
+from weft.monitor.record import device_hours
 
 Record = Mapping[str, Any]
 

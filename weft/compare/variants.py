@@ -21,7 +21,7 @@ Overrides = list[tuple[str, str]]
 # Of a trial: where it lies and what it adds up to is the comparison's to say.
 OWN = ("run.dir", "checkpoint.dir")
 # Work beside training, left out unless asked for.
-SPARED = [("checkpoint.interval", "0"), ("observe.report", "false")]
+SPARED = [("checkpoint.interval", "0"), ("monitor.report", "false")]
 MOST_LABEL = 32  # characters of a value in a label
 
 
@@ -193,7 +193,7 @@ def _names(recipes: Sequence[str]) -> list[str]:
 
 
 def _names_of_keys(keys: Sequence[str]) -> list[str]:
-    """``parallel.tp`` is tp, ``remat.kind`` is remat; whole where that says too little."""
+    """``parallel.tp`` is tp, ``activation_checkpoint.mode`` is activation_checkpoint; whole where that says too little."""
     parts = [key.partition(".") for key in keys]
     short = [s if last in ("kind", "enable") else last or s for s, _, last in parts]
     return [a if short.count(a) == 1 else key for a, key in zip(short, keys, strict=True)]

@@ -221,10 +221,10 @@ def locked(folder: Path, report: Report, waiting: str) -> Iterator[None]:
 
 @contextmanager
 def cache_problems(cache: Path) -> Iterator[None]:
-    """What the operating system refuses inside is a problem of ``data.cache``."""
+    """What the operating system refuses inside is a problem of ``data.cache_dir``."""
     try:
         yield
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
-        remedy = "give --data.cache a folder that is writable and has room"
-        raise InvalidJob([Problem("data.cache", str(cache), rule, remedy)]) from None
+        remedy = "give --data.cache_dir a folder that is writable and has room"
+        raise InvalidJob([Problem("data.cache_dir", str(cache), rule, remedy)]) from None

@@ -153,7 +153,15 @@ def _store(section: DataSection, writer: Writer, cache: Path, report: Report) ->
     survey = _survey(units, section, report)
     template = [dict(writer.template.sources), dict(writer.template.special)]
     separator = separator_id(writer.tokenizer, section.tokenizer)
-    settings = [FORMAT, LAYOUT, section.format, section.holdout, writer.hash, template, separator]
+    settings = [
+        FORMAT,
+        LAYOUT,
+        section.format,
+        section.validation_fraction,
+        writer.hash,
+        template,
+        separator,
+    ]
 
     def build(folder: Path) -> Manifest:
         return _build(folder, units, survey, section, writer, report)
@@ -192,7 +200,9 @@ def _survey(units: list[Unit], section: DataSection, report: Report) -> _Survey:
     if len(distinct) < 2:
         rule = "has fewer than two conversations: one to train on, and one to hold out"
         raise InvalidJob([Problem("data.path", section.path, rule, "give more")])
-    held = distinct[min(len(distinct) - 1, math.ceil(section.holdout * len(distinct))) - 1]
+    held = distinct[
+        min(len(distinct) - 1, math.ceil(section.validation_fraction * len(distinct))) - 1
+    ]
     content: list[object] = [[_name(unit) for unit in units], xxh3_128_hexdigest(every.data)]
     return _Survey(content, every, held)
 

@@ -190,12 +190,17 @@ def read_records(
         report(Progress("asking the hub"))
     files_bytes = sum(file.size_bytes for file in found.files)
     extent_bytes = max(shard_bytes, min(files_bytes // SHARDS, MOST_SHARD_BYTES))
-    units = record_units(section.path, found, extent_bytes, section.field)
+    units = record_units(section.path, found, extent_bytes, section.text_field)
     size = files_bytes or sum(unit.size_bytes for unit in units)
     # Of the text, where the total is known of the files only: no more than an estimate.
     advance = counting(report, "reading the documents", size)
     advance(0)
-    reader = Reader(section.field, section.invalid_utf8, extent_bytes, int(section.holdout * 2**64))
+    reader = Reader(
+        section.text_field,
+        section.invalid_utf8,
+        extent_bytes,
+        int(section.validation_fraction * 2**64),
+    )
     worth_bytes = READ_ALONE_BYTES if found.kind == "hub" else size  # there it is not known
     processes = processes_for(len(units), worth_bytes, READ_ALONE_BYTES)
     with cache_problems(cache):
@@ -240,7 +245,7 @@ def _scan_all(
         empty, skipped = sum(s.empty for s in scans), sum(s.skipped for s in scans)
         rule = "holds no documents" + (f" but {empty:,} empty ones" if empty else "")
         rule += f" but {skipped:,} that are not UTF-8" if skipped else ""
-        remedy = "give text, or name the field that holds it in data.field"
+        remedy = "give text, or name the field that holds it in data.text_field"
         raise InvalidJob([Problem("data.path", path, rule, remedy)])
     if any(scan.total(1)[0] for scan in scans):
         records = Records(units, scans, reader)
@@ -338,7 +343,7 @@ def _check_faults(units: Sequence[Unit], scans: Sequence[Scan], path: str) -> No
     if any("UTF-8" in line or "half a character" in line for line in lines):
         remedy += ", or use --data.invalid_utf8 skip or replace for those that are not UTF-8"
     if any("field" in line for line in lines):
-        remedy += ", or name the field with the text in data.field (chats: data.format chat)"
+        remedy += ", or name the field with the text in data.text_field (chats: data.format chat)"
     raise InvalidJob([Problem("data.path", path, rule, remedy)])
 
 

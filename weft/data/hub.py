@@ -145,7 +145,7 @@ def _unreachable(url: str, error: Exception) -> InvalidJob:
 def _check_field(path: str, field: str | None, names: list[str]) -> None:
     if field is not None and field not in names:
         rule = f"has no column {field!r}; {suggest(field, names)}"
-        remedy = "name the column with the text in data.field"
+        remedy = "name the column with the text in data.text_field"
         raise InvalidJob([Problem("data.path", path, rule, remedy)])
 
 

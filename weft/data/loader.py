@@ -377,7 +377,7 @@ def evaluation_batches(
         samples.append(np.arange(count) * len(of) // count)
     chosen = np.stack((np.concatenate(sources), np.concatenate(samples)))
     if not chosen.size:
-        raise WeftError("the held-out text has no row: use a larger data.holdout")
+        raise WeftError("the held-out text has no row: use a larger data.validation_fraction")
     share = -(-chosen.shape[1] // dp_size)
     rows_per_batch = min(microbatch, share)
     share = -(-share // rows_per_batch) * rows_per_batch

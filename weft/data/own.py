@@ -1,7 +1,7 @@
 """Documents that a function of the user's makes: ``data.path = "module:function"``.
 
 The function takes nothing and gives rows in the same order every time: texts, or mappings with the
-fields that ``data.field`` and its like name.  Its file belongs to the identity of what is prepared;
+fields that ``data.text_field`` and its like name.  Its file belongs to the identity of what is prepared;
 what it reads elsewhere does not, and is taken to stay as it is.
 """
 

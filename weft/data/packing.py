@@ -85,7 +85,7 @@ def best_fit(lengths: Ints, capacity: int, seed: int) -> tuple[Ints, Ints]:
 def pack(store: Store, split: SplitName, seq_len: int, section: DataSection, seed: int) -> Rows:
     """The rows of a split; of preferences one for each pair, chosen first.
 
-    What is too long for a row is left out, or cut at its end, as ``data.too_long`` says (text is
+    What is too long for a row is left out, or cut at its end, as ``data.overlong`` says (text is
     cut in pieces); so is what has nothing left to learn.
     """
     if store.manifest.kind == "text":
@@ -113,7 +113,7 @@ def _used(
     if store.manifest.kind == "preferences":
         return begins, lengths, lengths.reshape(-1, 2).sum(1) <= seq_len
     used = lengths <= seq_len
-    if section.too_long == "truncate":
+    if section.overlong == "truncate":
         learned = store.learned(split)
         assert learned is not None
         for document in np.flatnonzero(~used).tolist():
@@ -152,9 +152,9 @@ def check_conversations(store: Store, seq_len: int, section: DataSection) -> lis
     if section.format == "text":
         rule = f"is not what the store {store.path} holds"
         return [Problem("data.format", "text", rule, f"use {kind}")]
-    if kind == "preferences" and section.too_long == "truncate":
+    if kind == "preferences" and section.overlong == "truncate":
         rule = "cannot be: of two answers of which one is cut, none is preferred"
-        return [Problem("data.too_long", "truncate", rule, "use error or skip")]
+        return [Problem("data.overlong", "truncate", rule, "use error or skip")]
     what = "pairs" if kind == "preferences" else "conversations"
     found = []
     for split in SPLITS:
@@ -164,13 +164,13 @@ def check_conversations(store: Store, seq_len: int, section: DataSection) -> lis
             index, places = index[::2], places.reshape(-1, 2).sum(1)
         here = np.flatnonzero(places > seq_len)
         found += [(*index[i, 1:].tolist(), int(places[i])) for i in here]
-    if found and section.too_long == "error":
+    if found and section.overlong == "error":
         found.sort()
         lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in found[:SHOWN]]
         longest = max(size for _, _, size in found)
         rule = f"is shorter than {len(found)} {what}:\n  " + some(lines, "\n  ", len(found))
         cut = "" if kind == "preferences" else ", or truncate"
-        remedy = f"use {longest}, or --data.too_long skip{cut}"
+        remedy = f"use {longest}, or --data.overlong skip{cut}"
         return [Problem("train.seq_len", seq_len, rule, remedy)]
     for split in SPLITS:
         _, _, used = _used(store, split, seq_len, section)

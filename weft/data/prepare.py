@@ -109,7 +109,7 @@ def prepare(
         shard_bytes: text per shard, about; a record is not cut.
 
     Raises:
-        InvalidJob: problems of ``data.path``, ``data.tokenizer`` or ``data.cache``.
+        InvalidJob: problems of ``data.path``, ``data.tokenizer`` or ``data.cache_dir``.
         WeftError: a process that helped was killed.
     """
     report = progress or (lambda _: None)
@@ -170,7 +170,7 @@ def _prepare(
     shard_bytes: int,
     report: Report,
 ) -> Store:
-    settings = [FORMAT, PIECE_BYTES, shard_bytes, section.holdout, section.invalid_utf8]
+    settings = [FORMAT, PIECE_BYTES, shard_bytes, section.validation_fraction, section.invalid_utf8]
     recipe = (
         [given.hash, given.separator] if given else ["train", section.vocab_size, TRAINING_BYTES]
     )
@@ -218,7 +218,12 @@ def _shared_tokenizer(
     else:
         texts = [reading for reading in readings if reading is not None]
         # The last two decide what of a text is trained on.
-        settings = [section.vocab_size, TRAINING_BYTES, section.holdout, section.invalid_utf8]
+        settings = [
+            section.vocab_size,
+            TRAINING_BYTES,
+            section.validation_fraction,
+            section.invalid_utf8,
+        ]
         key = hash_json([settings, [reading.content for reading in texts]])
         file = cache / "tokenizers" / key / TOKENIZER_FILE
         with cache_problems(cache), locked(file.parent, report, PREPARES):

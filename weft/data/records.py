@@ -529,5 +529,7 @@ def _pyarrow(file: File) -> Any:
 
 
 def _wrong(file: File, rule: str) -> InvalidJob:
-    remedy = "name the column with the text in data.field" if "column" in rule else "replace it"
+    remedy = (
+        "name the column with the text in data.text_field" if "column" in rule else "replace it"
+    )
     return InvalidJob([Problem("data.path", file.path, rule, remedy)])

@@ -82,7 +82,7 @@ class Reading(Protocol):
 def too_little(section: DataSection, rule: str, train: bool) -> InvalidJob:
     """Nothing is left to hold out, or (not ``train``) even to train on."""
     what = "left to hold out for evaluation" if train else "left to train on"
-    remedy = "give more text" + (", or a larger data.holdout" if train else "")
+    remedy = "give more text" + (", or a larger data.validation_fraction" if train else "")
     return InvalidJob([Problem("data.path", section.path, f"{rule}: nothing is {what}", remedy)])
 
 

@@ -150,9 +150,9 @@ def read_texts(
     Raises:
         InvalidJob: a file cannot be read, or is no text, or there is too little of it.
     """
-    scans = _scan_all(files, section.holdout, cache, report)
+    scans = _scan_all(files, section.validation_fraction, cache, report)
     kept = keep_text(scans, section.invalid_utf8, section.path)
-    train, validation = split(kept, section.holdout)
+    train, validation = split(kept, section.validation_fraction)
     if not train or not validation:
         size = sum(scan.text_bytes for scan in kept)
         raise too_little(section, f"has too little text ({size} bytes)", bool(train))

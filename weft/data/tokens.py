@@ -112,7 +112,9 @@ class TokenFiles:
         """Check every token, and copy those that cannot be read where they lie."""
         dtypes = {dtype_in_place(source, encoder.separator) for source in self.files}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        train, validation = split_tokens(self.files, encoder.separator, self.section.holdout)
+        train, validation = split_tokens(
+            self.files, encoder.separator, self.section.validation_fraction
+        )
         total = sum(span.end - span.begin for span in (*train, *validation))
         if not train or not validation:
             raise too_little(self.section, f"has too few tokens ({total})", bool(train))

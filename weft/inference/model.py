@@ -28,7 +28,16 @@ from weft.train.setup import Rank, allocate, detect_machine
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 # Sections of the run that say how it was trained, not what came of it.
-FORGOTTEN = ("run", "parallel", "pipeline", "remat", "compile", "resilience", "debug", "profile")
+FORGOTTEN = (
+    "run",
+    "parallel",
+    "pipeline",
+    "activation_checkpoint",
+    "compile",
+    "resilience",
+    "debug",
+    "profile",
+)
 
 
 class Found(NamedTuple):
@@ -122,7 +131,7 @@ def lay_out(
     size = 1
     for degree in degrees:
         size *= degree if isinstance(degree, int) else 1
-    changes["run"] |= {"dir": str(found.run), "workers": size}
+    changes["run"] |= {"dir": str(found.run), "nproc_per_node": size}
     if generating:
         problems += [
             Problem(f"parallel.{axis}", degree, rule, "use parallel.tp or parallel.dp_shard")
@@ -132,7 +141,7 @@ def lay_out(
         ]
         changes["parallel"]["sequence_parallel"] = False  # one token is no sequence
         rows = detect_machine(changes["run"].get("device", job.run.device)).world_size or size
-        changes["train"] = {"global_batch": rows, "microbatch": 1}
+        changes["train"] = {"global_batch_size": rows, "microbatch_size": 1}
     try:
         if base_of(found) is None:  # there are no adapters yet
             changes["lora"] = {"rank": 0}
@@ -201,7 +210,7 @@ def restore_alone(found: Found, device: torch.device | None = None) -> LanguageM
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = load_whole(found, device)
-    if device.type == "cuda" and found.job.precision.compute != "float32":
+    if device.type == "cuda" and found.job.precision.compute_dtype != "float32":
         module.to(torch.bfloat16)
     family = load_family(found.job.model.kind)
     return LanguageModel(module, family, found.config, None)

@@ -137,7 +137,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
         # A copy of parameters and optimizer state waits there while a checkpoint is written.
         remedy = "ask the scheduler for more memory (Slurm: --mem=0)"
         yield warning(
-            f"{seen}; the GPUs have {gib(gpus)}", f"{remedy}, or checkpoint.background false"
+            f"{seen}; the GPUs have {gib(gpus)}", f"{remedy}, or checkpoint.async_save false"
         )
     elif room < facts.memory / 10:
         yield warning(seen, "see who takes it; ask the scheduler for more")
@@ -241,19 +241,19 @@ def _check_folder(one: Folder, apart: bool, rates: str) -> Iterator[Finding]:
     if one.free < 10 * GIB or 0 <= one.files < 10_000:
         files = "" if one.files < 0 else f" and {one.files:,} files"
         yield warning(f"room for {gib(one.free)}{files}", "remove something")
-    if one.key == "checkpoint.local":
+    if one.key == "checkpoint.local_dir":
         if on_network:
             seen = "is on the network, which it is to spare"
             yield warning(seen, "name memory or a disk of the node")
     elif apart and not on_network:
         seen, remedy = "each node has its own", "name a folder that all nodes share"
-        yield warning(seen, remedy) if one.key == "data.cache" else bad(seen, remedy)
+        yield warning(seen, remedy) if one.key == "data.cache_dir" else bad(seen, remedy)
     elif one.kind == "tmpfs":
         yield note("is memory: gone when the machine is", "name a folder on a disk")
     if one.write < 100e6:
         minutes = CHECKPOINT / max(one.write, 1) / 60
         seen = f"{rates}: a checkpoint of 8B parameters takes {minutes:,.0f} min"
-        yield warning(seen, "checkpoint.local keeps newer state on the node; docs/storage.md")
+        yield warning(seen, "checkpoint.local_dir keeps newer state on the node; docs/storage.md")
 
 
 def check_stores(facts: Facts) -> Iterator[Finding]:

@@ -104,7 +104,10 @@ def folders(job: Job) -> list[tuple[str, Path]]:
     """The folders that a job names, and where its run will be."""
     run = "runs" if job.run.dir == "auto" else job.run.dir
     named = {"run.dir": run, "checkpoint.dir": job.checkpoint.dir}
-    named |= {"checkpoint.local": job.checkpoint.local, "data.cache": job.data.cache}
+    named |= {
+        "checkpoint.local_dir": job.checkpoint.local_dir,
+        "data.cache_dir": job.data.cache_dir,
+    }
     return [
         (key, Path(value).expanduser().absolute())
         for key, value in named.items()

@@ -41,8 +41,8 @@ from weft.launch.watchdog import (
     why_absent,
     write_evidence,
 )
-from weft.observe.history import job_of
-from weft.observe.jsonl import is_number, read_tail
+from weft.monitor.history import job_of
+from weft.monitor.jsonl import is_number, read_tail
 from weft.parallel.private_watch import collectives_in
 from weft.resilience.heartbeat import Contact, process_began, ranks_text
 from weft.train.position import home_of
@@ -210,7 +210,7 @@ def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
     if (limit := job.resilience.step_timeout) == 0:
         advice.append("resilience.step_timeout is 0: the run stands until somebody ends it")
     else:
-        usual = 10 + job.observe.log_interval
+        usual = 10 + job.monitor.log_interval
         known = f"{limit:g} s" if limit != "auto" else f"60 s, or {usual} times the median step,"
         advice.append(f"after {known} without progress in a step the watchdog ends the run")
     source += f", in {len(seen)} of {world} ranks; none has moved for {still:.0f} s"

@@ -194,7 +194,7 @@ def _job(request: Request, recipe: bool, environment: list[dict[str, Any]]) -> d
         pod["serviceAccountName"] = launch.options["account"]
     ends = {"containerName": "node", "operator": "In"}
     return {
-        "activeDeadlineSeconds": seconds(launch.time),
+        "activeDeadlineSeconds": seconds(launch.time_limit),
         "backoffLimit": LOST_NODES,
         "podFailurePolicy": {
             "rules": [

@@ -110,7 +110,7 @@ def launch(
     # Private, and the only way to it.
     multiprocessing._get_default_signal = kill
     same = {key: value for key, value in flatten(job).items() if not key.startswith("run.")}
-    same |= {"run.workers": plan.local_world_size, "run.nodes": list(plan.node_counts)}
+    same |= {"run.nproc_per_node": plan.local_world_size, "run.nodes": list(plan.node_counts)}
     meeting = meet(endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say)
     spec = worker_spec(plan, store, meeting)
     failures: list[tuple[float, Failure]] = []
@@ -132,7 +132,7 @@ def launch(
                 failure = first_cause(folder, ranks, result.failures, killed, meeting.began)
                 if failure is None:
                     continue  # another node has gone
-                failure = judge(failure, failures, job.resilience.restarts)
+                failure = judge(failure, failures, job.resilience.max_restarts_per_hour)
                 if failure.hopeless or not failure.transient or came:
                     if not came:
                         meeting.end(asdict(failure) | {"log": str(failure.log)})
@@ -214,7 +214,7 @@ def judge(failure: Failure, before: list[tuple[float, Failure]], most: int) -> F
     if last and failure.where and (failure.kind, failure.where) == (last.kind, last.where):
         return replace(failure, hopeless="the same as last time, at the same place")
     if most and failure.transient and recent > most:
-        hopeless = f"the {most} restarts an hour of resilience.restarts are used up"
+        hopeless = f"the {most} restarts an hour of resilience.max_restarts_per_hour are used up"
         return replace(failure, hopeless=hopeless)
     return failure if most else replace(failure, transient=False)
 

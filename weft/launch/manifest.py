@@ -29,7 +29,7 @@ def seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def time_problems(text: str, key: str = "launch.time") -> list[Problem]:
+def time_problems(text: str, key: str = "launch.time_limit") -> list[Problem]:
     """What is wrong with a key that is a time."""
     try:
         rule = "" if seconds(text) else "must be longer"
@@ -74,7 +74,7 @@ def common_problems(
         if name not in launch.options:
             remedy = f"--launch.options {name}=...: {known[name].meaning}"
             found.append(Problem(f"launch.options.{name}", MISSING, "is missing", remedy))
-    return found + time_problems(launch.time)
+    return found + time_problems(launch.time_limit)
 
 
 def fixed_nodes(request: Request, rule: str) -> list[Problem]:

@@ -19,9 +19,9 @@ LINE_SECONDS = 30.0  # between lines of a stage that goes on, where there is no 
 
 
 def cache_folder(section: DataSection) -> Path:
-    """The folder of ``data.cache``."""
-    if section.cache != "auto":
-        return Path(section.cache).expanduser()
+    """The folder of ``data.cache_dir``."""
+    if section.cache_dir != "auto":
+        return Path(section.cache_dir).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "weft"
 

@@ -46,7 +46,7 @@ OPTIONS = {
     "spot": Option(
         "true: managed spot training; the job goes on where it was interrupted", *SWITCH
     ),
-    "wait": Option("spot: longest time until it ends, D-HH:MM:SS (twice launch.time)"),
+    "wait": Option("spot: longest time until it ends, D-HH:MM:SS (twice launch.time_limit)"),
     "subnets": Option("of a VPC, with '+' between them; for FSx, and EFA across instances"),
     "security_groups": Option("of the VPC, with '+' between them"),
 }
@@ -69,8 +69,10 @@ def problems(request: Request) -> list[Problem]:
     if wait := launch.options.get("wait"):
         unread = time_problems(wait, f"{key}.wait")
         found += unread
-        if not (unread or time_problems(launch.time)) and seconds(wait) < seconds(launch.time):
-            found.append(Problem(f"{key}.wait", wait, "must not be shorter than launch.time"))
+        if not (unread or time_problems(launch.time_limit)) and seconds(wait) < seconds(
+            launch.time_limit
+        ):
+            found.append(Problem(f"{key}.wait", wait, "must not be shorter than launch.time_limit"))
         if launch.options.get("spot") != "true":
             found.append(Problem(f"{key}.wait", wait, "is for spot=true"))
     bucket = launch.options.get("bucket", "BUCKET")
@@ -101,7 +103,7 @@ def render(request: Request) -> str:
         channels.append(_channel("training", job.data.path, "FastFile"))
     if request.nodes[1] > 1 and job.checkpoint.dir == "auto":
         parameters["checkpoint.dir"] = f"{home}/checkpoints"
-    limit = seconds(job.launch.time)
+    limit = seconds(job.launch.time_limit)
     stopping = {"MaxRuntimeInSeconds": limit}
     asked: dict[str, Any] = {
         "TrainingJobName": f"{request.name}-{stamp}",

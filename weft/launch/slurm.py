@@ -34,7 +34,7 @@ SAVE_SECONDS = 300
 # sbatch's options that weft writes, and what decides them instead.
 OWN = {
     "nodes": "--nodes",
-    "time": "launch.time",
+    "time": "launch.time_limit",
     "output": "run.dir",
     "error": "run.dir",
     "gpus-per-node": "run.cluster",
@@ -68,7 +68,7 @@ fi
 def problems(request: Request) -> list[Problem]:
     """What cannot be asked for here."""
     launch, found = request.job.launch, []
-    found += time_problems(launch.time)
+    found += time_problems(launch.time_limit)
     if launch.image != "auto":
         rule = "is nothing that Slurm itself knows"
         remedy = "let launch.setup and a plug-in of your cluster's enter it"
@@ -89,7 +89,7 @@ def render(request: Request) -> str:
     launch, (least, most) = request.job.launch, request.nodes
     # Slurm replaces %j and its like in names of files.
     output = f"{str(request.run_dir).replace('%', '%%')}/slurm-%j.out"
-    elastic, before = least != most, min(SAVE_SECONDS, seconds(launch.time) // 4)
+    elastic, before = least != most, min(SAVE_SECONDS, seconds(launch.time_limit) // 4)
     options: dict[str, str] = {
         "job-name": request.name,
         "chdir": str(Path.cwd()),
@@ -97,7 +97,7 @@ def render(request: Request) -> str:
         "open-mode": "append",
         "nodes": f"{least}-{most}" if elastic else str(most),
         **({"gpus-per-node": str(request.devices)} if request.devices else {}),
-        "time": launch.time,
+        "time": launch.time_limit,
         "signal": f"TERM@{before}",
         "requeue": "",
         **({"no-kill": ""} if elastic else {}),

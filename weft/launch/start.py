@@ -44,12 +44,12 @@ from weft.launch.preparing import cache_folder, showing
 from weft.launch.process import leave, log_path, redirect, tell_torchrun, write_error
 from weft.launch.watchdog import watch
 from weft.models import spelled_out
-from weft.observe.events import note_event
-from weft.observe.history import History, job_of
-from weft.observe.jsonl import read_tail
-from weft.observe.ledger import goodput
-from weft.observe.report import FILE, LATER, report_page
-from weft.observe.terminal import duration, quiet_console, shown
+from weft.monitor.events import note_event
+from weft.monitor.history import History, job_of
+from weft.monitor.jsonl import read_tail
+from weft.monitor.ledger import goodput
+from weft.monitor.report import FILE, LATER, report_page
+from weft.monitor.terminal import duration, quiet_console, shown
 from weft.plan.placement import AXES
 from weft.plan.report import float8_line, stage_lines
 from weft.plan.resolve import Plan
@@ -153,7 +153,7 @@ def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[
     """However its ranks have ended, the page is whole: with what the planner says, if that takes a
     few seconds only and the run was long enough for somebody to wait for them."""
     yield
-    if not job.observe.report or not (folder / FILE).exists():
+    if not job.monitor.report or not (folder / FILE).exists():
         return  # why there is none, the first rank has said
     try:
         run = History(folder)

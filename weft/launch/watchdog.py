@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weft.files import write_json
 from weft.job import Job
 from weft.launch.process import error_path, log_path, status, write_report
-from weft.observe.log import tolerate
+from weft.monitor.log import tolerate
 from weft.resilience.faults import DOING, doing
 from weft.resilience.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 from weft.resilience.process import PYTHON, die_with_parent
@@ -70,7 +70,7 @@ def watch(job: Job, folder: Path, rank: Rank) -> None:
     timeout = job.resilience.step_timeout
     seconds = None if timeout == "auto" else timeout
     contacts: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(contacts, start(rank.rank, seconds or None, job.observe.log_interval))
+    dist.all_gather_object(contacts, start(rank.rank, seconds or None, job.monitor.log_interval))
     if rank.local_rank == 0:
         # A launcher numbers the ranks of one host consecutively.
         here = contacts[rank.rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]

@@ -31,7 +31,7 @@ def main() -> None:
         from weft.data.text import open_text
         from weft.job import read_job
         from weft.launch.watchdog import watch
-        from weft.observe.terminal import quiet_console
+        from weft.monitor.terminal import quiet_console
         from weft.plan.resolve import resolve
         from weft.train.loop import train
         from weft.train.setup import connect, detect_machine

@@ -163,7 +163,7 @@ class LeanAdamW(Optimizer):
             *rows, columns = live.shape
             if columns % MOMENT_BLOCK:
                 raise ValueError(
-                    f"optim.states 8bit: a rank's {columns} columns of a parameter of "
+                    f"optim.state_dtype 8bit: a rank's {columns} columns of a parameter of "
                     f"{tuple(param.shape)} are no whole blocks of {MOMENT_BLOCK}"
                 )
             # Both with `zeros`, by which a trace knows states from what is computed.

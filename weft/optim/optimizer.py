@@ -25,8 +25,8 @@ BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
 
 def adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019): the fused kernel, on CPU and CUDA."""
-    if optim.states != "float32":
-        return LeanAdamW(groups, states=optim.states, **_adamw(optim))
+    if optim.state_dtype != "float32":
+        return LeanAdamW(groups, states=optim.state_dtype, **_adamw(optim))
     return torch.optim.AdamW(groups, fused=True, **_adamw(optim))
 
 

@@ -21,7 +21,7 @@ from weft.parallel.lora import apply_lora, with_adapters
 from weft.parallel.mesh import Mesh
 from weft.parallel.offload import apply_offload
 from weft.parallel.private import hide_exchanges
-from weft.parallel.remat import apply_remat
+from weft.parallel.activation_checkpoint import apply_activation_checkpoint
 from weft.parallel.shard import shard
 from weft.parallel.tensor import apply_tensor, take_parts_outside
 from weft.plan.float8 import float8_matrices
@@ -58,7 +58,7 @@ def _ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
 
 def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) -> None:
     """Lay out ``model`` (on the meta device) in place."""
-    parallel, remat, compile = job.parallel, job.remat, job.compile
+    parallel, activation_checkpoint, compile = job.parallel, job.activation_checkpoint, job.compile
     blocks = family.blocks(model)
     # First what exchanges modules, which what comes after would be lost with.
     if plan.float8 != "none":
@@ -86,12 +86,12 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
         apply_context(
             model,
             mesh.context,
-            parallel.context,
-            parallel.context_balance,
+            parallel.cp_method,
+            parallel.cp_load_balance,
             compiled=compile.enable,
         )
     # What is recomputed is compiled with the rest, and FSDP gathers the parameters for it.
-    apply_remat(blocks, remat, compile.enable)
+    apply_activation_checkpoint(blocks, activation_checkpoint, compile.enable)
     # The compiler must see those exchanges to overlap them, and must not see FSDP's hooks, which
     # sit outside of the compiled forward.
     if parallel.async_tp:
@@ -104,9 +104,9 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
         # what is around them is compiled.
         for layer in routed:
             layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
-        compile_blocks(blocks, compile.cache, whole=mesh.context is None and not routed)
-    if remat.offload:
-        apply_offload(blocks, remat.ahead)
+        compile_blocks(blocks, compile.cache_dir, whole=mesh.context is None and not routed)
+    if activation_checkpoint.offload:
+        apply_offload(blocks, activation_checkpoint.offload_prefetch)
     # Last, since it decides when parameters exist at all.  One rank in float32 is the plain
     # model: nothing to gather, nothing to cast.
     wrapped = plan.world_size > 1 or plan.compute_dtype != "float32" or parallel.cpu_offload

@@ -2,9 +2,9 @@
 
 All blocks are alike, so one of them is compiled and the others use what came of it: compiling takes
 as long for 126 blocks as for one, where a graph of the whole model would grow with its depth.  What
-is compiled is a block's forward pass, with what it computes again (`weft.parallel.remat`), as one
+is compiled is a block's forward pass, with what it computes again (`weft.parallel.activation_checkpoint`), as one
 graph without breaks; FSDP's hooks stay outside.  What was compiled once is kept on the disk for the
-next start, `compile.cache`.
+next start, `compile.cache_dir`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compile_blocks(blocks: Sequence[nn.Module], cache: str, whole: bool = True) 
 NOTHING_COMPILED = (
     "compile.enable=true has no effect: torch.compile captured no graph of any block in the first "
     "step, so the blocks run as they are. Set compile.enable to false, or leave out what breaks "
-    "the graph: parallel.cp, remat.kind, or operators of the model's own"
+    "the graph: parallel.cp, activation_checkpoint.mode, or operators of the model's own"
 )
 
 

@@ -381,7 +381,7 @@ def attend_exchanged(
     if num_heads % size:
         raise ValueError(
             f"{size} context-parallel ranks cannot share {num_heads} query heads evenly; use "
-            f"another parallel.cp, or parallel.context ring or allgather"
+            f"another parallel.cp, or parallel.cp_method ring or allgather"
         )
     # As few copies as give every rank equally many, and the ones that its queries read.
     copies = math.lcm(num_kv_heads, size) // num_kv_heads

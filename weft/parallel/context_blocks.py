@@ -106,7 +106,7 @@ def _piece_width(num_local: int, size: int, balance: bool) -> int:
     if balance and num_local % 2:
         raise ValueError(
             f"{num_local} tokens per rank cannot be cut in a head and a tail; make train.seq_len "
-            f"a multiple of {2 * size}, or parallel.context_balance false"
+            f"a multiple of {2 * size}, or parallel.cp_load_balance false"
         )
     return num_local // 2 if balance else num_local
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.parallel.remat import frozen_storages, is_parameter
+from weft.parallel.activation_checkpoint import frozen_storages, is_parameter
 
 SMALLEST = 1 << 20  # bytes; what is smaller is not worth a copy
 

@@ -117,7 +117,7 @@ def shard(
         assert mesh.mesh_dim_names is not None
         return mesh if mesh.size(0) > 1 else mesh[mesh.mesh_dim_names[-1]]
 
-    least = parallel.persist_below
+    least = parallel.param_persistence_threshold
     apart = experts if expert_mesh is not None else ()
     spread = {param for module in apart for param in module.parameters()}
     left = {param for block in blocks for param in block.parameters() if param.numel() >= least}
@@ -160,7 +160,9 @@ def shard(
         if parallel.symmetric_memory:
             use_symmetric_memory(unit)
         unit.stays_gathered = unit is model or reshard_blocks is False
-    _set_prefetch(model, [[block, *_inside(block, apart)] for block in blocks], parallel.prefetch)
+    _set_prefetch(
+        model, [[block, *_inside(block, apart)] for block in blocks], parallel.fsdp_prefetch
+    )
 
 
 def _policies(

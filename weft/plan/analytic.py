@@ -178,18 +178,20 @@ def _again(
     kernels: float,
     sends: tuple[Collective, ...],
 ) -> Work:
-    if lay.remat == "none":
+    if lay.activation_checkpoint == "none":
         return Work()
-    if lay.remat == "attention":  # with a flash kernel nothing is left to compute again
+    if (
+        lay.activation_checkpoint == "attention"
+    ):  # with a flash kernel nothing is left to compute again
         return attention if lay.kernel == "unfused" else Work()
     casts = _casts(products, lay.fusion)[0]
-    if lay.remat == "selective":
+    if lay.activation_checkpoint == "selective":
         # Every second product, and all that is no product; TorchTitan's policy keeps the scattered.
         half = tuple(op._replace(n=op.n / 2) for op in products)
         return Work(half, (), swept + casts / 2, kernels, sends[:1])
     whole = attention + Work(tuple(products), (), swept + casts, kernels, sends)
-    if lay.remat == "block":
-        part = lay.remat_part
+    if lay.activation_checkpoint == "block":
+        part = lay.activation_checkpoint_part
         share = tuple(op._replace(n=op.n * part) for op in whole.matmuls)
         flash = tuple(op._replace(flops=op.flops * part) for op in whole.attention)
         some = tuple(op._replace(times=op.times * part) for op in whole.collectives)
@@ -310,9 +312,9 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     h, q, kv, f = sizes.hidden * local, sizes.q / lay.tp, sizes.kv / lay.tp, sizes.ffn / lay.tp
     width = {"bf16": 2.0, "float8": 1.0, "float4": 0.5}[lay.precision]
     width = width if lay.fusion == "fused" else 2.0
-    if lay.remat == "full":
+    if lay.activation_checkpoint == "full":
         return 2 * h
-    if lay.remat == "selective":
+    if lay.activation_checkpoint == "selective":
         # The down product's output only makes the next layer's input, which a compiler sees.
         kept = 2 * (h + q + kv + q + f * sizes.gated + h * (lay.fusion == "eager"))
         if lay.precision != "bf16" and lay.fusion == "eager":
@@ -326,10 +328,10 @@ def _saved(sizes: Sizes, lay: Layout) -> float:
     whole += ups * 2 * f + width * f + (2 * f if sizes.gated and apart else 0)
     if lay.fusion == "norms":  # rotated in place in the product's output, keys and values beside it
         whole += 4 * kv
-    if lay.kernel == "unfused" and lay.remat == "none":
+    if lay.kernel == "unfused" and lay.activation_checkpoint == "none":
         whole += 5 * sizes.heads / lay.tp * lay.seq_len
-    if lay.remat == "block":
-        return whole + lay.remat_part * (2 * h - whole)
+    if lay.activation_checkpoint == "block":
+        return whole + lay.activation_checkpoint_part * (2 * h - whole)
     return whole
 
 
@@ -421,8 +423,12 @@ def _memory_of_rank(sizes: Sizes, lay: Layout, order: list[Action]) -> dict[str,
 def _temporaries(sizes: Sizes, lay: Layout, last: bool) -> float:
     """Bytes for a token of either the loss, on the ``last`` stage, or a layer in the making: what
     it saves, and gradients of its widest."""
-    making = _saved(sizes, replace(lay, remat="none"))
+    making = _saved(sizes, replace(lay, activation_checkpoint="none"))
     wide = 6 * sizes.hidden * (lay.tp > 1)  # gathered from the sequence, and its gradient
-    layers = making * (lay.remat != "none") + wide + 4 * (sizes.ffn + sizes.hidden) / lay.tp
+    layers = (
+        making * (lay.activation_checkpoint != "none")
+        + wide
+        + 4 * (sizes.ffn + sizes.hidden) / lay.tp
+    )
     each = LOSS["chunked" if lay.chunked_loss else lay.fusion]
     return max(layers, last * (sizes.vocab / lay.tp * each + wide))

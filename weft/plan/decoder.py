@@ -49,8 +49,8 @@ class Layout:
     """How a model is trained.  ``zero``: 0 replicas, 1 sharded optimizer, 2 and 3 sharded gradients
     and weights, gathered once a step or in every microbatch.
 
-    ``remat``: ``none``; ``selective``: attention and half the products are kept; ``block``: a part
-    of the layers, ``remat_part``, is computed again; ``attention``: only scores are; ``full``:
+    ``activation_checkpoint``: ``none``; ``selective``: attention and half the products are kept; ``block``: a part
+    of the layers, ``activation_checkpoint_part``, is computed again; ``attention``: only scores are; ``full``:
     every layer is.
     ``tp_overlap``: of tensor-parallel collectives; ``hide_sync``: of gradients' and weights'.
     """
@@ -66,8 +66,8 @@ class Layout:
     stages_per_rank: int = 1
     schedule: str = "1F1B"
     precision: Precision = "bf16"
-    remat: Literal["none", "selective", "block", "attention", "full"] = "none"
-    remat_part: float = 0.5
+    activation_checkpoint: Literal["none", "selective", "block", "attention", "full"] = "none"
+    activation_checkpoint_part: float = 0.5
     fusion: Literal["eager", "norms", "fused", "compiled"] = "eager"
     kernel: Literal["flash1", "flash", "attention", "unfused"] = "flash"
     zero: int = 3

@@ -45,13 +45,15 @@ class Setting:
     @property
     def shards(self) -> int:
         """Ranks over which parameters are sharded; 1 where every rank has them whole."""
-        return 1 if self.job.train.canonical else self.degrees.shards
+        return 1 if self.job.train.world_size_invariant else self.degrees.shards
 
     @property
     def is_wrapped(self) -> bool:
         """Return True if FSDP gathers and reduces: not of a plain model on one rank."""
         plain = self.degrees.world == 1 and self.compute == "float32"
-        return not self.job.train.canonical and (not plain or self.job.parallel.cpu_offload)
+        return not self.job.train.world_size_invariant and (
+            not plain or self.job.parallel.cpu_offload
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ _CONTEXT = Effect(
 )
 _SHARDED = Effect(
     lambda s: s.shards > 1,
-    "no parameters are sharded (parallel.dp_shard x parallel.cp is 1, or train.canonical is true)",
+    "no parameters are sharded (parallel.dp_shard x parallel.cp is 1, or train.world_size_invariant is true)",
     "Set parallel.dp_shard above 1, or leave it out",
 )
 _LORA = Effect(
@@ -93,9 +95,9 @@ _FLOAT8 = Effect(
     "Set precision.float8, or leave it out",
 )
 _SPIKES = Effect(
-    lambda s: s.job.resilience.anomaly != "stop",
-    "spikes are not watched for (resilience.anomaly is stop)",
-    "Set resilience.anomaly to skip or rewind, or leave it out",
+    lambda s: s.job.resilience.on_anomaly != "stop",
+    "spikes are not watched for (resilience.on_anomaly is stop)",
+    "Set resilience.on_anomaly to skip or rewind, or leave it out",
 )
 _TEXT = Effect(
     lambda s: s.job.data.format == "text",
@@ -109,8 +111,8 @@ _CONVERSATIONS = Effect(
 )
 
 ACTS: dict[str, Effect] = {
-    "run.workers": Effect(
-        lambda s: s.job.run.workers in ("auto", s.local_world),
+    "run.nproc_per_node": Effect(
+        lambda s: s.job.run.nproc_per_node in ("auto", s.local_world),
         "a launcher, or the cluster that is planned for, has decided how many ranks a node has",
         "Leave it out",
     ),
@@ -124,9 +126,9 @@ ACTS: dict[str, Effect] = {
         "the run has one node",
         "Set run.nodes to the number of nodes that start this command, or leave it out",
     ),
-    "data.field": _TEXT,
+    "data.text_field": _TEXT,
     "data.packing": _TEXT,
-    "data.too_long": _CONVERSATIONS,
+    "data.overlong": _CONVERSATIONS,
     "data.chat_template": _CONVERSATIONS,
     "data.vocab_size": Effect(
         lambda s: s.job.data.tokenizer == "train",
@@ -141,9 +143,9 @@ ACTS: dict[str, Effect] = {
     "lora.alpha": _LORA,
     "lora.rank_stabilized": _LORA,
     "optim.momentum": Effect(
-        lambda s: s.job.optim.kind == "muon" or _own(s.job.optim.kind),
-        "the optimizer has no momentum of that kind: adamw has optim.beta1 (optim.kind)",
-        "Set optim.kind to muon, or leave it out",
+        lambda s: s.job.optim.name == "muon" or _own(s.job.optim.name),
+        "the optimizer has no momentum of that kind: adamw has optim.beta1 (optim.name)",
+        "Set optim.name to muon, or leave it out",
     ),
     "optim.decay_fraction": Effect(
         lambda s: s.job.optim.schedule == "wsd" or _own(s.job.optim.schedule),
@@ -155,15 +157,15 @@ ACTS: dict[str, Effect] = {
         "the learning rate does not decay (optim.decay_fraction is 0)",
         "Set optim.decay_fraction above 0, or leave it out",
     ),
-    "parallel.schedule": _pipeline(),
+    "pipeline.schedule": _pipeline(),
     "parallel.sequence_parallel": Effect(
         lambda s: s.degrees.tp > 1,
         "there is no tensor parallelism (parallel.tp is 1)",
         "Set parallel.tp above 1, or leave it out",
     ),
-    "parallel.context": _CONTEXT,
-    "parallel.context_balance": _CONTEXT,
-    "parallel.placement": Effect(
+    "parallel.cp_method": _CONTEXT,
+    "parallel.cp_load_balance": _CONTEXT,
+    "parallel.mesh_order": Effect(
         lambda s: s.degrees.pp > 1 and s.degrees.dp_replicate > 1,
         "the two orders differ only where a pipeline has replicas",
         "Set parallel.pp and parallel.dp_replicate above 1, or leave it out",
@@ -176,7 +178,7 @@ ACTS: dict[str, Effect] = {
     "parallel.gradient_sync": Effect(
         lambda s: s.accumulation > 1 and s.degrees.shards * s.degrees.dp_replicate > 1,
         "a step reduces its gradients once: it has one microbatch, or one rank to reduce over",
-        "Set a smaller train.microbatch, or leave it out",
+        "Set a smaller train.microbatch_size, or leave it out",
     ),
     "parallel.hierarchical_gather": Effect(
         lambda s: s.shards > 1 and s.node_shards is not None and 1 < s.node_shards < s.shards,
@@ -184,47 +186,47 @@ ACTS: dict[str, Effect] = {
         "Leave it out, or shard over more ranks than a node has",
     ),
     "parallel.symmetric_memory": _SHARDED,
-    "parallel.prefetch": _SHARDED,
-    "parallel.persist_below": Effect(
+    "parallel.fsdp_prefetch": _SHARDED,
+    "parallel.param_persistence_threshold": Effect(
         lambda s: s.shards > 1 and s.reshard is not False,
         "all parameters stay gathered, or none are sharded (parallel.reshard_after_forward)",
         "Set parallel.reshard_after_forward to always, or leave it out",
     ),
     "pipeline.stages_per_rank": _pipeline(),
-    "pipeline.layers": _pipeline(),
-    "pipeline.optimize": Effect(
-        lambda s: s.degrees.pp > 1 and not s.job.pipeline.layers,
-        "there is no pipeline (parallel.pp is 1), or pipeline.layers cuts it",
-        "Set parallel.pp above 1 without pipeline.layers, or leave it out",
+    "pipeline.layers_per_stage": _pipeline(),
+    "pipeline.balance": Effect(
+        lambda s: s.degrees.pp > 1 and not s.job.pipeline.layers_per_stage,
+        "there is no pipeline (parallel.pp is 1), or pipeline.layers_per_stage cuts it",
+        "Set parallel.pp above 1 without pipeline.layers_per_stage, or leave it out",
     ),
-    "precision.reduce": Effect(
+    "precision.reduce_dtype": Effect(
         lambda s: s.is_wrapped,
-        "no gradients are reduced: one rank in float32, or train.canonical",
+        "no gradients are reduced: one rank in float32, or train.world_size_invariant",
         "Leave it out",
     ),
-    "precision.float8_skip": _FLOAT8,
+    "precision.float8_exclude": _FLOAT8,
     "precision.float8_small": _FLOAT8,
-    "remat.every": Effect(
-        lambda s: s.job.remat.kind != "none",
-        "nothing is computed again (remat.kind is none)",
-        "Set remat.kind, or leave it out",
+    "activation_checkpoint.every_n_layers": Effect(
+        lambda s: s.job.activation_checkpoint.mode != "none",
+        "nothing is computed again (activation_checkpoint.mode is none)",
+        "Set activation_checkpoint.mode, or leave it out",
     ),
-    "remat.products": Effect(
-        lambda s: s.job.remat.kind == "selective",
-        "only selective recomputation counts products (remat.kind)",
-        "Set remat.kind to selective, or leave it out",
+    "activation_checkpoint.recompute_every_n_matmuls": Effect(
+        lambda s: s.job.activation_checkpoint.mode == "selective",
+        "only selective recomputation counts products (activation_checkpoint.mode)",
+        "Set activation_checkpoint.mode to selective, or leave it out",
     ),
-    "remat.budget": Effect(
-        lambda s: s.job.remat.kind == "budget",
-        "recomputation has no budget (remat.kind)",
-        "Set remat.kind to budget, or leave it out",
+    "activation_checkpoint.memory_budget": Effect(
+        lambda s: s.job.activation_checkpoint.mode == "budget",
+        "recomputation has no budget (activation_checkpoint.mode)",
+        "Set activation_checkpoint.mode to budget, or leave it out",
     ),
-    "remat.ahead": Effect(
-        lambda s: s.job.remat.offload,
-        "no activations are offloaded (remat.offload is false)",
-        "Set remat.offload to true, or leave it out",
+    "activation_checkpoint.offload_prefetch": Effect(
+        lambda s: s.job.activation_checkpoint.offload,
+        "no activations are offloaded (activation_checkpoint.offload is false)",
+        "Set activation_checkpoint.offload to true, or leave it out",
     ),
-    "compile.cache": Effect(
+    "compile.cache_dir": Effect(
         lambda s: s.job.compile.enable,
         "nothing is compiled (compile.enable is false)",
         "Set compile.enable to true, or leave it out",
@@ -235,11 +237,11 @@ ACTS: dict[str, Effect] = {
         "Set checkpoint.interval to auto, or leave it out",
     ),
     "checkpoint.local_interval": Effect(
-        lambda s: s.job.checkpoint.local != "off",
-        "nodes keep no state of their own (checkpoint.local is off)",
-        "Set checkpoint.local to a directory, or leave it out",
+        lambda s: s.job.checkpoint.local_dir != "off",
+        "nodes keep no state of their own (checkpoint.local_dir is off)",
+        "Set checkpoint.local_dir to a directory, or leave it out",
     ),
-    "resilience.anomaly_limit": _SPIKES,
+    "resilience.max_anomalies": _SPIKES,
     "resilience.spike_threshold": _SPIKES,
     "resilience.spike_window": _SPIKES,
     "resilience.replica_check": Effect(
@@ -255,27 +257,29 @@ ACTS: dict[str, Effect] = {
 }
 
 # Keys that act in every job; those of [launch] and run.cluster are read by other commands.
-# Refused where they would do nothing: parallel.async_tp, lora.targets, lora.quantize, optim.states.
+# Refused where they would do nothing: parallel.async_tp, lora.targets, lora.quantize, optim.state_dtype.
 ALWAYS = frozenset(
     f"{section}.{name}"
     for section, names in {
         "run": "dir device cluster",
         "model": "kind preset",
-        "data": "path mixture format tokenizer holdout invalid_utf8 cache",
-        "train": "steps seed seq_len global_batch microbatch canonical objective eval_interval "
-        "eval_sequences",
+        "data": "path mixture format tokenizer validation_fraction invalid_utf8 cache_dir",
+        "train": "steps seed seq_len global_batch_size microbatch_size world_size_invariant objective "
+        "eval_interval eval_sequences",
         "lora": "rank targets quantize",
-        "optim": "kind states lr beta1 beta2 eps weight_decay max_grad_norm schedule warmup_steps",
+        "optim": "name state_dtype lr beta1 beta2 eps weight_decay max_grad_norm schedule "
+        "warmup_steps",
         "parallel": "dp_replicate dp_shard tp pp cp ep async_tp cpu_offload",
-        "precision": "compute float8",
-        "remat": "kind offload",
+        "precision": "compute_dtype float8",
+        "activation_checkpoint": "mode offload",
         "compile": "enable",
-        "checkpoint": "interval background dir keep local",
-        "resilience": "time_limit anomaly step_timeout preflight restarts lighthouse faults",
-        "observe": "log_interval sinks grad_norms report spans",
+        "checkpoint": "interval async_save dir keep_latest local_dir",
+        "resilience": "time_limit on_anomaly step_timeout preflight max_restarts_per_hour lighthouse "
+        "faults",
+        "monitor": "log_interval trackers layer_grad_norms report spans",
         "profile": "steps",
-        "debug": "statistics deterministic autograd_anomaly",
-        "launch": "time image setup options",
+        "debug": "layer_stats_steps deterministic autograd_anomaly",
+        "launch": "time_limit image setup options",
     }.items()
     for name in names.split()
 )

@@ -5,7 +5,7 @@ Only the blocks' linear layers are candidates.  What is outside of them, the emb
 output head, always stays in high precision: an error there goes straight into the loss.  Of the
 candidates are left out
 
-* those that a pattern of ``precision.float8_skip`` names,
+* those that a pattern of ``precision.float8_exclude`` names,
 * those of which a side, as this tensor-parallel rank has it, is no multiple of 16 (``_scaled_mm``
   takes no other, since tensor cores load 16 bytes at a time) or, with MXFP8, of its block of 32,
 * those too small to gain: casting and finding the scales, which are bound by memory, would take
@@ -58,7 +58,7 @@ def _chosen(section: PrecisionSection, possible: list[Matrix]) -> list[Matrix]:
         matrix
         for matrix in possible
         if (section.float8_small or not _too_small(section.float8, matrix))
-        and not any(fnmatchcase(matrix.name, pattern) for pattern in section.float8_skip)
+        and not any(fnmatchcase(matrix.name, pattern) for pattern in section.float8_exclude)
     ]
 
 
@@ -85,22 +85,28 @@ def check_float8(
     key, recipe = "precision.float8", section.float8
     if recipe == "none":
         return
-    if job.train.canonical:
+    if job.train.world_size_invariant:
         rule = "is not possible in canonical order, which is in float32"
-        yield Problem(key, recipe, rule, "use none, or train.canonical false", ("train.canonical",))
+        yield Problem(
+            key,
+            recipe,
+            rule,
+            "use none, or train.world_size_invariant false",
+            ("train.world_size_invariant",),
+        )
     if compute == "float32" and not emulated:
         rule = f"and {compute} around it are not possible: products in float8 give bfloat16"
-        depends = ("precision.compute",)
-        yield Problem(key, recipe, rule, "use precision.compute bfloat16, or none", depends)
+        depends = ("precision.compute_dtype",)
+        yield Problem(key, recipe, rule, "use precision.compute_dtype bfloat16, or none", depends)
 
     possible = _possible(recipe, model, family, degrees.tp)
     unit = multiple_of(recipe)
-    for pattern in section.float8_skip if possible else ():
+    for pattern in section.float8_exclude if possible else ():
         if not any(fnmatchcase(matrix.name, pattern) for matrix in possible):
             rule = "matches none of the matrices that could be in float8"
             kinds = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in possible)
             remedy = f"there are {', '.join(kinds)}, as in {possible[0].name}"
-            yield Problem("precision.float8_skip", pattern, rule, remedy, (key,))
+            yield Problem("precision.float8_exclude", pattern, rule, remedy, (key,))
     if not possible:
         rule = f"no matrix of a block has sides that are multiples of {unit}"
         rule += f" over tp = {degrees.tp}" if degrees.tp > 1 else ""
@@ -108,7 +114,7 @@ def check_float8(
     elif not _chosen(section, possible):
         rule = f"none of {len(possible)} matrices is left: too small to gain, or in float8_skip"
         remedy = "use none, or precision.float8_small true to try it all the same"
-        yield Problem(key, recipe, rule, remedy, ("precision.float8_skip",))
+        yield Problem(key, recipe, rule, remedy, ("precision.float8_exclude",))
     tokens = job.train.seq_len // degrees.cp
     if recipe != "rowwise_with_gw_hp" and tokens % unit:
         # Gradients of weights are products over tokens.
@@ -133,7 +139,7 @@ def float8_warnings(job: Job, device: str, pp: int, emulated: bool) -> Iterator[
             f"{head} without compile.enable: scaling and casting are kernels of their own, which "
             "may cost more than the products gain"
         )
-    schedule = find_schedule(job.parallel.schedule)
+    schedule = find_schedule(job.pipeline.schedule)
     if pp > 1 and not isinstance(schedule, Problem) and schedule.splits_backward:
         yield (
             f"{head} with {schedule.name}: a layer computes the gradients of its input and of its "

@@ -60,7 +60,7 @@ def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[P
     With problems the degrees are the nearest that other rules can be judged by.
     """
     problems = []
-    depends = ("run.workers", *DEGREE_KEYS)
+    depends = ("run.nproc_per_node", *DEGREE_KEYS)
     unit = fixed(parallel)
     automatic = isinstance(parallel.dp_shard, str)
     shard = max(1, world // unit) if isinstance(parallel.dp_shard, str) else parallel.dp_shard
@@ -71,7 +71,7 @@ def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[P
         others = " and ".join(f"{other} = {n}" for other, n in list(above_one.items())[1:])
         times = f"times {others} ({unit} in all) " if others else ""
         fits = either(divisors(world)) if not others else ""
-        ranks = f"run.workers = {unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
+        ranks = f"run.nproc_per_node = {unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
         remedy = f"use {fits}, or {ranks}" if fits else f"use {ranks}"
         rule = f"{times}does not divide the {world} ranks"
         problems.append(Problem(f"parallel.{name}", degree, rule, remedy, depends))
@@ -83,7 +83,7 @@ def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[P
                 "parallel.dp_shard",
                 shard,
                 f"times {others} is not the number of ranks, {world}",
-                f"{fits}, or run.workers = {unit * shard}",
+                f"{fits}, or run.nproc_per_node = {unit * shard}",
                 depends,
             )
         )
@@ -99,10 +99,16 @@ def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iter
     yield from _check_context(job, model, degrees)
     yield from _check_sharding(job, degrees)
     yield from _check_experts(job, model, family, degrees)
-    if degrees.pp == 1 and job.pipeline.layers:
+    if degrees.pp == 1 and job.pipeline.layers_per_stage:
         rule = "there is no pipeline"
         remedy = "leave it out, or use parallel.pp above 1"
-        yield Problem("pipeline.layers", list(job.pipeline.layers), rule, remedy, ("parallel.pp",))
+        yield Problem(
+            "pipeline.layers_per_stage",
+            list(job.pipeline.layers_per_stage),
+            rule,
+            remedy,
+            ("parallel.pp",),
+        )
 
 
 def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
@@ -157,7 +163,7 @@ def _check_async(job: Job, degrees: Degrees) -> Iterator[Problem]:
 
 def _pieces(parallel: ParallelSection) -> int:
     """Pieces of a sequence on each context-parallel rank."""
-    return 2 if parallel.cp > 1 and parallel.context_balance else 1
+    return 2 if parallel.cp > 1 and parallel.cp_load_balance else 1
 
 
 def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[Problem]:
@@ -174,13 +180,13 @@ def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[Problem]:
         rule = f"does not divide {pieces}"
         remedy = f"use {either(near(seq_len, unit))}"
         yield Problem("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
-    if parallel.context == "ulysses":
+    if parallel.cp_method == "ulysses":
         heads = model.num_heads // degrees.tp
         good = divisors(heads)
         if cp not in good:
             of = f" / tp = {degrees.tp}" if degrees.tp > 1 else ""
             rule = f"does not divide num_heads = {model.num_heads}{of} (ulysses)"
-            remedy = f"use {either(good)}, or parallel.context ring"
+            remedy = f"use {either(good)}, or parallel.cp_method ring"
             depends = ("parallel.tp", "model.num_heads")
             yield Problem("parallel.cp", cp, rule, remedy, depends)
 
@@ -218,9 +224,12 @@ def _check_experts(job: Job, model: Any, family: Family, degrees: Degrees) -> It
         yield Problem(key, ep, rule, f"use {either(good)}", (*DEGREE_KEYS, "model.num_experts"))
     if parallel.dp_shard == "fit":
         yield Problem(key, ep, "is not known to dp_shard = fit", "use a number for dp_shard")
-    if job.train.canonical:
-        rule, remedy = "is not possible in canonical order", "use 1, or train.canonical false"
-        yield Problem(key, ep, rule, remedy, ("train.canonical",))
+    if job.train.world_size_invariant:
+        rule, remedy = (
+            "is not possible in canonical order",
+            "use 1, or train.world_size_invariant false",
+        )
+        yield Problem(key, ep, rule, remedy, ("train.world_size_invariant",))
     if isinstance(to := parallel.reshard_after_forward, int) and 1 < to < degrees.shards:
         rule = "FSDP2 cannot reshard over some of the ranks what expert parallelism has cut"
         remedy = "use always or never"

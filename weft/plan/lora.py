@@ -128,8 +128,8 @@ def check_stages(job: Job, pipeline: PipelinePlan | None) -> Iterator[Problem]:
     """
     if not job.lora.rank or pipeline is None:
         return
-    key, remedy = "pipeline.layers", "give it a block"
-    value: object = list(job.pipeline.layers)
+    key, remedy = "pipeline.layers_per_stage", "give it a block"
+    value: object = list(job.pipeline.layers_per_stage)
     if not value:
         key, remedy = "parallel.pp", "use fewer ranks, or more layers"
         value = len(pipeline.held)

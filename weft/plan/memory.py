@@ -30,8 +30,8 @@ def moment_bytes(job: Job, model: Any, family: Family) -> float:
     Args:
         model: the family's configuration.
     """
-    packed = MOMENT_BYTES[job.optim.states]
-    if job.optim.states != "8bit":
+    packed = MOMENT_BYTES[job.optim.state_dtype]
+    if job.optim.state_dtype != "8bit":
         return packed
     if job.lora.rank:  # of its two matrices one has rows of that length
         return packed if job.lora.rank % MOMENT_BLOCK == 0 else (packed + 8) / 2
@@ -75,7 +75,7 @@ def state_bytes_per_param(
 
 def check_moments(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
     """Which rows tensor parallelism must not cut: their blocks would be others on each layout."""
-    if job.optim.states != "8bit" or degrees.tp == 1:
+    if job.optim.state_dtype != "8bit" or degrees.tp == 1:
         return
     wrong = {}
     for matrix in matrices_of(model, family):
@@ -87,11 +87,13 @@ def check_moments(job: Job, model: Any, family: Family, degrees: Degrees) -> Ite
     for kind, inputs in wrong.items():
         rule = (
             f"cuts the {inputs} inputs of {kind} into parts that are no multiples of "
-            f"{MOMENT_BLOCK}, the numbers that share a scale under optim.states 8bit"
+            f"{MOMENT_BLOCK}, the numbers that share a scale under optim.state_dtype 8bit"
         )
         good = [n for n in divisors(inputs // MOMENT_BLOCK) if n < degrees.tp]
-        remedy = f"use {either(good)}, or optim.states bfloat16"
-        yield Problem("parallel.tp", degrees.tp, rule, remedy, ("optim.states", "model.preset"))
+        remedy = f"use {either(good)}, or optim.state_dtype bfloat16"
+        yield Problem(
+            "parallel.tp", degrees.tp, rule, remedy, ("optim.state_dtype", "model.preset")
+        )
 
 
 def rank_bytes(

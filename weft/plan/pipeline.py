@@ -105,10 +105,10 @@ def resolve_pipeline(
         in_flight=flying,
         bytes_per_param=bytes_per_param / degrees.tp,
         tokens_per_microbatch=tokens * compute_bytes / 2,
-        objective=job.pipeline.optimize,
-        layers=job.pipeline.layers,
+        objective=job.pipeline.balance,
+        layers=job.pipeline.layers_per_stage,
     )
-    name = schedule.name if schedule else job.parallel.schedule
+    name = schedule.name if schedule else job.pipeline.schedule
     plan = PipelinePlan(name, tuple(stages), tuple(rank_of_stages(table)), tuple(flying))
     return plan, microbatch, []
 
@@ -127,7 +127,7 @@ def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[Problem]
 
 
 def _find(job: Job, pp: int) -> tuple[Schedule | None, Timetable | None, list[Problem]]:
-    name = job.parallel.schedule
+    name = job.pipeline.schedule
     if is_file(name):
         read = read_csv(Path(name), pp)
         return (None, None, [read]) if isinstance(read, Problem) else (None, read, [])
@@ -147,16 +147,21 @@ def _stages_per_rank(
         else any(a.kind == "I" for order in (table or {}).values() for a in order)
     )
     whole = [s.name for s in SCHEDULES.values() if not s.splits_backward]
-    remat = job.remat.kind
+    activation_checkpoint = job.activation_checkpoint.mode
     for cannot, what, key_of, value in (
         (job.compile.enable, "torch.compile", "compile.enable", "false"),
-        (remat in ("selective", "budget"), f"remat.kind {remat}", "remat.kind", "none"),
+        (
+            activation_checkpoint in ("selective", "budget"),
+            f"activation_checkpoint.mode {activation_checkpoint}",
+            "activation_checkpoint.mode",
+            "none",
+        ),
     ):
         if splits and cannot:
             rule = f"computes gradients of inputs and weights apart, which {what} cannot"
             remedy = f"use {key_of} {value}, or {', '.join(whole[:-1])} or {whole[-1]}"
-            name = job.parallel.schedule
-            problems.append(Problem("parallel.schedule", name, rule, remedy, (key_of,)))
+            name = job.pipeline.schedule
+            problems.append(Problem("pipeline.schedule", name, rule, remedy, (key_of,)))
     if schedule is None:
         if asked != "auto":
             problems.append(Problem(key, asked, "is told by the schedule's file", "use auto"))
@@ -165,13 +170,13 @@ def _stages_per_rank(
         return schedule.stages_per_rank or 2, problems
     if schedule.stages_per_rank not in (None, asked):
         rule = f"{schedule.name} has {schedule.stages_per_rank}"
-        remedy = "use auto, or another parallel.schedule"
-        problems.append(Problem(key, asked, rule, remedy, ("parallel.schedule",)))
+        remedy = "use auto, or another pipeline.schedule"
+        problems.append(Problem(key, asked, rule, remedy, ("pipeline.schedule",)))
         return schedule.stages_per_rank or 2, problems
     if schedule.stages_per_rank is None and asked == 1:
         rule = f"{schedule.name} interleaves several"
-        remedy = "use 2 or more, or parallel.schedule 1F1B"
-        problems.append(Problem(key, asked, rule, remedy, ("parallel.schedule",)))
+        remedy = "use 2 or more, or pipeline.schedule 1F1B"
+        problems.append(Problem(key, asked, rule, remedy, ("pipeline.schedule",)))
     return asked, problems
 
 
@@ -184,8 +189,8 @@ def _microbatch(
     num_stages: int,
 ) -> tuple[int, list[Problem]]:
     """Rows of a microbatch, and why the schedule cannot run so many of them."""
-    asked = job.train.microbatch
-    depends = ("train.global_batch", "parallel.pp", "parallel.dp_shard", "parallel.schedule")
+    asked = job.train.microbatch_size
+    depends = ("train.global_batch_size", "parallel.pp", "parallel.dp_shard", "pipeline.schedule")
 
     def allowed(count: int) -> bool:
         if table is not None:
@@ -207,7 +212,7 @@ def _microbatch(
     elif asked > local_batch:
         return 1, []  # told by the rule that all layouts share
     count = by_size[asked] if isinstance(asked, int) else local_batch
-    dp = job.train.global_batch // local_batch
+    dp = job.train.global_batch_size // local_batch
     if table is not None:
         enough = num_microbatches_of(table)
         rule = f"gives {count} microbatches, the schedule's file has {enough}"
@@ -216,13 +221,13 @@ def _microbatch(
         rule = f"gives {count} microbatches; {schedule.name} needs {schedule.rule(pp, num_stages)}"
         enough = num_stages
     more = "or a multiple of it" if table is not None else "or more"
-    remedy = f"use {either(good)}" if good else f"use train.global_batch {enough * dp} {more}"
-    return 1, [Problem("train.microbatch", asked, rule, remedy, depends)]
+    remedy = f"use {either(good)}" if good else f"use train.global_batch_size {enough * dp} {more}"
+    return 1, [Problem("train.microbatch_size", asked, rule, remedy, depends)]
 
 
 def _check_stages(job: Job, blocks: int, num_stages: int) -> list[Problem]:
-    if job.pipeline.layers:
-        return check_layers(job.pipeline.layers, num_stages, blocks)
+    if job.pipeline.layers_per_stage:
+        return check_layers(job.pipeline.layers_per_stage, num_stages, blocks)
     if num_stages <= blocks + 2:
         return []
     depends = ("parallel.pp", "model.num_layers", "model.preset")
@@ -231,25 +236,29 @@ def _check_stages(job: Job, blocks: int, num_stages: int) -> list[Problem]:
     return [Problem("parallel.pp", job.parallel.pp, rule, remedy, depends)]
 
 
-def remat_warnings(
+def activation_checkpoint_warnings(
     job: Job, model: Any, family: Family, pipeline: PipelinePlan | None
 ) -> list[str]:
     """What makes recomputation dearer than it need be, and offload idle."""
-    warnings, ahead, most = [], job.remat.ahead, 0
+    warnings, ahead, most = [], job.activation_checkpoint.offload_prefetch, 0
     if pipeline:
         most, there = max(stage.blocks for stage in pipeline.stages), "no stage has"
     elif family.units:
         most, there = len(family.units(model, job.train.seq_len)) - 2, "there are no"
-    if job.remat.offload and 0 < most <= ahead:
-        remedy = f"use remat.ahead {most - 1} or less" if most > 1 else "use remat.offload false"
+    if job.activation_checkpoint.offload and 0 < most <= ahead:
+        remedy = (
+            f"use activation_checkpoint.offload_prefetch {most - 1} or less"
+            if most > 1
+            else "use activation_checkpoint.offload false"
+        )
         warnings.append(
-            f"remat.offload = true moves nothing: the last {ahead} blocks stay (remat.ahead), and "
+            f"activation_checkpoint.offload = true moves nothing: the last {ahead} blocks stay (activation_checkpoint.offload_prefetch), and "
             f"{there} more than {most}; {remedy}"
         )
     schedule = SCHEDULES.get(pipeline.schedule) if pipeline else None
-    if schedule and schedule.splits_backward and job.remat.kind == "full":
+    if schedule and schedule.splits_backward and job.activation_checkpoint.mode == "full":
         warnings.append(
-            f"remat.kind = full with {schedule.name}: a block is computed again for the gradients "
+            f"activation_checkpoint.mode = full with {schedule.name}: a block is computed again for the gradients "
             "of its input and once more for those of each of its weights; another schedule is "
             "faster"
         )

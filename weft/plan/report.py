@@ -66,7 +66,7 @@ def plan_recipe(
 
 
 def _of_cluster(problem: Problem) -> Problem:
-    return replace(problem, remedy=problem.remedy.replace("run.workers =", "a --cluster of"))
+    return replace(problem, remedy=problem.remedy.replace("run.nproc_per_node =", "a --cluster of"))
 
 
 def machine_of(cluster: Cluster) -> Machine:
@@ -137,7 +137,7 @@ def _layout(plan: Plan) -> str:
 
 def _batch(job: Job, plan: Plan) -> str:
     return (
-        f"{job.train.global_batch:,} sequences of {job.train.seq_len:,} tokens: "
+        f"{job.train.global_batch_size:,} sequences of {job.train.seq_len:,} tokens: "
         f"{plan.tokens_per_step:,} tokens a step"
     )
 

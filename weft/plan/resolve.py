@@ -24,7 +24,12 @@ from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has
 from weft.plan.layout import DEGREE_KEYS, Degrees, check_layout, find_degrees, fixed
 from weft.plan.lora import check_lora, check_stages, trained
 from weft.plan.memory import check_moments, state_bytes_per_param
-from weft.plan.pipeline import PipelinePlan, num_microbatches, remat_warnings, resolve_pipeline
+from weft.plan.pipeline import (
+    PipelinePlan,
+    num_microbatches,
+    activation_checkpoint_warnings,
+    resolve_pipeline,
+)
 from weft.plan.placement import AXES, PLACEMENTS, groups, placement_warnings, ranks_per_node
 from weft.plan.rules import (
     check_batch,
@@ -56,7 +61,7 @@ SAME_RUN = (
     "debug.",
     "launch.",
     "train.steps",
-    "train.microbatch",
+    "train.microbatch_size",
     "train.eval",
 )
 
@@ -197,7 +202,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += found
     if model is not None:
         problems += check_data(job, model)
-    compute = job.precision.compute
+    compute = job.precision.compute_dtype
     if compute == "auto":
         compute = "bfloat16" if machine.device == "cuda" else "float32"
     compute_bytes = 2 if compute == "bfloat16" else 4
@@ -249,19 +254,19 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         cp=degrees.cp,
         tp=degrees.tp,
         ep=degrees.ep,
-        placement=parallel.placement,
+        placement=parallel.mesh_order,
         # How many threads share a matrix product can change its last bit.
-        threads=1 if train.canonical else max(1, machine.devices // local_world),
+        threads=1 if train.world_size_invariant else max(1, machine.devices // local_world),
         local_batch=way.local_batch,
         microbatch=way.microbatch,
-        canonical=train.canonical,
+        canonical=train.world_size_invariant,
         accumulation=num_microbatches(way.local_batch, way.microbatch),
         pipeline=way.pipeline,
         reshard_after_forward=way.reshard,
         gradient_sync=way.gradient_sync,
-        tokens_per_step=train.global_batch * train.seq_len,
+        tokens_per_step=train.global_batch_size * train.seq_len,
         compute_dtype=compute,
-        reduce_dtype=job.precision.reduce,
+        reduce_dtype=job.precision.reduce_dtype,
         model=model,
         num_params=family.num_params(model) + adapters,
         num_active_params=(family.num_active_params or family.num_params)(model) + adapters,
@@ -280,9 +285,9 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         and not parallel.cpu_offload,
         float8_emulated=emulated,
         warnings=(
-            *placement_warnings(degrees.sizes, local_world, PLACEMENTS[parallel.placement]),
+            *placement_warnings(degrees.sizes, local_world, PLACEMENTS[parallel.mesh_order]),
             *float8_warnings(job, machine.device, degrees.pp, emulated),
-            *remat_warnings(job, model, family, way.pipeline),
+            *activation_checkpoint_warnings(job, model, family, way.pipeline),
             *schedule_warnings(job),
         ),
     )
@@ -371,9 +376,9 @@ def _find_way(
     train, reshard = job.train, find_reshard(job, degrees)
     params = own_params(family, model, degrees, trained)
     gradient_sync = find_gradient_sync(job, reshard, params, degrees)
-    local = max(1, train.global_batch // degrees.dp)
-    microbatch = local if train.microbatch == "auto" else min(local, train.microbatch)
-    if train.canonical:
+    local = max(1, train.global_batch_size // degrees.dp)
+    microbatch = local if train.microbatch_size == "auto" else min(local, train.microbatch_size)
+    if train.world_size_invariant:
         microbatch = 1
     pipeline, problems = None, check_batch(job, degrees)
     if degrees.pp > 1 and not problems:
@@ -396,7 +401,7 @@ def _find_way(
 
 def _workers(job: Job, machine: Machine, problems: list[Problem]) -> int:
     """How many local processes weft starts."""
-    chosen = job.run.workers
+    chosen = job.run.nproc_per_node
     workers = _fitting_workers(job, machine) if chosen == "auto" else chosen
     cuda = machine.device == "cuda"
     most = machine.devices if cuda else MAX_CPU_WORKERS
@@ -405,7 +410,7 @@ def _workers(job: Job, machine: Machine, problems: list[Problem]) -> int:
         on_cpu = "--run.device cpu, or " if cuda else ""
         remedy = f"use at most {most}, or {on_cpu}a launcher such as torchrun on several machines"
         depends = ("run.device", *DEGREE_KEYS)
-        problems.append(Problem("run.workers", workers, rule, remedy, depends))
+        problems.append(Problem("run.nproc_per_node", workers, rule, remedy, depends))
     return workers
 
 
@@ -417,12 +422,12 @@ def _fitting_workers(job: Job, machine: Machine) -> int:
     limit = machine.devices
     if machine.device == "cpu":
         limit = min(limit, MAX_AUTO_CPU_WORKERS)
-    rows = 1 if job.train.microbatch == "auto" else job.train.microbatch
+    rows = 1 if job.train.microbatch_size == "auto" else job.train.microbatch_size
     same_rows = unit // job.parallel.dp_replicate
     fitting = [
         n
         for n in range(unit, limit + 1, unit)
-        if job.train.global_batch % (n // same_rows * rows) == 0
+        if job.train.global_batch_size % (n // same_rows * rows) == 0
     ]
     return max(fitting, default=unit)
 

@@ -22,7 +22,7 @@ def check_sections(job: Job, family: Family, degrees: Degrees) -> Iterator[Probl
     """What the sections of a job forbid each other, whatever it runs on."""
     yield from _check_groups(job, degrees)
     yield from _check_optimizer(job)
-    yield from _check_remat(job)
+    yield from _check_activation_checkpoint(job)
     yield from _check_experts(job, family)
     yield from _check_objective(job, degrees)
     yield from _check_profile(job)
@@ -52,21 +52,23 @@ def check_data(job: Job, model: Any) -> Iterator[Problem]:
 def check_batch(job: Job, degrees: Degrees) -> list[Problem]:
     """The global batch over the ranks, and the microbatch within a rank."""
     train, dp = job.train, degrees.dp
-    depends = ("run.workers", *DEGREE_KEYS)
-    local, rest = divmod(train.global_batch, dp)
+    depends = ("run.nproc_per_node", *DEGREE_KEYS)
+    local, rest = divmod(train.global_batch_size, dp)
     if rest or not local:
         near = [n for n in (local * dp, (local + 1) * dp) if n]
         unit = dp if isinstance(job.parallel.dp_shard, int) else job.parallel.dp_replicate
         others = degrees.world // dp
-        worlds = [n * others for n in divisors(train.global_batch, dp) if n % unit == 0]
+        worlds = [n * others for n in divisors(train.global_batch_size, dp) if n % unit == 0]
         rule = f"does not divide over the {dp} data-parallel ranks"
-        remedy = f"use {either(near)}" + (f", or run.workers = {either(worlds)}" if worlds else "")
-        return [Problem("train.global_batch", train.global_batch, rule, remedy, depends)]
-    if train.microbatch != "auto" and train.microbatch > local:
+        remedy = f"use {either(near)}" + (
+            f", or run.nproc_per_node = {either(worlds)}" if worlds else ""
+        )
+        return [Problem("train.global_batch_size", train.global_batch_size, rule, remedy, depends)]
+    if train.microbatch_size != "auto" and train.microbatch_size > local:
         rule = f"exceeds the {local} sequence{'s' * (local > 1)} of each rank"
         remedy = f"use at most {local}, or auto"
-        depends = ("train.global_batch", *depends)
-        return [Problem("train.microbatch", train.microbatch, rule, remedy, depends)]
+        depends = ("train.global_batch_size", *depends)
+        return [Problem("train.microbatch_size", train.microbatch_size, rule, remedy, depends)]
     return []
 
 
@@ -76,8 +78,8 @@ def check_filled(job: Job, family: Family, local: int, microbatch: int) -> Itera
     if family.routed is not None and local % microbatch:
         rule = f"does not divide the {local} sequences of each rank of a pipeline with experts"
         remedy = f"use {either(divisors(local))}"
-        depends = ("train.global_batch", *DEGREE_KEYS)
-        yield Problem("train.microbatch", microbatch, rule, remedy, depends)
+        depends = ("train.global_batch_size", *DEGREE_KEYS)
+        yield Problem("train.microbatch_size", microbatch, rule, remedy, depends)
 
 
 def check_device(
@@ -90,15 +92,19 @@ def check_device(
         peer_access: devices of a node reach each other's memory.
         local_world: ranks of a node.
     """
-    key, order = "parallel.async_tp", PLACEMENTS[job.parallel.placement]
-    kind, keeps = job.remat.kind, job.data.keeps_documents
+    key, order = "parallel.async_tp", PLACEMENTS[job.parallel.mesh_order]
+    kind, keeps = job.activation_checkpoint.mode, job.data.keeps_documents
     chooses = kind in ("selective", "budget") and not job.compile.enable
     if device == "cuda" and keeps and chooses:
         # FlexAttention is not compiled where operators are chosen one by one.
         rule = "would compute all scores of attention within documents (data.packing)"
-        remedy = "use compile.enable true, or remat.kind full"
+        remedy = "use compile.enable true, or activation_checkpoint.mode full"
         yield Problem(
-            "remat.kind", kind, rule, remedy, ("data.packing", "data.format", "compile.enable")
+            "activation_checkpoint.mode",
+            kind,
+            rule,
+            remedy,
+            ("data.packing", "data.format", "compile.enable"),
         )
     if job.parallel.symmetric_memory:
         name, other = "parallel.symmetric_memory", "parallel.hierarchical_gather"
@@ -119,18 +125,27 @@ def check_device(
 
 def check_canonical(job: Job, degrees: Degrees, compute: str) -> Iterator[Problem]:
     """What has no order of the global batch that every number of ranks shares."""
-    if not job.train.canonical:
+    if not job.train.world_size_invariant:
         return
-    rule, key = "has only data-parallel ranks, in float32", "train.canonical"
+    rule, key = "has only data-parallel ranks, in float32", "train.world_size_invariant"
     for axis in ("tp", "pp", "cp"):
         if getattr(degrees, axis) > 1:
-            yield Problem(key, True, rule, f"use parallel.{axis} 1, or train.canonical false")
+            yield Problem(
+                key, True, rule, f"use parallel.{axis} 1, or train.world_size_invariant false"
+            )
     if compute != "float32":
-        yield Problem(key, True, rule, "use precision.compute float32, or train.canonical false")
+        yield Problem(
+            key,
+            True,
+            rule,
+            "use precision.compute_dtype float32, or train.world_size_invariant false",
+        )
     if job.parallel.cpu_offload:
         yield Problem(key, True, rule, "use parallel.cpu_offload false")
-    if job.train.microbatch not in ("auto", 1):
-        yield Problem("train.microbatch", job.train.microbatch, "is 1 in canonical order", "use 1")
+    if job.train.microbatch_size not in ("auto", 1):
+        yield Problem(
+            "train.microbatch_size", job.train.microbatch_size, "is 1 in canonical order", "use 1"
+        )
 
 
 def _check_groups(job: Job, degrees: Degrees) -> Iterator[Problem]:
@@ -143,10 +158,12 @@ def _check_groups(job: Job, degrees: Degrees) -> Iterator[Problem]:
     rule = "is not possible in a replica group (resilience.lighthouse)"
     if degrees.pp > 1:  # its schedule has a fixed number of microbatches
         yield Problem("parallel.pp", degrees.pp, rule, "use parallel.pp 1", (key,))
-    if job.train.canonical:
-        yield Problem("train.canonical", True, rule, "use train.canonical false", (key,))
-    if job.resilience.anomaly != "stop":
-        yield Problem("resilience.anomaly", job.resilience.anomaly, rule, "use stop", (key,))
+    if job.train.world_size_invariant:
+        yield Problem(
+            "train.world_size_invariant", True, rule, "use train.world_size_invariant false", (key,)
+        )
+    if job.resilience.on_anomaly != "stop":
+        yield Problem("resilience.on_anomaly", job.resilience.on_anomaly, rule, "use stop", (key,))
     if job.train.objective == "dpo":  # its references lie in each group's own folder
         yield Problem("train.objective", "dpo", rule, "use one group, lighthouse none", (key,))
     if job.checkpoint.dir == "auto":
@@ -156,32 +173,42 @@ def _check_groups(job: Job, degrees: Degrees) -> Iterator[Problem]:
 
 def _check_optimizer(job: Job) -> Iterator[Problem]:
     """What small moments cannot have."""
-    key, value = "optim.states", job.optim.states
+    key, value = "optim.state_dtype", job.optim.state_dtype
     if value == "float32":
         return
-    if job.optim.kind != "adamw":
-        rule = f"is for adamw, not {job.optim.kind}"
-        yield Problem(key, value, rule, "use float32", ("optim.kind",))
+    if job.optim.name != "adamw":
+        rule = f"is for adamw, not {job.optim.name}"
+        yield Problem(key, value, rule, "use float32", ("optim.name",))
     if value == "8bit" and job.resilience.lighthouse != "none":
         rule = "is not possible in a replica group (resilience.lighthouse)"
         yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
 
 
-def _check_remat(job: Job) -> Iterator[Problem]:
+def _check_activation_checkpoint(job: Job) -> Iterator[Problem]:
     """The compiler has one budget for all blocks."""
-    if job.remat.kind == "budget" and job.compile.enable and job.remat.every > 1:
+    if (
+        job.activation_checkpoint.mode == "budget"
+        and job.compile.enable
+        and job.activation_checkpoint.every_n_layers > 1
+    ):
         rule = "is not heeded where the compiler chooses what a budget keeps"
-        depends = ("remat.kind", "compile.enable")
-        yield Problem("remat.every", job.remat.every, rule, "use 1", depends)
+        depends = ("activation_checkpoint.mode", "compile.enable")
+        yield Problem(
+            "activation_checkpoint.every_n_layers",
+            job.activation_checkpoint.every_n_layers,
+            rule,
+            "use 1",
+            depends,
+        )
 
 
 def _check_experts(job: Job, family: Family) -> Iterator[Problem]:
     """What experts cannot have."""
     if family.routed is None:
         return
-    if job.optim.kind == "muon":
+    if job.optim.name == "muon":
         rule = "is for matrices, and experts are stacks of them"
-        yield Problem("optim.kind", "muon", rule, "use adamw", ("model.kind",))
+        yield Problem("optim.name", "muon", rule, "use adamw", ("model.kind",))
     if job.lora.rank:
         rule = "is not for a mixture of experts: adapters are for plain linear layers"
         yield Problem("lora.rank", job.lora.rank, rule, "use 0", ("model.kind",))
@@ -223,14 +250,16 @@ def _check_profile(job: Job) -> Iterator[Problem]:
 
 def _check_debug(job: Job) -> Iterator[Problem]:
     """What would not hold, or tell nothing."""
-    key, group = "debug.statistics", "resilience.lighthouse"
+    key, group = "debug.layer_stats_steps", "resilience.lighthouse"
     rule = "is not possible in a replica group (resilience.lighthouse)"
-    chosen = steps_of(job.debug.statistics)
+    chosen = steps_of(job.debug.layer_stats_steps)
     if chosen and job.resilience.lighthouse != "none":
-        yield Problem(key, job.debug.statistics, rule, "use one group", (group,))
+        yield Problem(key, job.debug.layer_stats_steps, rule, "use one group", (group,))
     if chosen and min(steps[0] for steps in chosen) > job.train.steps:
         rule = f"begins after the last step, train.steps = {job.train.steps}"
-        yield Problem(key, job.debug.statistics, rule, "choose an earlier one", ("train.steps",))
+        yield Problem(
+            key, job.debug.layer_stats_steps, rule, "choose an earlier one", ("train.steps",)
+        )
     if job.debug.deterministic:
         key, remedy = "debug.deterministic", "use false, or a run that stays as it is"
         rule = "does not hold where ranks come and go"
@@ -243,5 +272,5 @@ def _check_debug(job: Job) -> Iterator[Problem]:
     if job.debug.autograd_anomaly and job.parallel.tp > 1:
         # Its look at a DTensor, which gradients of weights are there, is not implemented.
         key, rule = "debug.autograd_anomaly", "cannot look at gradients that are cut by parallel.tp"
-        remedy = "use parallel.tp 1, or --debug.statistics"
+        remedy = "use parallel.tp 1, or --debug.layer_stats_steps"
         yield Problem(key, True, rule, remedy, ("parallel.tp",))

@@ -73,12 +73,12 @@ def fit_shards(
         return degrees, [Problem(key, "fit", rule, "use a number, or auto")]
     choices = divisors(degrees.dp)
     reshard = find_reshard(job, degrees)
-    rows = job.train.microbatch
-    local = max(1, job.train.global_batch // degrees.dp)
+    rows = job.train.microbatch_size
+    local = max(1, job.train.global_batch_size // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
     units = family.units(model, job.train.seq_len)
     params = trained(job.lora, model, family, job.train.seq_len).params
-    if job.remat.kind == "full" and job.remat.every == 1:
+    if job.activation_checkpoint.mode == "full" and job.activation_checkpoint.every_n_layers == 1:
         units = recomputed(units)
 
     def needed(shard: int) -> float:
@@ -106,5 +106,5 @@ def fit_shards(
             return replace(degrees, dp_shard=shard, dp_replicate=degrees.dp // shard), []
     rule = f"needs about {needed(choices[-1]) / GIB:.1f} GiB a rank even over {choices[-1]} ranks, "
     rule += f"and {USABLE:.0%} of a rank's memory is {USABLE * available / GIB:.1f}"
-    remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch"
+    remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch_size"
     return degrees, [Problem(key, "fit", rule, remedy, DEGREE_KEYS)]

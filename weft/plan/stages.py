@@ -260,7 +260,7 @@ def check_layers(layers: Sequence[int], num_stages: int, num_blocks: int) -> lis
     )
 
     def problem(rule: str) -> None:
-        problems.append(Problem("pipeline.layers", shown, rule, remedy, depends))
+        problems.append(Problem("pipeline.layers_per_stage", shown, rule, remedy, depends))
 
     if len(layers) != num_stages:
         problem(f"lists {len(layers)} stages, and there are {num_stages}")

@@ -83,7 +83,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def is_file(schedule: str) -> bool:
-    """Whether ``parallel.schedule`` names a CSV file."""
+    """Whether ``pipeline.schedule`` names a CSV file."""
     return schedule.lower().endswith(".csv")
 
 
@@ -93,7 +93,7 @@ def find_schedule(name: str) -> Schedule | Problem:
         if known.lower() == name.lower():
             return schedule
     remedy = f"{suggest(name, SCHEDULES)}, or the path of a .csv file"
-    return Problem("parallel.schedule", name, "no such pipeline schedule", remedy)
+    return Problem("pipeline.schedule", name, "no such pipeline schedule", remedy)
 
 
 @lru_cache(maxsize=64)
@@ -201,7 +201,7 @@ def read_csv(path: Path, pp: int) -> Timetable | Problem:
 
     def problem(rule: str) -> Problem:
         remedy = "one line a rank, cells like 0F3, 0B3 (or 0I3 and 0W3)"
-        return Problem("parallel.schedule", str(path), rule, remedy)
+        return Problem("pipeline.schedule", str(path), rule, remedy)
 
     try:
         rows = [row for row in csv.reader(path.read_text("utf-8").splitlines()) if row]

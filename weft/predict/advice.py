@@ -93,12 +93,19 @@ def changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change]:
     """What is worth a try, alone."""
     for kind in ("none", "selective", "full"):
         # What selective recomputation keeps under tensor parallelism, the twin does not know.
-        if (kind, 1) != (job.remat.kind, job.remat.every) and (kind != "selective" or plan.tp == 1):
-            yield {"remat.kind": kind} | ({"remat.every": 1} if job.remat.every > 1 else {})
+        if (kind, 1) != (
+            job.activation_checkpoint.mode,
+            job.activation_checkpoint.every_n_layers,
+        ) and (kind != "selective" or plan.tp == 1):
+            yield {"activation_checkpoint.mode": kind} | (
+                {"activation_checkpoint.every_n_layers": 1}
+                if job.activation_checkpoint.every_n_layers > 1
+                else {}
+            )
     rows = plan.microbatch
     for more in sorted({4 * rows, 2 * rows, rows // 2, rows // 4, 1} - {0, rows}):
         if plan.local_batch % more == 0:
-            yield {"train.microbatch": more}
+            yield {"train.microbatch_size": more}
     # Float8 pays where casting is fused, and asynchronous products are the compiler's.
     compiled: Change = {} if job.compile.enable else {"compile.enable": True}
     if compiled:
@@ -113,14 +120,14 @@ def changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change]:
             if schedule != plan.pipeline.schedule:
                 each = job.pipeline.stages_per_rank
                 stages = {} if each == "auto" else {"pipeline.stages_per_rank": "auto"}
-                yield {"parallel.schedule": schedule} | stages
+                yield {"pipeline.schedule": schedule} | stages
     elif plan.dp_shard > 1 and job.parallel.cp == 1:
         kept = plan.reshard_after_forward is False
         yield {"parallel.reshard_after_forward": "always" if kept else "never"}
-    if job.optim.kind == "adamw":
+    if job.optim.name == "adamw":
         lean = {"float32": ("bfloat16", "8bit"), "bfloat16": ("8bit",)}
-        for states in lean.get(job.optim.states, ()):
-            yield {"optim.states": states}
+        for states in lean.get(job.optim.state_dtype, ()):
+            yield {"optim.state_dtype": states}
     yield from meshes(job, plan)
 
 
@@ -172,11 +179,18 @@ def _usual(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecas
 
     fewer = sorted({plan.microbatch // 2, 1} - {0, plan.microbatch}, reverse=True)
     smaller: list[Change] = [
-        {"train.microbatch": rows} for rows in fewer if plan.local_batch % rows == 0
+        {"train.microbatch_size": rows} for rows in fewer if plan.local_batch % rows == 0
     ]
     again: list[Change] = []
-    if (job.remat.kind, job.remat.every) != ("full", 1):
-        again = [{"remat.kind": "full"} | ({"remat.every": 1} if job.remat.every > 1 else {})]
+    if (job.activation_checkpoint.mode, job.activation_checkpoint.every_n_layers) != ("full", 1):
+        again = [
+            {"activation_checkpoint.mode": "full"}
+            | (
+                {"activation_checkpoint.every_n_layers": 1}
+                if job.activation_checkpoint.every_n_layers > 1
+                else {}
+            )
+        ]
     both = [less | more for less in smaller[-1:] for more in again]
     return tried(smaller + again) or tried(both)
 

@@ -24,8 +24,8 @@ import tomli_w
 
 from weft.files import read_json, reading, replace_text
 from weft.job import InvalidJob, Job, Problem, read_job
-from weft.observe.history import WARMING, no_run
-from weft.observe.jsonl import is_number, read_records
+from weft.monitor.history import WARMING, no_run
+from weft.monitor.jsonl import is_number, read_records
 from weft.plan.cost import Hardware, Step, step_seconds
 from weft.plan.devices import (
     CPU,
@@ -163,7 +163,7 @@ def read_run(folder: Path) -> Run:
     last = [r for r, start in zip(records, starts, strict=True) if start == starts[-1]][WARMING:]
     if len(last) < LEAST:
         rule = f"has {len(last)} records after the first {WARMING} of its last start"
-        raise missing(rule, f"let it train until it has {LEAST}, or lower --observe.log_interval")
+        raise missing(rule, f"let it train until it has {LEAST}, or lower --monitor.log_interval")
     if machine.known is None:
         rule = f"ran on {machine.device_name!r}, of which nothing is known"
         raise missing(rule, "add it to clusters.toml: benchmarks/device.py measures it")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weft.files import replace_text
 from weft.job import MISSING, InvalidJob, Job, Problem
-from weft.observe.memory import EXPECTED
+from weft.monitor.memory import EXPECTED
 from weft.plan.analytic import memory_of, step_of
 from weft.plan.cost import step_seconds
 from weft.plan.devices import CPU, GIB, device_named

@@ -244,7 +244,7 @@ def doubts_of(plan: Plan, device: Device | None) -> tuple[str, ...]:
 
 def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
     """What the CPU does not tell: how communication hides, and which kernels run."""
-    ring = job.parallel.context == "ring"
+    ring = job.parallel.cp_method == "ring"
     overlaps: dict[str, Overlap] = {
         "dp_shard": "prefetch",
         "dp_replicate": "prefetch",
@@ -255,7 +255,7 @@ def setting_of(job: Job, plan: Plan, device: Device) -> Setting:
     }
     documents = job.data.keeps_documents
     fast = device.capability >= (9, 0) and not documents
-    fused_optimizer = job.optim.states != "float32"
+    fused_optimizer = job.optim.state_dtype != "float32"
     return Setting(job.compile.enable, fused_optimizer, "attention" if fast else "flash", overlaps)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from weft.job import Job
-from weft.observe.html import Section, document
+from weft.monitor.html import Section, document
 from weft.plan.cost import Span
 from weft.plan.devices import GIB
 from weft.plan.placement import (
@@ -275,7 +275,9 @@ def names_of_passes(job: Job, plan: Plan, prediction: Forecast) -> dict[Where, s
     pp = coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
     actions = actions_of(plan, pp)
     first_units = [stage.first for stage in plan.pipeline.held[pp]] if plan.pipeline else [0]
-    grouped = job.remat.kind != "none" and job.remat.every > 1
+    grouped = (
+        job.activation_checkpoint.mode != "none" and job.activation_checkpoint.every_n_layers > 1
+    )
     found = {}
     for where, _ in prediction.memory.timeline:
         text = MEANINGS.get(where.kind, where.kind)

@@ -78,7 +78,7 @@ class Candidate:
         """Those that need more or less than the twin says need it alike."""
         layout = self.layout
         stages = layout.schedule, layout.pp > 1, layout.stages_per_rank
-        return *stages, layout.tp > 1, layout.cp > 1, layout.remat
+        return *stages, layout.tp > 1, layout.cp > 1, layout.activation_checkpoint
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def search(
         raise InvalidJob([Problem("model.kind", job.model.kind, rule, remedy)])
     if base is None:
         rule, remedy = "comes from a file, which fits one layout only", "use the name of a schedule"
-        raise InvalidJob([Problem("parallel.schedule", job.parallel.schedule, rule, remedy)])
+        raise InvalidJob([Problem("pipeline.schedule", job.pipeline.schedule, rule, remedy)])
     hardware = hardware_of(plan, device)
     room = None if machine.memory_bytes is None else machine.memory_bytes - OUTSIDE["cuda"]
     possible: list[Candidate] = []
@@ -324,7 +324,7 @@ def candidates(
         for pp in divisors(world // tp, sizes.layers):
             for cp in context_degrees(job, world // (tp * pp)):
                 dp = world // (tp * pp * cp)
-                if world % (tp * pp * cp) or job.train.global_batch % dp:
+                if world % (tp * pp * cp) or job.train.global_batch_size % dp:
                     continue
                 for dp_shard in sorted({dp, max(1, min(dp, node // (tp * cp)))}):
                     if dp % dp_shard:
@@ -355,21 +355,21 @@ def precisions(job: Job, plan: Plan, machine: Machine) -> list[str]:
 
 def of_mesh(job: Job, sizes: Sizes, mesh: Layout, float8: str) -> Iterator[Candidate]:
     """Microbatches, schedules and recomputation of one mesh in one precision."""
-    local = job.train.global_batch // mesh.dp
+    local = job.train.global_batch_size // mesh.dp
     shards = mesh.dp_shard * mesh.cp
     for rows in MICROBATCHES:
         if local % rows:
             continue
         for schedule, per_rank in schedules(mesh.pp, sizes.layers, local // rows):
-            for remat in REMAT:
+            for activation_checkpoint in REMAT:
                 layout = replace(
                     mesh,
                     microbatch=rows,
                     schedule=schedule,
                     stages_per_rank=per_rank,
                     precision="bf16" if float8 == "none" else "float8",
-                    remat=remat,
-                    remat_part=1.0,
+                    activation_checkpoint=activation_checkpoint,
+                    activation_checkpoint_part=1.0,
                     zero=0 if shards == 1 else 2 if mesh.pp > 1 else 3,
                     kept_bytes=0.0,
                     tp_overlap=mesh.tp_overlap if mesh.tp > 1 else "exposed",
@@ -383,10 +383,10 @@ def of_mesh(job: Job, sizes: Sizes, mesh: Layout, float8: str) -> Iterator[Candi
                     "parallel": parallel,
                     "pipeline": {
                         "stages_per_rank": per_rank if per_rank > 1 else "auto",
-                        "layers": (),
+                        "layers_per_stage": (),
                     },
-                    "train": {"microbatch": rows},
-                    "remat": {"kind": remat, "every": 1},
+                    "train": {"microbatch_size": rows},
+                    "activation_checkpoint": {"mode": activation_checkpoint, "every_n_layers": 1},
                     "precision": {"float8": float8},
                 }
                 yield Candidate(changes, layout)
@@ -412,7 +412,7 @@ def impossible(job: Job, layout: Layout) -> str:
         return ""
     if job.compile.enable:
         return f"{layout.schedule} cannot be compiled"
-    if layout.remat != "none":
+    if layout.activation_checkpoint != "none":
         return f"{layout.schedule} computes anew for inputs and for each weight"
     if layout.precision != "bf16":
         return f"{layout.schedule} multiplies twice in float8"
@@ -429,7 +429,7 @@ def named(layout: Layout) -> str:
     if layout.pp > 1:
         each = f" x {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
         parts.append(f"{layout.schedule}{each}")
-    parts.append(f"remat {layout.remat}")
+    parts.append(f"activation_checkpoint {layout.activation_checkpoint}")
     if layout.precision != "bf16":
         parts.append(layout.precision)
     return ", ".join(parts)

@@ -16,9 +16,9 @@ from typing import Any
 
 from weft.files import read_json, reading
 from weft.job import Job, WeftError
-from weft.observe.history import History
-from weft.observe.html import Section, table
-from weft.observe.spans import read_spans
+from weft.monitor.history import History
+from weft.monitor.html import Section, table
+from weft.monitor.spans import read_spans
 from weft.plan.cost import Span
 from weft.plan.devices import GIB
 from weft.plan.placement import coordinates

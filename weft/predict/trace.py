@@ -245,12 +245,14 @@ def traces(job: Job, plan: Plan) -> list[Trace]:
     are, if the optimizer is not known to go through parameters one by one: Muon exchanges the
     matrices of all blocks at once, and deals them out.
     """
-    period = job.remat.every if job.remat.kind != "none" else 1
+    period = (
+        job.activation_checkpoint.every_n_layers if job.activation_checkpoint.mode != "none" else 1
+    )
     if frees_stages(plan):
         return _traces(job, plan, plan, 1)
     for few in RECORDED:
         try:
-            small = fewer(plan, few, period, all_blocks=job.optim.kind != "adamw")
+            small = fewer(plan, few, period, all_blocks=job.optim.name != "adamw")
             return _traces(job, plan, small, period)
         except NotAlike:
             continue
@@ -308,7 +310,7 @@ def fold(job: Job, plan: Plan) -> tuple[Plan, list[int]] | None:
     the same rank, or where a stage's work depends on what others are there.
     """
     pipeline = plan.pipeline
-    if pipeline is None or len(pipeline.stages) == plan.pp or job.optim.kind != "adamw":
+    if pipeline is None or len(pipeline.stages) == plan.pp or job.optim.name != "adamw":
         return None
     if any(a == b for a, b in itertools.pairwise(pipeline.ranks)) or frees_stages(plan):
         return None

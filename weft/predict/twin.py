@@ -50,13 +50,13 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
     shards = plan.dp_shard * plan.cp
     zero = 0 if shards == 1 else 2 if plan.reshard_after_forward is False else 3
     whole = plan.gradient_sync == "step" and plan.accumulation > 1 and shards > 1
-    remat, part = remat_of(job)
+    activation_checkpoint, part = activation_checkpoint_of(job)
     tokens = plan.microbatch * job.train.seq_len // plan.cp
     documents = job.data.keeps_documents
     return Layout(
         seq_len=job.train.seq_len,
         microbatch=plan.microbatch,
-        global_batch=job.train.global_batch,
+        global_batch=job.train.global_batch_size,
         dp_replicate=plan.dp_replicate,
         dp_shard=plan.dp_shard,
         tp=plan.tp,
@@ -65,8 +65,8 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
         stages_per_rank=per_rank,
         schedule=plan.pipeline.schedule if plan.pipeline else "1F1B",
         precision="bf16" if plan.float8 == "none" else "float8",
-        remat=remat,
-        remat_part=part,
+        activation_checkpoint=activation_checkpoint,
+        activation_checkpoint_part=part,
         fusion="compiled" if job.compile.enable else "eager",
         kernel="attention" if device.capability >= (9, 0) and not documents else "flash",
         zero=zero,
@@ -81,11 +81,11 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
     )
 
 
-def remat_of(job: Job) -> tuple[Remat, float]:
+def activation_checkpoint_of(job: Job) -> tuple[Remat, float]:
     """What is computed again, and in which part of the blocks."""
-    remat = job.remat
-    if remat.kind == "budget":
-        return "block", 1 - remat.budget
-    if remat.kind == "full" and remat.every > 1:
-        return "block", 1 / remat.every
-    return remat.kind, 1.0
+    activation_checkpoint = job.activation_checkpoint
+    if activation_checkpoint.mode == "budget":
+        return "block", 1 - activation_checkpoint.memory_budget
+    if activation_checkpoint.mode == "full" and activation_checkpoint.every_n_layers > 1:
+        return "block", 1 / activation_checkpoint.every_n_layers
+    return activation_checkpoint.mode, 1.0

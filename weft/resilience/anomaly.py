@@ -151,7 +151,7 @@ class Watch:
 
     def state(self) -> dict[str, Any]:
         """All that the coming verdicts depend on, as JSON values, which keep every bit."""
-        if self._section.anomaly == "stop":
+        if self._section.on_anomaly == "stop":
             return {}
         windows = {what: list(values) for what, values in self._accepted.items()}
         return windows | {"in_a_row": self._in_a_row}
@@ -169,7 +169,7 @@ class Watch:
             AnomalyError: if ``anomaly_limit`` is used up.
         """
         first = compute()
-        if self._section.anomaly == "stop":
+        if self._section.on_anomaly == "stop":
             self._unseen.append((step, first.told))
             if len(self._unseen) == UNSEEN:
                 self.check()
@@ -182,7 +182,7 @@ class Watch:
         place, median, limit = suspicion
         second = compute()
         values_again = second.told.tolist()
-        cause, action = "persistent", str(self._section.anomaly)
+        cause, action = "persistent", str(self._section.on_anomaly)
         if self.judge(values_again) is None:
             cause, action = "transient", "none"
             self._accept(values_again)
@@ -200,7 +200,7 @@ class Watch:
             action=action,
             ranks=_changed(first, second),
         )
-        most = self._section.anomaly_limit
+        most = self._section.max_anomalies
         if max(self._in_a_row, self._rewinds) > most:
             before = f"{most} steps in a row before it were skipped"
             if action == "rewind":
@@ -260,7 +260,7 @@ class Watch:
                     raise AnomalyError(
                         f"the {what} is {value} in step {step}: its update was not applied, and "
                         f"nothing is recorded or saved since{self._where(step)}; try a lower "
-                        "--optim.lr, --precision.compute float32, or --resilience.anomaly skip"
+                        "--optim.lr, --precision.compute_dtype float32, or --resilience.on_anomaly skip"
                     )
         return values[len(WHAT) * len(unseen) :]
 

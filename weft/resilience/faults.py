@@ -13,7 +13,7 @@ Each happens once in a run (or ``times`` times in a row), also if the rank that 
 again after a restart: a file in the run's folder remembers it.
 
 The sites are at the same time where a rank tells the watchdog where it is, and where one phase of
-its timeline ends and the next begins (`weft.observe.spans`).
+its timeline ends and the next begins (`weft.monitor.spans`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from weft.data.tokenizer import load_tokenizer, vocab_entries
 from weft.files import check_url
 from weft.job import InvalidJob, Job, Problem, difference, lookup, read_job, replace, suggest
 from weft.models import spelled_out
-from weft.observe.sinks import SINKS
+from weft.monitor.sinks import SINKS
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES
 from weft.plan.resolve import Plan, resolve_nodes
@@ -48,8 +48,8 @@ FIXED = (
     "train.objective",
     "data.format",
     "data.packing",
-    "data.too_long",
-    "optim.kind",
+    "data.overlong",
+    "optim.name",
 )
 # Before the first step of a run on imported weights, only what those hang on.
 FIXED_AT_0 = ("model.", "data.tokenizer")
@@ -114,7 +114,7 @@ def _complete(job: Job) -> Job:
     def data(value: str) -> str:
         return value if is_own(value) else full(value, STDLIB)
 
-    schedule = job.parallel.schedule
+    schedule = job.pipeline.schedule
     return replace(
         job,
         run={"dir": full(job.run.dir, "auto")},
@@ -123,13 +123,13 @@ def _complete(job: Job) -> Job:
             "mixture": {data(path): weight for path, weight in job.data.mixture.items()},
             "tokenizer": full(job.data.tokenizer, "train"),
             "chat_template": full(job.data.chat_template, "auto"),
-            "cache": full(job.data.cache, "auto"),
+            "cache_dir": full(job.data.cache_dir, "auto"),
         },
         checkpoint={
             "dir": full(job.checkpoint.dir, "auto"),
-            "local": full(job.checkpoint.local, "off"),
+            "local_dir": full(job.checkpoint.local_dir, "off"),
         },
-        parallel={"schedule": full(schedule, "" if is_file(schedule) else schedule)},
+        pipeline={"schedule": full(schedule, "" if is_file(schedule) else schedule)},
     )
 
 
@@ -142,16 +142,18 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
     for path in job.data.mixture:
         yield from (changed(p, key="data.mixture") for p in check_path(path))
     yield from check_chat(job.data)
-    if job.data.cache != "auto":
-        yield from check_writable("data.cache", job.data.cache)
+    if job.data.cache_dir != "auto":
+        yield from check_writable("data.cache_dir", job.data.cache_dir)
     if job.compile.enable:
-        yield from check_writable("compile.cache", str(Path(job.compile.cache).expanduser()))
-    if job.checkpoint.local != "off":
-        yield from check_writable("checkpoint.local", job.checkpoint.local)
+        yield from check_writable(
+            "compile.cache_dir", str(Path(job.compile.cache_dir).expanduser())
+        )
+    if job.checkpoint.local_dir != "off":
+        yield from check_writable("checkpoint.local_dir", job.checkpoint.local_dir)
     for key, value in (
         ("run.dir", job.run.dir),
-        ("data.cache", job.data.cache),
-        ("checkpoint.local", job.checkpoint.local),
+        ("data.cache_dir", job.data.cache_dir),
+        ("checkpoint.local_dir", job.checkpoint.local_dir),
     ):
         if "://" in value:
             remedy = "use a folder; only checkpoint.dir may be s3://bucket/prefix"
@@ -200,8 +202,8 @@ def check_names(job: Job) -> Iterator[Problem]:
         if (recipe := job.precision.float8) != "none":
             yield Problem("precision.float8", recipe, rule, remedy)
     for name in TRACKERS:
-        if name in job.observe.sinks and importlib.util.find_spec(name) is None:
-            yield Problem("observe.sinks", name, f"needs {name}", f"pip install 'weft[{name}]'")
+        if name in job.monitor.trackers and importlib.util.find_spec(name) is None:
+            yield Problem("monitor.trackers", name, f"needs {name}", f"pip install 'weft[{name}]'")
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
@@ -210,10 +212,10 @@ def check_names(job: Job) -> Iterator[Problem]:
             rule = f"has no tensors for a fault of kind {fault.kind}"
             yield Problem("resilience.faults", fault.site, rule, "use site gradients")
     named: list[tuple[str, str, Mapping[str, object]]] = [
-        ("optim.kind", job.optim.kind, OPTIMIZERS),
+        ("optim.name", job.optim.name, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),
         ("train.objective", job.train.objective, OBJECTIVES),
-        *(("observe.sinks", sink, SINKS) for sink in job.observe.sinks),
+        *(("monitor.trackers", sink, SINKS) for sink in job.monitor.trackers),
     ]
     for name, value, table in named:
         try:

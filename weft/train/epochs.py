@@ -20,7 +20,7 @@ def epochs_of(job: Job, text: Text, samples: Mixture) -> Iterator[tuple[str, int
     Args:
         samples: the train samples of ``text``.
     """
-    needed = job.train.steps * job.train.global_batch
+    needed = job.train.steps * job.train.global_batch_size
     for source, rows in zip(text.sources, samples.sources, strict=True):
         name = source.name if text.shares else Path(source.store.manifest.source).name
         yield name, len(rows), source.share * needed / max(1, len(rows))
@@ -34,6 +34,6 @@ def repetition_warnings(job: Job, text: Text, samples: Mixture) -> Iterator[str]
                 f"the run sees {name} {epochs:,.1f} times (epochs): it has {count:,} sequences of "
                 f"{job.train.seq_len:,} tokens, and {epochs * count:,.0f} are trained on. From "
                 f"about {MOST_EPOCHS:g} epochs on repeated data teach less and less. Use more "
-                "text, a smaller train.steps or train.global_batch"
+                "text, a smaller train.steps or train.global_batch_size"
                 + (", or a smaller weight in data.mixture." if text.shares else ".")
             )

@@ -30,11 +30,11 @@ from weft.data.store import SplitName
 from weft.data.text import Text
 from weft.job import Job, WeftError
 from weft.models import load_family
-from weft.observe.backward import naming_backward
-from weft.observe.log import tolerate
-from weft.observe.memory import OutOfMemory, is_out_of_memory, out_of_memory
-from weft.observe.profile import Profile
-from weft.observe.spans import Spans, span, spans_path
+from weft.monitor.backward import naming_backward
+from weft.monitor.log import tolerate
+from weft.monitor.memory import OutOfMemory, is_out_of_memory, out_of_memory
+from weft.monitor.profile import Profile
+from weft.monitor.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import NOTHING_COMPILED, graph_break, tell_compiling
@@ -73,7 +73,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     """
     folder, steps, seed = Path(plan.run_dir), job.train.steps, job.train.seed
     arm(job.resilience.faults, rank.rank, folder / "logs")
-    spans = Spans(spans_path(folder, rank.rank) if job.observe.spans else None, rank.rank)
+    spans = Spans(spans_path(folder, rank.rank) if job.monitor.spans else None, rank.rank)
     journal = Journal(folder, rank, console)
     say = journal.say
 
@@ -84,7 +84,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     parts, mesh, engine, optimizer, decay = built
     params = [param for _, param in named_parameters(parts)]
     home = home_of(job.checkpoint.dir, folder)
-    at = resume(home, job.checkpoint.local, parts, optimizer, say)
+    at = resume(home, job.checkpoint.local_dir, parts, optimizer, say)
 
     # ---- on what
     splits: tuple[SplitName, ...] = ("train", "validation")
@@ -96,7 +96,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     loader = Loader(
         samples_in["train"],
         seed=seed,
-        global_batch=job.train.global_batch,
+        global_batch=job.train.global_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,
@@ -111,7 +111,9 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     statistics = open_statistics(job, plan, mesh, parts)
     recorder = Recorder(job, plan, text, rank, built, statistics, journal)
     section = job.checkpoint
-    saver = Saver(home, section.keep, background=section.background, local=section.local, say=warn)
+    saver = Saver(
+        home, section.keep_latest, background=section.async_save, local=section.local_dir, say=warn
+    )
     saves = Saves(section, at.step, say)
     profile = Profile(job, plan, rank.device, say)
     wishes = Wishes(job.resilience.time_limit)
@@ -219,12 +221,12 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
                         failure.add_note(f"step {at.step} is saved")
                         raise failure
                     break
-                samples = at.samples + job.train.global_batch
+                samples = at.samples + job.train.global_batch_size
                 if anomaly is not None:
                     recorder.anomaly(anomaly, step, range(at.samples, samples))
                 if anomaly is not None and anomaly.action == "rewind":
                     drop(params)
-                    back = rewind(home, section.local, saver, parts, optimizer, say)
+                    back = rewind(home, section.local_dir, saver, parts, optimizer, say)
                     watch.restore(back.watch)
                     recorder.went_back(back)
                     at = replace(back, samples=samples)  # past those that were bad

@@ -81,7 +81,7 @@ def resume(
 
     Args:
         folder: the run's checkpoints.
-        local: the value of checkpoint.local; the nodes' state is taken if it is as new or newer.
+        local: the value of checkpoint.local_dir; the nodes' state is taken if it is as new or newer.
         warn: called with what is damaged, on every rank.
         frozen: load the weights that are not trained, too.
 
@@ -207,7 +207,7 @@ def rewind(
     if at.step == 0:
         rule = "there is no checkpoint after step 0 to rewind to yet"
         raise CheckpointError(
-            f"{folder}: {rule}; try a lower --optim.lr, or --resilience.anomaly skip"
+            f"{folder}: {rule}; try a lower --optim.lr, or --resilience.on_anomaly skip"
         )
     saver.take(at.step)
     return at

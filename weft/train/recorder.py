@@ -20,16 +20,16 @@ from torch import Tensor
 from weft.data.text import Text
 from weft.job import Job, WeftError
 from weft.models import load_family
-from weft.observe.events import EventLog, Kind
-from weft.observe.gradients import LayerNorms
-from weft.observe.jsonl import MAX_STEP, Tail, add_anomalies, read_tail
-from weft.observe.ledger import Ledger
-from weft.observe.log import tolerate
-from weft.observe.memory import expected_of, memory_peak_gib
-from weft.observe.record import Clock, StepRecord, spreads
-from weft.observe.sinks import Sink, open_sinks
-from weft.observe.sources import Means, SourceLosses, listed
-from weft.observe.statistics import Statistics
+from weft.monitor.events import EventLog, Kind
+from weft.monitor.gradients import LayerNorms
+from weft.monitor.jsonl import MAX_STEP, Tail, add_anomalies, read_tail
+from weft.monitor.ledger import Ledger
+from weft.monitor.log import tolerate
+from weft.monitor.memory import expected_of, memory_peak_gib
+from weft.monitor.record import Clock, StepRecord, spreads
+from weft.monitor.sinks import Sink, open_sinks
+from weft.monitor.sources import Means, SourceLosses, listed
+from weft.monitor.statistics import Statistics
 from weft.plan.resolve import Plan
 from weft.resilience.anomaly import Anomaly, DivergenceDetector, Trial, Watch
 from weft.resilience.faults import at as reach
@@ -101,7 +101,7 @@ class Recorder:
         self._place = built.mesh.at["pp"], built.mesh.at["cp"]
         self._stages = built.mesh.group("pp") if plan.pp > 1 else None
         self._layers: LayerNorms | None = None
-        if job.observe.grad_norms:
+        if job.monitor.layer_grad_norms:
             blocks = load_family(job.model.kind).blocks
             self._layers = LayerNorms(built.parts, blocks, plan.pp)
         self._sources = SourceLosses(text.shares, rank.device)
@@ -171,7 +171,7 @@ class Recorder:
         job = self._job
         return (
             step == 1
-            or due(step, job.observe.log_interval, job.train.steps)
+            or due(step, job.monitor.log_interval, job.train.steps)
             or bool(self._anomalies)
         )
 
@@ -300,6 +300,6 @@ def finite(value: float, what: str) -> float:
     if not math.isfinite(value):
         raise TrainingError(
             f"the {what} is {value}; nothing of this step was recorded or saved: "
-            "try a lower --optim.lr, or --precision.compute float32"
+            "try a lower --optim.lr, or --precision.compute_dtype float32"
         )
     return value

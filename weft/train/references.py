@@ -51,7 +51,7 @@ def with_references(
     Raises:
         CheckpointError: they are gone.
     """
-    made_of = [text.fingerprint, job.train.seq_len, job.data.too_long]
+    made_of = [text.fingerprint, job.train.seq_len, job.data.overlong]
     name = f"references-{xxh3_64_hexdigest(repr(made_of).encode())}.npy"
     file = Path(plan.run_dir) / name
     lengths = [len(of) for mixture in mixtures.values() for of in mixture.sources]

@@ -65,7 +65,7 @@ OWN = (
     "data.path",
     "data.mixture",
     "data.tokenizer",
-    "data.cache",
+    "data.cache_dir",
     "resilience.faults",
     "resilience.time_limit",
 )

@@ -27,7 +27,7 @@ from weft.checkpoint.state import frozen_parameters, named_buffers, named_parame
 from weft.job import InvalidJob, Job, Problem, lookup
 from weft.models import load_family
 from weft.models.family import Init
-from weft.observe.statistics import Statistics, layers_of
+from weft.monitor.statistics import Statistics, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
@@ -220,7 +220,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     optimizer = build_optimizer(
         named_parameters(parts),
         job.optim,
-        lookup(job.optim.kind, OPTIMIZERS),
+        lookup(job.optim.name, OPTIMIZERS),
         family.decays,
         {param for part in parts for block in family.blocks(part) for param in block.parameters()},
     )
@@ -238,7 +238,7 @@ def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
 
 
 def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) -> Statistics:
-    """This rank's statistics of the steps of ``debug.statistics``."""
+    """This rank's statistics of the steps of ``debug.layer_stats_steps``."""
     blocks = load_family(job.model.kind).blocks
     stages = plan.pipeline.stages_of(mesh.at["pp"]) if plan.pipeline is not None else [0]
     layers = [
@@ -247,4 +247,4 @@ def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) ->
     ]
     path = Path(plan.run_dir) / "statistics.jsonl"
     params = dict(named_parameters(parts))
-    return Statistics(job.debug.statistics, path, layers, params, plan.tokens_per_step)
+    return Statistics(job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weft.data.loader import IGNORE, Batch, Mixture, evaluation_batches
 from weft.job import Job
 from weft.models import Family
-from weft.observe.spans import action, span
+from weft.monitor.spans import action, span
 from weft.optim.balance import Balance
 from weft.parallel.context import cut
 from weft.parallel.float8 import Gathers
@@ -106,7 +106,7 @@ class Engine:
         over_groups: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> Tensor:
         """Add the gradient of the mean loss of the global batch to the parameters' ``.grad``, which
-        is to be empty under ``train.canonical``.
+        is to be empty under ``train.world_size_invariant``.
 
         Args:
             batches: the microbatches of this rank's rows, on its device.
@@ -296,7 +296,7 @@ class Engine:
             batch = batch._replace(positions_BT=places_T.expand_as(batch.tokens_BT))
         if plan.cp == 1:
             return batch
-        place, balance = self.mesh.at["cp"], self.parallel.context_balance
+        place, balance = self.mesh.at["cp"], self.parallel.cp_load_balance
         mine = {
             name: cut(column, place, plan.cp, balance)
             for name, column in batch._asdict().items()

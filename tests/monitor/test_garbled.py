@@ -1,0 +1,177 @@
+"""Garbled run directories: every reader shows what is readable, or names the file and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.garbled import FILES, Case, cases, garbled
+from tests.harness import run_ranks
+from tests.small import SMALL, Overrides, plan_here, small_job, this_rank
+from weft.cli import main
+from weft.compare.trials import measure_trial
+from weft.data.text import open_text
+from weft.files import read_json
+from weft.job import WeftError, read_job
+from weft.launch.process import log_path, read_reports, write_error
+from weft.launch.start import changes_since, last_step, open_run
+from weft.monitor.history import History
+from weft.monitor.jsonl import JsonlFile, read_records, read_tail
+from weft.monitor.ledger import Ledger
+from weft.monitor.memory import expected_of
+from weft.monitor.report import FILE, report_page
+from weft.predict.check import Expected
+from weft.train.loop import train
+
+CASES = cases()
+SECONDS = 60  # for all readers of a directory; one that waits in a pipe needs for ever
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> Path:
+    """The directory of a real run."""
+    folder = tmp_path_factory.mktemp("sound") / "run"
+    run_ranks(_train, 1, [*STEPS, ("run.dir", str(folder))], str(store_path), str(folder))
+    assert all((folder / name).is_file() for name in FILES)
+    return folder
+
+
+STEPS: Overrides = [
+    ("train.steps", "12"),
+    ("monitor.log_interval", "1"),
+    ("checkpoint.interval", "6"),
+    ("debug.layer_stats_steps", "2,6"),
+]
+
+
+def _train(overrides: Overrides, store: str, run: str) -> None:
+    folder, job = Path(run), small_job(*overrides)
+    base, text = read_job("demo", SMALL)[0], open_text(store)
+    folder.mkdir()
+    expected = Expected("a trace", 1.0, {"weights": 0.5}, 0.1, {"computing": 0.1})
+    open_run(folder, job, base, "demo", text, expected)
+    train(job, plan_here(job), text, this_rank(), Console(quiet=True))
+    log_path(folder, 0).parent.mkdir(exist_ok=True)
+    write_error(folder, 0, RuntimeError("planted"), sys.stderr)  # type: ignore[arg-type]
+
+
+@contextmanager
+def in_time(seconds: int) -> Iterator[None]:
+    def ring(number: int, frame: object) -> None:
+        raise AssertionError(f"it took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def show(folder: Path) -> bytes:
+    """The page without what the planner says, which takes seconds."""
+    return report_page([History(folder)])
+
+
+def read_all(folder: Path, sound: Path) -> None:
+    """What a start that resumes reads of the run, and a comparison."""
+    changes_since(folder, small_job())
+    last_step(folder)
+    tail = read_tail(folder / "metrics.jsonl", 6)
+    Ledger(tail.last).back_to(tail.last, tail.kept)
+    expected_of(folder)
+    read_reports(folder)
+    for read in (
+        lambda: read_records(folder / "metrics.jsonl"),
+        lambda: measure_trial(0, 0, 0, folder, read_json(folder / "plan.json")),
+    ):
+        why = ""
+        try:
+            read()
+        except WeftError as error:
+            why = str(error)
+        assert not why or str(folder) in why
+    for name in ("metrics.jsonl", "statistics.jsonl"):
+        JsonlFile(folder / name, 6, lambda text: None).close()
+
+
+def commands(folder: Path, sound: Path) -> Iterator[list[str]]:
+    yield ["debug", "diff", str(folder), str(sound)]
+    yield ["debug", "diff", str(sound), str(folder)]
+    yield ["debug", "hang", str(folder)]
+    yield ["rollback", str(folder), "12"]
+
+
+def check(case: Case, sound: Path, to: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = garbled(sound, case, to)
+    page = b""
+    if os.path.lexists(folder / "job.toml") or os.path.lexists(folder / "metrics.jsonl"):
+        page = show(folder)
+    path = folder / case.file
+    is_other = os.path.lexists(path) and not path.is_file() and "dangling" not in case.name
+    if is_other and case.file.count("/") == 0:
+        shown = ("job.toml", "plan.json", "environment.json", "metrics.jsonl", "events.jsonl")
+        assert (f"{case.file} cannot be read: ".encode() in page) == (case.file in shown)
+    for command in commands(folder, sound):
+        capsys.readouterr()
+        status = main(command)
+        said = capsys.readouterr().err
+        differ = status == 1 and not said and command[1] == "diff"
+        assert status == 0 or differ or folder.name in said, (command, said)
+    read_all(folder, sound)
+
+
+SAMPLE = 12
+
+
+@pytest.mark.parametrize("case", CASES[:SAMPLE], ids=lambda case: case.name)
+def test_readers_of_a_damaged_run_name_the_file_or_show_the_rest(
+    case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with in_time(SECONDS):
+        check(case, sound, tmp_path / "garbled", capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[SAMPLE:], ids=lambda case: case.name)
+def test_readers_of_every_damaged_run_name_the_file_or_show_the_rest(
+    case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with in_time(SECONDS):
+        check(case, sound, tmp_path / "garbled", capsys)
+
+
+PLANNED = ("job.toml", "plan.json", "environment.json", "tokenizer.json", "spans/rank-0.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.file in PLANNED], ids=lambda case: case.name
+)
+def test_report_and_generate_of_a_damaged_run_name_the_directory(
+    case: Case, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By ``weft report``, with what the planner says, and by generate and evaluate."""
+    folder = garbled(sound, case, tmp_path / "garbled")
+    with in_time(2 * SECONDS):
+        assert main(["report", str(folder)]) == 0
+        assert (folder / FILE).exists()
+        words: list[Any] = [["generate", str(folder), "--prompt", "a", "--max-tokens", "1"]]
+        for command in words:
+            capsys.readouterr()
+            status = main(command)
+            assert status == 0 or str(folder) in capsys.readouterr().err
+
+
+def test_cases_of_damage_are_many_and_unique() -> None:
+    assert len(CASES) >= 214
+    assert len({case.name for case in CASES}) == len(CASES)

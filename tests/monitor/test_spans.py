@@ -1,0 +1,193 @@
+"""Spans: of real runs on several ranks, and the file by itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import RankError, run_ranks
+from tests.small import Overrides, train_rank
+from weft.monitor import spans
+from weft.monitor.spans import Spans, action, read_spans, span, spans_path
+from weft.plan.timetable import timetable
+from weft.resilience.faults import DOING, at
+
+STEPS = [("train.steps", "3"), ("monitor.log_interval", "1")]
+
+
+def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
+    job: Overrides = [*STEPS, ("run.dir", str(folder)), *overrides]
+    run_ranks(train_rank, ranks, job, str(store))
+
+
+def check_nesting(events: list[dict[str, Any]]) -> None:
+    """Of two spans one is inside of the other, or they do not touch."""
+    open_ends: list[int] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        while open_ends and open_ends[-1] <= event["ts"]:
+            open_ends.pop()
+        end = event["ts"] + event["dur"]
+        assert not open_ends or end <= open_ends[-1], event
+        open_ends.append(end)
+
+
+def fault(**fields: Any) -> tuple[str, str]:
+    pairs = ", ".join(f"{k} = {v!r}".replace("'", '"') for k, v in fields.items())
+    return "resilience.faults", f"[{{{pairs}}}]"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        ("1F1B", 2),
+        pytest.param("Interleaved1F1B", 4, marks=pytest.mark.slow),
+        ("ZBVZeroBubble", 4),
+    ],
+)
+def test_spans_of_a_pipeline_are_its_timetable(
+    schedule: str, stages: int, store_path: Path, tmp_path: Path
+) -> None:
+    run(
+        tmp_path,
+        store_path,
+        2,
+        ("parallel.pp", "2"),
+        ("pipeline.schedule", schedule),
+        ("train.microbatch_size", "2"),
+        ("model.num_layers", "4"),
+        ("model.tied_embeddings", "false"),
+        ("train.eval_interval", "1"),
+    )
+    for rank, order in timetable(schedule, 2, stages // 2, 4).items():
+        events = read_spans(tmp_path, rank)
+        check_nesting(events)
+        assert {event["pid"] for event in events} == {rank}
+        seen: Counter[tuple[int, int, str, int]] = Counter()
+        for event in events:
+            args = event["args"]
+            if "stage" in args:
+                stage, kind, microbatch = args["stage"], args["kind"], args["microbatch"]
+                assert event["name"] == f"{stage}{kind}{microbatch}"
+                seen[args["step"], stage, kind, microbatch] += 1
+        wanted = Counter((step, *act) for step in (1, 2, 3) for act in order)
+        assert seen == wanted
+
+
+def test_spans_without_a_pipeline_continue_over_two_starts(
+    store_path: Path, tmp_path: Path
+) -> None:
+    more = [
+        ("train.microbatch_size", "2"),
+        ("train.eval_interval", "1"),
+        ("checkpoint.interval", "1"),
+    ]
+    run(tmp_path, store_path, 2, *more)
+    first = read_spans(tmp_path, 1)
+    run(tmp_path, store_path, 2, *more, ("train.steps", "5"))
+    events = read_spans(tmp_path, 1)
+    assert events[: len(first)] == first
+    check_nesting(events)
+    sites = ("start", "load", "step", "forward_backward", "gradients", "record", "tell")
+    phases = {DOING[site] for site in (*sites, "evaluate", "checkpoint")}
+    inside = {"loss", "gradient norm", "clip", "optimizer"}
+    passes = {f"0{kind}{microbatch}" for kind in "FB" for microbatch in range(2)}
+    assert {event["name"] for event in events} == phases | inside | passes
+    steps = Counter(event["args"]["step"] for event in events if event["name"] == "0F1")
+    assert steps == dict.fromkeys(range(1, 6), 1)
+
+
+def test_a_rank_that_fails_or_is_killed_leaves_whole_files(
+    store_path: Path, tmp_path: Path
+) -> None:
+    for kind, last in (("raise", "forward and backward"), ("kill", "waiting for data")):
+        folder = tmp_path / kind
+        change = fault(site="gradients", passing=2, kind=kind)
+        with pytest.raises(RankError):
+            run(folder, store_path, 1, change)
+        found = json.loads(spans_path(folder, 0).read_text())[-1]
+        # What a killed rank did since it was last at 'record' is lost.
+        assert found["args"]["step"] == (2 if kind == "raise" else 1)
+        assert found["name"] == DOING["gradients"]
+        assert last in {event["name"] for event in read_spans(folder, 0)}
+
+
+def test_spans_switched_off_leave_no_files(store_path: Path, tmp_path: Path) -> None:
+    run(tmp_path, store_path, 1, ("monitor.spans", "false"))
+    assert not (tmp_path / "spans").exists()
+
+
+def note_many(path: Path, count: int) -> None:
+    kept = Spans(path, 3)
+    for number in range(count):
+        at("step", step=number + 1)
+        with action(1, "F", number):
+            pass
+        at("record")  # writes
+    kept.close()
+
+
+def test_a_full_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "FILE_BYTES", 4000)
+    path = spans_path(tmp_path, 3)
+    note_many(path, 10)
+    assert not path.with_suffix(".old.json").exists()
+    note_many(path, 100)
+    for each in (path, path.with_suffix(".old.json")):
+        assert each.stat().st_size < 5000
+        json.loads(each.read_text())
+    names = [event["name"] for event in read_spans(tmp_path, 3) if "stage" in event["args"]]
+    assert names == [f"1F{number}" for number in range(100 - len(names), 100)]
+    assert len(names) > 8
+
+
+def test_a_torn_file_is_put_aside(tmp_path: Path) -> None:
+    path = spans_path(tmp_path, 3)
+    note_many(path, 2)
+    whole = read_spans(tmp_path, 3)
+    torn = path.read_bytes()[:-20]
+    path.write_bytes(torn)
+    assert read_spans(tmp_path, 3) == whole[:-1]
+    note_many(path, 1)
+    assert path.with_suffix(".old.json").read_bytes() == torn
+    assert len(json.loads(path.read_text())) > 2
+
+
+def test_the_background_is_no_phase(tmp_path: Path) -> None:
+    kept = Spans(spans_path(tmp_path, 0), 0)
+    at("step", step=1)
+    thread = threading.Thread(target=at, args=("checkpoint.written",))
+    thread.start()
+    thread.join()
+    kept.close()
+    assert [event["name"] for event in read_spans(tmp_path, 0)] == [DOING["start"], DOING["step"]]
+
+
+def test_a_disk_that_takes_no_more_costs_the_spans_only(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept = Spans(spans_path(tmp_path, 0), 0)
+    (tmp_path / "spans").write_bytes(b"")  # no directory can be there
+    at("step", step=1)
+    at("record")
+    kept.close()
+    out = capfd.readouterr().out
+    assert f"{spans_path(tmp_path, 0)} cannot be written: file exists" in out
+    assert "2 records are lost" in out
+
+
+def test_a_span_costs_little(tmp_path: Path) -> None:
+    """Some microseconds, its writing included; a busy machine has 50 times that."""
+    count = 20_000
+    kept = Spans(spans_path(tmp_path, 0), 0)
+    began = time.process_time()
+    for number in range(count):
+        with span("loss", microbatch=number):
+            pass
+    kept.close()
+    assert (time.process_time() - began) / count < 2e-4

@@ -1,0 +1,93 @@
+"""What a run shows on a terminal, and how numbers and places are put there."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from weft.escaping import escape_controls, raw_stream
+from weft.monitor.record import StepRecord
+
+
+class _QuietConsole(Console):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True  # the base class ends the process
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        shown = (escape_controls(one) if isinstance(one, str) else one for one in objects)
+        try:
+            super().print(*shown, **options)
+        except OSError:
+            # A full disk behind a redirection is no reason to lose a run: its files have it all.
+            self.quiet = True
+
+
+def quiet_console(file: TextIO, quiet: bool = False) -> Console:
+    """A console that prints text as it is, but for control characters, which are shown escaped, and
+    falls silent when its reader goes away."""
+    return _QuietConsole(file=raw_stream(file), highlight=False, markup=False, quiet=quiet)
+
+
+class Terminal:
+    """A live progress line on a terminal; elsewhere a plain line for each record."""
+
+    def __init__(self, console: Console, steps: int, resumed_step: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._began = time.monotonic()
+        self._resumed = resumed_step
+        self._progress: Progress | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[text]}", markup=False),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=console,
+            )
+            self._task: TaskID = self._progress.add_task(
+                "train", total=steps, completed=resumed_step, text="first step ..."
+            )
+            self._progress.start()
+
+    def write(self, record: StepRecord) -> None:
+        text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s"
+        if record.mfu is not None:
+            text += f"  MFU {record.mfu:.1%}"
+        text += "".join(f"  {name} {mean:.3f}" for name, mean in (record.metrics or {}).items())
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record.step, text=escape_controls(text))
+        else:
+            rate = (record.step - self._resumed) / max(1e-9, time.monotonic() - self._began)
+            left = (self._steps - record.step) / rate
+            line = f"step {record.step}/{self._steps}  {text}  grad norm {record.grad_norm:.3f}"
+            line += f"  lr {record.lr:.2e}  {duration(left)} left"
+            self._console.print(line, soft_wrap=True)
+        if record.eval_loss is not None:
+            more = record.eval_metrics or {}
+            line = f"step {record.step}: held-out loss {record.eval_loss:.4f}"
+            line += "".join(f"  {name} {mean:.3f}" for name, mean in more.items())
+            line += "" if more else " nats/token"
+            self._console.print(line, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def duration(seconds: float) -> str:
+    """``3725`` -> ``'1:02:05'``."""
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def shown(path: Path) -> str:
+    """As short as it can be told."""
+    from_here = os.path.relpath(path)
+    return str(path) if from_here.startswith("..") else from_here
