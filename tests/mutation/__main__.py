@@ -55,8 +55,10 @@ def main() -> int:
     checks = {n: source for n, source in result.items() if any(word in n for word in words)}
     base = baseline(options.precision, checks, work, print_now)
     if options.baseline:
-        print_now(f"{len(checks)} checks find nothing; {sum(base.seconds.values()):.0f} s")
-        return 0
+        sound = len(base.seconds)
+        seconds = sum(base.seconds.values())
+        print_now(f"{sound} of {len(checks)} checks find nothing; {seconds:.0f} s")
+        return int(sound < len(checks))
     done = read_log(options.json)
     chosen = [
         fault

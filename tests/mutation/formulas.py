@@ -932,6 +932,7 @@ def check_statistics() -> None:
         plan = resolve(job, Machine("cpu", devices=2, world_size=2))
         built = build(job, plan, Rank(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
         statistics = open_statistics(job, plan, built.mesh, built.parts)
+        statistics.back_to(0, print)
         text = open_text(store_path())
         mixture = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
         batches = Loader(mixture, 0, 8, 0, 1, plan.microbatch).batch(0)
@@ -939,6 +940,7 @@ def check_statistics() -> None:
             built.engine.forward_backward(batches)
         statistics.gradients(1)
         statistics.parameters(1)
+        statistics.close()
         params = {
             n: (p.full_tensor(), p.grad.full_tensor())  # type: ignore[union-attr,operator]
             for n, p in named_parameters(built.parts)
@@ -1134,9 +1136,9 @@ def check_unfinished() -> None:
 
     commit, seen = store._commit, []
 
-    def watched(temporary: Path, final: Path, manifest: Any) -> None:
+    def watched(temporary: Path, final: Path, *rest: Any) -> None:
         seen.append(final.exists())
-        commit(temporary, final, manifest)
+        commit(temporary, final, *rest)
 
     store._commit = watched
     _, _, built = _built([])

@@ -62,7 +62,8 @@ def plant(folder: Path, *arguments: str) -> list[Any]:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return [Line(json.loads(line)) for line in log.read_text().splitlines()]
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [Line(json.loads(line)) for line in lines]
 
 
 @pytest.mark.timeout(300)
@@ -71,6 +72,12 @@ def test_mutation_some_faults_are_found_and_named(tmp_path: Path) -> None:
     assert len(found) == len(OFTEN)
     missed = [each.name for each in found if not each.check or not each.named]
     assert not missed, report(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_mutation_checks_find_nothing_without_a_fault(tmp_path: Path) -> None:
+    plant(tmp_path, "--baseline")
 
 
 @pytest.mark.slow
