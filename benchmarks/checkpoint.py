@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from weft.checkpoint.load import load
+from weft.checkpoint.manager import Saver
 from weft.checkpoint.manifest import checkpoint_path
-from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import Saver
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import read_job
 from weft.data.loader import Batch
-from weft.job import read_job
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import Built, Rank, build
 

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
-from weft.compare.shrink import plan_of_recipe
-from weft.compare.verify import read_recipe, verify
-from weft.files import write_json
-from weft.job import InvalidJob, WeftError
+from weft.config.files import write_json
+from weft.config.job import InvalidJob, WeftError
+from weft.tools.shrink import plan_of_recipe
+from weft.tools.verify import read_recipe, verify
 
 RESULTS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parent.parent / "docs" / "composability.md"

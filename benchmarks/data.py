@@ -34,11 +34,11 @@ import datasets
 import numpy as np
 import tokenizers
 
+from weft.config.job import DataSection
+from weft.data.dataset import Source, Text
 from weft.data.loader import Loader, samples_of
 from weft.data.prepare import prepare
-from weft.data.text import Source, Text
 from weft.data.tokenizer import train_tokenizer
-from weft.job import DataSection
 
 CORES = len(os.sched_getaffinity(0))
 DOCUMENT_BYTES = 4000

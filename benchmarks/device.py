@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from weft.launch.measure import bandwidth, median_seconds, product_flops
+from weft.cluster.device_benchmark import bandwidth, median_seconds, product_flops
 from weft.plan.devices import CPU, GIB, Device, device_called, device_named, user_files
 
 

@@ -280,9 +280,9 @@ def probe(tiny: bool) -> dict[str, Any]:
 
     import torch
 
-    from weft.job import read_job
-    from weft.plan.memory import USABLE
-    from weft.plan.report import memory_bytes
+    from weft.config.job import read_job
+    from weft.plan.memory_formula import USABLE
+    from weft.plan.plan_text import memory_bytes
     from weft.plan.resolve import resolve
     from weft.train.setup import detect_machine
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from weft.config.job import Job, read_job
 from weft.data.loader import Batch
-from weft.job import Job, read_job
+from weft.estimate.forecast import forecast
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.predict.forecast import forecast
 from weft.train.setup import Built, Rank, build, detect_machine
 
 WAYS = {

@@ -22,11 +22,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from weft.job import OptimSection
+from weft.config.job import OptimSection
 from weft.models import load_family
 from weft.models.llama import LlamaConfig
 from weft.optim.optimizer import adamw, build_optimizer
-from weft.parallel.init import init_params
+from weft.parallel.initialization import init_params
 from weft.parallel.private import quiet_import
 
 CONFIG = LlamaConfig(

@@ -38,11 +38,11 @@ from typing import Any
 
 import torch
 
-from weft.compare.statistics import interval
-from weft.job import Job
-from weft.monitor.record import StepRecord
+from weft.config.job import Job
+from weft.monitor.faults import doing
 from weft.monitor.spans import Spans, read_spans, span, spans_path
-from weft.resilience.faults import doing
+from weft.monitor.step_record import StepRecord
+from weft.tools.statistics import interval
 
 WARM = 40  # steps that are left out
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
+from weft.config.job import read_job
 from weft.data.loader import Batch
-from weft.job import read_job
 from weft.plan.resolve import resolve
 from weft.train.setup import Rank, build, detect_machine
 

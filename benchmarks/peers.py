@@ -62,13 +62,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from weft.config.job import Job, read_job
+from weft.data.dataset import open_text
 from weft.data.order import sample_index
 from weft.data.prepare import prepare
-from weft.data.store import open_store
-from weft.data.text import open_text
-from weft.job import Job, read_job
+from weft.data.token_store import open_store
 from weft.models import load_family
-from weft.parallel.init import init_params
+from weft.parallel.initialization import init_params
 from weft.plan.resolve import Machine, Plan, resolve
 
 # How far apart the losses of a fixed batch may be, and, relative to them, the norms of all
@@ -262,8 +262,8 @@ def bare_fsdp(work: Work) -> None:
 
 
 def weft(work: Work) -> None:
+    from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console
-    from weft.resilience import heartbeat
     from weft.train import loop
     from weft.train.setup import Built, connect
 

@@ -31,9 +31,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from weft.plan.analytic import memory_of, step_of
-from weft.plan.cost import Hardware, step_seconds
-from weft.plan.decoder import Layout, Sizes
+from weft.estimate.analytic import memory_of, step_of
+from weft.estimate.cost import Hardware, step_seconds
+from weft.estimate.decoder import Layout, Sizes
 from weft.plan.devices import GIB, Device, known_clusters
 
 Row = dict[str, str]

@@ -4,7 +4,7 @@
 
 Each gain is a shipped recipe with and without something, on the devices of the publication: H100
 of 500 W with HBM2e memory, eight to a node.  Both are predicted twice: from a trace of weft's own
-step, as `weft plan` does, and by arithmetic (`weft.predict.twin`), as its search does.  Published
+step, as `weft plan` does, and by arithmetic (`weft.estimate.plan_to_analytic`), as its search does.  Published
 are tokens per second and device of TorchTitan, which is another program: only the ratio compares.
 """
 
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.plan.analytic import step_of
-from weft.plan.cost import step_seconds
+from weft.estimate.analytic import step_of
+from weft.estimate.cost import step_seconds
+from weft.estimate.forecast import forecast, hardware_of
+from weft.estimate.plan_to_analytic import layout_of, sizes_of
 from weft.plan.devices import device_called
-from weft.plan.report import plan_recipe
-from weft.predict.forecast import forecast, hardware_of
-from weft.predict.twin import layout_of, sizes_of
+from weft.plan.plan_text import plan_recipe
 from weft.train.setup import detect_machine
 
 PAPER = "TorchTitan, arXiv:2410.06511"

@@ -141,7 +141,7 @@ def main() -> None:
 
 def run_all(scratch: Path, steps: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """A row for each configuration that ran, and why others did not."""
-    from weft.predict.calibrate import calibrate, read_run, save
+    from weft.estimate.calibrate import calibrate, read_run, save
 
     runs, failed = {}, {}
     for name, keys in (ON_GPU if torch.cuda.is_available() else ON_CPU).items():

@@ -39,14 +39,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weft.checkpoint.state import named_parameters
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import read_job
 from weft.data.loader import Loader, Mixture, Windows
-from weft.data.store import TokenStream
-from weft.job import read_job
+from weft.data.token_store import TokenStream
+from weft.monitor.anomaly import gather
+from weft.monitor.stragglers import Stragglers, every_rank
 from weft.optim.optimizer import clip, grad_norm, step_unless
 from weft.plan.resolve import Machine, resolve
-from weft.resilience.anomaly import gather
-from weft.resilience.stragglers import Stragglers, every_rank
 from weft.train.setup import Rank, build
 
 LIMIT = 1.1  # of an exponent

@@ -39,9 +39,9 @@ from benchmarks.checkpoint import build_model, forget, step
 from benchmarks.data import write_lines
 from tests import s3
 from weft.checkpoint.load import load
+from weft.checkpoint.manager import Saver
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.storage import create, open_folder, remove
-from weft.checkpoint.store import Saver
 from weft.data.tokenizer import train_tokenizer
 from weft.train.setup import Built
 

@@ -105,7 +105,7 @@ class Turn:
 
 
 def job_of(folder: Path, steps: int) -> Any:
-    from weft.train.check import prepare_job
+    from weft.train.job_checks import prepare_job
 
     overrides = {
         "data.format": "chat",
@@ -131,10 +131,10 @@ def job_of(folder: Path, steps: int) -> Any:
 
 
 def weft(folder: Path, steps: int, turn: Turn) -> None:
+    from weft.config.job import to_toml
     from weft.data.prepare import prepare_text
-    from weft.job import to_toml
+    from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console
-    from weft.resilience import heartbeat
     from weft.train import loop
     from weft.train.setup import connect
 
@@ -283,7 +283,7 @@ def main() -> None:
         folder = Path(name)
         write_conversations(folder / "chat.jsonl")
         write_model(folder / "theirs", folder / "chat.jsonl")
-        from weft.interchange.huggingface import import_model
+        from weft.tools.hf_convert import import_model
 
         import_model(folder / "theirs", folder / "run", lambda progress: None)
         context = multiprocessing.get_context("spawn")

@@ -9,11 +9,11 @@ import torch
 
 import weft
 from tests.small import Overrides, small_job
-from weft.checkpoint.export import write_model
 from weft.checkpoint.manifest import checkpoint_path
-from weft.job import replace, to_toml
+from weft.checkpoint.weight_files import write_model
+from weft.config.job import replace, to_toml
 from weft.models import load_family, resolve_model
-from weft.models.huggingface import shapes
+from weft.models.hf_mapping import shapes
 
 
 def random_run(folder: Path, store: Path, *overrides: tuple[str, str]) -> Path:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.config.job import DataSection
 from weft.data.prepare import prepare
-from weft.job import DataSection
 
 pytest_plugins = ["tests.tiers"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from weft.job import Job
+from weft.config.job import Job
+from weft.estimate.trace import axis_groups, record_step
 from weft.plan.resolve import Plan
-from weft.predict.trace import axis_groups, record_step
 from weft.train.setup import Built
 
 

@@ -4,7 +4,7 @@ rank of them does.
 A layout is a string of axes, and of overrides: ``"pp2 tp2"`` is two stages of two tensor-parallel
 ranks.  `COVERED` holds every pair of techniques in as few layouts as that takes.
 `tests/parallel/test_layouts.py` compares each with one process, on tensors; and
-`tests/predict/test_trace.py` each of at most four ranks with its trace.  What is added here is
+`tests/estimate/test_trace.py` each of at most four ranks with its trace.  What is added here is
 compared there and there.
 """
 
@@ -22,7 +22,7 @@ import torch
 from tests.covering import Case, cover_pairs
 from tests.harness import run_ranks
 from tests.small import Overrides, gradients, merged
-from weft.plan.timetable import SCHEDULES
+from weft.plan.pipeline_schedule import SCHEDULES
 
 AXES = ("dp_shard2", "dp_replicate2", "tp2", "pp2", "cp2")
 
@@ -165,23 +165,23 @@ def combinations(count: int) -> list[str]:
 
 
 SINGLE, PAIRS, THREE, FOUR = (combinations(count) for count in (1, 2, 3, 4))
-EACH_SCHEDULE = [f"pp2 schedule={schedule}" for schedule in SCHEDULES]
+EACH_SCHEDULE = [f"pp2 pipeline.schedule={schedule}" for schedule in SCHEDULES]
 
 
 def cover(schedules: Iterable[str]) -> list[str]:
     """Return layouts that together hold every pair of these techniques."""
     axes = {
-        "pp": ["", *(f"pp2 schedule={schedule}" for schedule in schedules)],
-        "cp": ["", *(f"cp2 context={method}" for method in ("ring", "allgather", "ulysses"))],
+        "pp": ["", *(f"pp2 pipeline.schedule={schedule}" for schedule in schedules)],
+        "cp": ["", *(f"cp2 cp_method={method}" for method in ("ring", "allgather", "ulysses"))],
         "dp": ["", "dp_shard2", "dp_replicate2"],
         "tp": ["", "tp2", "tp2 sequence_parallel=false"],
         "rows": ["data.packing=windows", "data.packing=documents"],
-        "balance": ["context_balance=true", "context_balance=false"],
+        "balance": ["cp_load_balance=true", "cp_load_balance=false"],
         "tied": ["model.tied_embeddings=false", "model.tied_embeddings=true"],
         "reshard": ["", "reshard_after_forward=always", "reshard_after_forward=never"],
         "sync": ["", "gradient_sync=step", "gradient_sync=microbatch"],
         "offload": ["", "cpu_offload=true"],
-        "persist": ["", "persist_below=100 prefetch=2"],
+        "persist": ["", "param_persistence_threshold=100 fsdp_prefetch=2"],
         "microbatch": ["", "train.microbatch_size=3"],  # 8 sequences: the last one has 2
     }
 
@@ -199,13 +199,13 @@ COVERED_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 COVERED = cover(COVERED_SCHEDULES)
 COVERED_BY_ALL_SCHEDULES = cover(SCHEDULES)
 PIPELINES = [
-    "pp4 schedule=GPipe",
-    "pp3 placement=replica-outer",
-    "pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=3",
+    "pp4 pipeline.schedule=GPipe",
+    "pp3 mesh_order=replica-outer",
+    "pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=3",
     "pp2 train.microbatch_size=auto",
     "pp2 pipeline.layers_per_stage=[1,3]",
-    "pp2 dp_replicate2 placement=replica-outer",
-    "pp2 schedule=ZBVZeroBubble reshard_after_forward=always",
+    "pp2 dp_replicate2 mesh_order=replica-outer",
+    "pp2 pipeline.schedule=ZBVZeroBubble reshard_after_forward=always",
 ]
 TENSOR = [  # two key/value heads: two ranks share one
     "tp4 model.tied_embeddings=true",
@@ -220,8 +220,8 @@ MORE_TENSOR = [
 def rings(size: int) -> list[str]:
     """Return a context-parallel layout for each of its pairs of keys."""
     axes = {
-        "method": [f"cp{size} context={method}" for method in ("ring", "allgather", "ulysses")],
-        "balance": ["context_balance=true", "context_balance=false"],
+        "method": [f"cp{size} cp_method={method}" for method in ("ring", "allgather", "ulysses")],
+        "balance": ["cp_load_balance=true", "cp_load_balance=false"],
         "rows": ["data.packing=documents", "data.packing=windows"],
     }
     return [" ".join(case.values()) for case in cover_pairs(axes)]
@@ -233,7 +233,7 @@ DATA = [
     "dp_shard2 dp_replicate2 gradient_sync=microbatch",
 ]
 MORE_DATA = [
-    "dp_shard2 pp2 schedule=InterleavedZeroBubble reshard_after_forward=always",
+    "dp_shard2 pp2 pipeline.schedule=InterleavedZeroBubble reshard_after_forward=always",
     "dp_shard2 dp_replicate2 pp2 gradient_sync=microbatch",
     "dp_shard2 dp_replicate2 tp2 gradient_sync=step",
 ]
@@ -247,9 +247,9 @@ TRACED = [
     "dp_shard4 activation_checkpoint.mode=selective precision.compute_dtype=bfloat16",
     "dp_shard2 tp2 activation_checkpoint.mode=full",
     "tp2 pp2 activation_checkpoint.mode=selective",
-    "dp_shard2 pp2 schedule=Interleaved1F1B",
-    "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=4 model.num_layers=8",
-    "dp_shard2 pp2 schedule=ZBVZeroBubble",
+    "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B",
+    "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4 model.num_layers=8",
+    "dp_shard2 pp2 pipeline.schedule=ZBVZeroBubble",
     "dp_shard4 optim.state_dtype=bfloat16",
     "dp_shard2 tp2 optim.state_dtype=8bit model.dim=128 model.ffn_dim=128",
     "dp_shard2 tp2 optim.name=muon",

@@ -32,7 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.small import SMALL, Overrides
-from weft.checkpoint.state import named_parameters
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import Job, read_job
+from weft.data.dataset import Source, Text
 from weft.data.loader import (
     Batch,
     Loader,
@@ -41,13 +43,11 @@ from weft.data.loader import (
     evaluation_batches,
     samples_of,
 )
-from weft.data.store import Manifest, Shard, Split, Store
-from weft.data.text import Source, Text
-from weft.job import Job, read_job
+from weft.data.token_store import Manifest, Shard, Split, Store
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.train.references import log_probs
+from weft.train.reference_logprobs import log_probs
 from weft.train.setup import Built, Rank, build
 
 LIMIT = 1e-5  # of float32, relative to the largest entry
@@ -783,7 +783,7 @@ def build_weft(case: Case, folder: Path, rank: Rank | None = None) -> Weft:
 
 def oracle_of(weft: Weft) -> nn.Module:
     """The oracle's model with weft's initial weights, with adapters where weft has some."""
-    job, config = weft.job, weft.plan.model
+    job, config = weft.config.job, weft.plan.model
     model = build_theirs(job.model.kind, config)
     ours = {name: p for part in weft.built.parts for name, p in part.named_parameters()}
     buffers = dict(weft.built.parts[0].named_buffers())
@@ -818,15 +818,17 @@ def whole_of(weft: Weft, name: str, param: Tensor) -> Tensor:
     if value.dtype != torch.uint8:
         found: Tensor = value.detach().float()
         return found
-    from weft.parallel.init import init_params
+    from weft.parallel.initialization import init_params
 
     shape = (value.shape[0], value.shape[1] * 64)
     exact = torch.empty(shape)
     from weft.models import load_family
 
-    family = load_family(weft.job.model.kind)
-    init_params([(name, exact)], weft.job.train.seed, lambda n: family.init_of(n, weft.plan.model))
-    return rounded(exact, weft.job.lora.quantize)
+    family = load_family(weft.config.job.model.kind)
+    init_params(
+        [(name, exact)], weft.config.job.train.seed, lambda n: family.init_of(n, weft.plan.model)
+    )
+    return rounded(exact, weft.config.job.lora.quantize)
 
 
 def departures(case: Case) -> Iterator[Departure]:
@@ -847,7 +849,7 @@ def check_case(case: Case) -> None:
 
 class _Comparison:
     def __init__(self, weft: Weft) -> None:
-        self.weft, self.job, self.plan = weft, weft.job, weft.plan
+        self.weft, self.job, self.plan = weft, weft.config.job, weft.plan
         self.built = weft.built
         self.params = dict(named_parameters(weft.built.parts))
         self.theirs = oracle_of(weft)
@@ -930,7 +932,7 @@ class _Comparison:
                 value = value.float()
                 if value.dim() == 1:
                     if (value != 1).any():
-                        yield Departure("initial", f"{name} is not 1", "parallel/init.py")
+                        yield Departure("initial", f"{name} is not 1", "parallel/initialization.py")
                     continue
                 if ".lora_B" in name:
                     if value.any():
@@ -949,15 +951,17 @@ class _Comparison:
                     yield Departure(
                         "initial",
                         f"{name}: std {float(value.std()):.4g}, not {expected:.4g}",
-                        "parallel/init.py",
+                        "parallel/initialization.py",
                     )
                 if abs(float(value.mean())) > 5 * std / math.sqrt(value.numel()):
-                    yield Departure("initial", f"{name}: its mean is not 0", "parallel/init.py")
+                    yield Departure(
+                        "initial", f"{name}: its mean is not 0", "parallel/initialization.py"
+                    )
         matrices = [whole(p).flatten()[:8] for p in self.params.values() if p.dim() > 1]
         pairs = ((a, b) for i, a in enumerate(matrices) for b in matrices[:i])
         for a, b in pairs:
             if a.any() and len(a) == len(b) and torch.allclose(a / a[0], b / b[0]):
-                yield Departure("initial", "two matrices are alike", "parallel/init.py")
+                yield Departure("initial", "two matrices are alike", "parallel/initialization.py")
 
     def _epochs(self, seen: list[Any]) -> Iterator[Departure]:
         """Every member once in each epoch, and not in the same order."""
@@ -985,7 +989,7 @@ class _Comparison:
             expected = answers_of(losses_of(self.theirs, rows), rows)
         if not self.low and (known - expected).abs().max() > 1e-4:
             text = f"off by {float((known - expected).abs().max()):.2g} nats"
-            yield Departure("references", text, "train/references.py")
+            yield Departure("references", text, "train/reference_logprobs.py")
         # As if training had moved away from them.
         random = torch.Generator().manual_seed(1)
         moved = expected + torch.randn(known.shape, generator=random)
@@ -1038,7 +1042,7 @@ class _Comparison:
         expected = torch.stack(columns).mean(1)
         off = float((sums[:, 0] / sums[:, 1] - expected).abs().max())
         if off > 1e-4:
-            yield Departure("metrics", f"step {step}: off by {off:.1e}", "train/objective.py")
+            yield Departure("metrics", f"step {step}: off by {off:.1e}", "train/objectives.py")
 
     def _theirs(
         self, model: nn.Module, rows: Rows, references: Tensor | None
@@ -1065,7 +1069,7 @@ class _Comparison:
         alike = max(factors) - min(factors) < 1e-3 * abs(max(factors))
         dpo = self.job.train.objective == "dpo"
         if loss_off:
-            return ("train/objective.py" if dpo else "train/step.py"), "loss"
+            return ("train/objectives.py" if dpo else "train/step.py"), "loss"
         if len(wrong) == len(grads) and alike:
             return "train/step.py", "gradients"
         if len(wrong) == len(grads) or any("lm_head" in name for name in wrong):

@@ -13,11 +13,11 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.manifest import checkpoints, read_manifest
-from weft.checkpoint.shards import overlaps, parse_contents, read_shards
-from weft.checkpoint.state import named_parameters
+from weft.checkpoint.shard_files import overlaps, parse_contents, read_shards
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import Job, read_job
+from weft.data.dataset import open_text
 from weft.data.loader import Loader, samples_of
-from weft.data.text import open_text
-from weft.job import Job, read_job
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
 from weft.plan.resolve import Machine, Plan, resolve

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.conftest import make_store, make_text
 from tests.harness import RankError, run_ranks
-from tests.resilience.test_chaos import CANONICAL, JOB, STEPS, check, train_until_killed
+from tests.monitor.test_chaos import CANONICAL, JOB, STEPS, check, train_until_killed
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli import main
+from weft.cli.main import main
 from weft.plan.resolve import Machine
 
 
@@ -304,7 +304,7 @@ def test_a_tokenizer_larger_than_the_model(
 
 
 def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from weft.job import read_job, to_toml
+    from weft.config.job import read_job, to_toml
 
     job, base, _ = read_job("demo", [("train.seed", "7")])
     (tmp_path / "job.toml").write_text(to_toml(job, "demo", base))
@@ -394,9 +394,9 @@ def test_train_prints_stages_and_warnings() -> None:
     """Before it starts anything."""
     from rich.console import Console
 
-    from weft.launch.start import describe
+    from weft.cluster.start import describe
     from weft.monitor.terminal import quiet_console
-    from weft.plan.report import plan_recipe
+    from weft.plan.plan_text import plan_recipe
 
     overrides = [("parallel.tp", "8"), ("parallel.pp", "2")]
     overrides += [("model.num_kv_heads", "8"), ("model.num_heads", "8")]
@@ -418,13 +418,13 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_is_complete_and_light() -> None:
-    from weft.job import keys
+    from weft.config.job import keys
 
     done = weft("train", "--help")
     assert done.returncode == 0
     assert all(key in done.stdout for key in keys())
     heavy = "torch", "numpy", "rich", "fsspec", "tokenizers", "yaml"
-    probe = f"import sys, weft.cli; sys.exit(any(name in sys.modules for name in {heavy}))"
+    probe = f"import sys, weft.cli.main; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
     assert weft().returncode == 2
     assert weft("trian").returncode == 2
@@ -432,15 +432,15 @@ def test_help_is_complete_and_light() -> None:
 
 def test_every_command_is_there() -> None:
     """In the table by which words are read, and among what is run."""
-    from weft.arguments import COMMANDS, GROUPS
-    from weft.cli import RUN
+    from weft.cli.arguments import COMMANDS, GROUPS
+    from weft.cli.main import RUN
 
     assert list(COMMANDS) == list(RUN)
     assert {name.split()[0] for name in COMMANDS if " " in name} == set(GROUPS)
 
 
 def test_the_value_of_an_option_is_no_key() -> None:
-    from weft.arguments import parse
+    from weft.cli.arguments import parse
 
     words = ["generate", "run", "--prompt", "--a sentence", "--parallel.tp=2", "--seed=1"]
     found = parse(words)

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT
-from weft.cli import main
-from weft.data.cache import Progress
-from weft.escaping import (
+from weft.cli.main import main
+from weft.cluster.preparing import showing
+from weft.config.escaping import (
     EscapingStream,
     escape_controls,
     escaping_stream,
     is_one_line,
     raw_stream,
 )
-from weft.launch.preparing import showing
+from weft.data.prepared_cache import Progress
 from weft.monitor.terminal import quiet_console
 
 TITLE = "\x1b]0;owned\x07"

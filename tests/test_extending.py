@@ -10,15 +10,15 @@ from rich.console import Console
 
 from tests.harness import run_ranks
 from tests.small import losses, plan_here, this_rank
-from weft.data.text import open_text
-from weft.job import read_job
+from weft.config.job import read_job
+from weft.data.dataset import open_text
 from weft.models import resolve_model
 from weft.train.loop import train
 
 MINE = """
 import torch
 from torch import nn
-from weft.job import Section, key
+from weft.config.job import Section, key
 from weft.models import Family
 from weft.models.family import Init
 

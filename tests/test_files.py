@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.files import check_url, read_json, replace_bytes, sync_folder, write_durably
-from weft.job import WeftError
+from weft.config.files import check_url, read_json, replace_bytes, sync_folder, write_durably
+from weft.config.job import WeftError
 
 WRITERS = [replace_bytes, write_durably]
 Writer = Callable[[Path, bytes], None]
@@ -23,7 +23,7 @@ Writer = Callable[[Path, bytes], None]
 KEEPS_WRITING = """
 import sys
 from pathlib import Path
-from weft.files import replace_bytes, write_durably
+from weft.config.files import replace_bytes, write_durably
 path, writer = Path(sys.argv[1]), globals()[sys.argv[2]]
 while True:
     for byte in (b"a", b"b"):

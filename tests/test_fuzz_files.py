@@ -19,20 +19,20 @@ import pytest
 
 from tests.data.test_hostile import mutated
 from tests.garbled import another_json, binary, nested, nested_objects, wrong_types
-from tests.interchange.test_huggingface import tiny_folder
 from tests.small import small_job
-from weft.compare.folder import COMPARISON, Ended, open_comparison, stored
-from weft.compare.fuzz import Outcome, Settings, Tried, read_log
-from weft.compare.variants import Variant
-from weft.data.cache import read_scans, write_scans
-from weft.files import read_json
-from weft.inference.generate import read_prompts
-from weft.inference.tasks import read_task
-from weft.interchange.huggingface import import_model
-from weft.job import InvalidJob, WeftError, read_job
-from weft.launch.hang import seen_in_dump
-from weft.launch.submit import RECORD, Launched
+from tests.tools.test_hf_convert import tiny_folder
+from weft.cluster.hang import seen_in_dump
+from weft.cluster.submit import RECORD, Launched
+from weft.config.files import read_json
+from weft.config.job import InvalidJob, WeftError, read_job
+from weft.data.prepared_cache import read_scans, write_scans
 from weft.plan.devices import OURS, read_clusters
+from weft.tools.comparison_dir import COMPARISON, Ended, open_comparison, stored
+from weft.tools.generate import read_prompts
+from weft.tools.hf_convert import import_model
+from weft.tools.multiple_choice import read_task
+from weft.tools.variants import Variant
+from weft.tools.verify_fuzz import Outcome, Settings, Tried, read_log
 
 MUTATIONS = 60  # of each file
 MANY = 1000  # in the slow tier

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli import main
+from weft.cli.main import main
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
 QUOTE = re.compile(r"^```\n\$ weft (.*)\n((?:.*\n)*?)```$", re.MULTILINE)

@@ -9,22 +9,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "weft"
 
-# Packages on one level do not import each other.
-ORDER = [
-    {"job"},
-    {"escaping", "files"},
-    {"models"},
-    {"plan"},
-    {"parallel"},
-    {"resilience"},
-    {"data", "optim", "checkpoint", "observe"},
-    {"train"},
-    {"predict", "inference"},
-    {"compare", "launch", "interchange"},
-    {"arguments"},
-    {"cli"},
-]
-LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+ORDER = (
+    "config",
+    "models",
+    "plan",
+    "parallel",
+    "data",
+    "optim",
+    "monitor",
+    "checkpoint",
+    "train",
+    "estimate",
+    "tools",
+    "cluster",
+    "cli",
+)
+LEVEL = {name: level for level, name in enumerate(ORDER)}
 
 
 def imported(path: Path) -> set[str]:
@@ -87,7 +87,7 @@ def test_no_modules_import_each_other() -> None:
 
 def test_a_launcher_does_not_import_torchs_compiler() -> None:
     """It takes most of a second, each time that somebody starts a run."""
-    probe = "import sys, weft.launch.start; sys.exit('torch._dynamo' in sys.modules)"
+    probe = "import sys, weft.cluster.start; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.job import (
+from weft.config.job import (
     RECIPES,
     SECTIONS,
     Job,

@@ -45,11 +45,11 @@ EVENTS = {
 # Names that start a process where a test's code uses them.
 STARTERS = {"Popen", "fork", "posix_spawn", "subprocess"}
 WEFT_STARTERS = {
-    ("weft.compare.experiment", "compare"): "system",
-    ("weft.compare.fuzz", "fuzz"): "ranks",
-    ("weft.compare.ranks", "run_ranks"): "ranks",
-    ("weft.compare.verify", "verify"): "ranks",
-    ("weft.predict.search", "search"): "system",
+    ("weft.tools.experiment", "compare"): "system",
+    ("weft.tools.verify_fuzz", "fuzz"): "ranks",
+    ("weft.tools.local_ranks", "run_ranks"): "ranks",
+    ("weft.tools.verify", "verify"): "ranks",
+    ("weft.estimate.search", "search"): "system",
 }
 FACTS = ("git", "uname")  # commands that a run asks for a fact, in milliseconds: no tier of theirs
 SHOWN = 15  # slowest tests in the summary

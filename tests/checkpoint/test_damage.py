@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.test_store import everything, save, stepped
+from tests.checkpoint.test_manager import everything, save, stepped
 from tests.harness import RankError, run_ranks
-from weft.checkpoint import manifest, shards
+from weft.checkpoint import manifest
+from weft.checkpoint import shard_files as shards
 from weft.checkpoint.fingerprint import fingerprint, wrapped
 from weft.checkpoint.load import load
 from weft.checkpoint.manifest import (
@@ -26,8 +27,8 @@ from weft.checkpoint.manifest import (
     manifest_text,
     read_manifest,
 )
-from weft.checkpoint.state import named_parameters
-from weft.train.position import resume
+from weft.checkpoint.state_dict import named_parameters
+from weft.train.state import resume
 
 SHAPE = (5, 6, 7)
 

@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.test_store import everything, stepped
+from tests.checkpoint.test_manager import everything, stepped
 from tests.harness import run_ranks
+from weft.checkpoint.manager import Saver
 from weft.checkpoint.manifest import CheckpointError, manifest_text
-from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import Saver
-from weft.job import ResilienceSection
-from weft.resilience.anomaly import Watch
-from weft.train.position import Position, resume
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import ResilienceSection
+from weft.monitor.anomaly import Watch
+from weft.train.state import Position, resume
 
 MEMORY_BYTES = 2 << 30  # that one load may take more than the process has
 SECONDS = 5.0  # of the processor, for one load

@@ -14,18 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.test_store import save
+from tests.checkpoint.test_manager import save
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.parallel.test_layouts import TOLERANCE
 from tests.small import Overrides, loader_of, plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.state import model_state, named_parameters, optimizer_state
-from weft.data.text import open_text
-from weft.job import Job
+from weft.checkpoint.state_dict import model_state, named_parameters, optimizer_state
+from weft.config.job import Job
+from weft.data.dataset import open_text
 from weft.optim.optimizer import set_learning_rate
-from weft.train.position import Position, resume
 from weft.train.setup import Built, build
+from weft.train.state import Position, resume
 
 # Twelve rows go over 1 to 4 ranks; three of these cut 32 rows of a weight into 11, 11 and 10.
 BATCH = 12
@@ -169,7 +169,7 @@ RING = [
     "dp_shard3",
     "tp2",
     "dp_replicate2 dp_shard2",
-    "pp2 schedule=Interleaved1F1B",
+    "pp2 pipeline.schedule=Interleaved1F1B",
     "cp2",
     "dp_shard2 tp2",
     "pp4",
@@ -179,7 +179,7 @@ RING = [
 
 
 # Uneven parts, parts of parts in two directions, and stages that do not follow each other.
-SHORT_RING = ["dp_shard3", "dp_shard2 tp2", "pp2 schedule=Interleaved1F1B"]
+SHORT_RING = ["dp_shard3", "dp_shard2 tp2", "pp2 pipeline.schedule=Interleaved1F1B"]
 
 
 @pytest.mark.parametrize("ring", [SHORT_RING, pytest.param(RING, marks=pytest.mark.slow)])
@@ -204,8 +204,8 @@ EVERY = [
     "dp_shard4",
     "tp4",
     "pp2 tp2",
-    "pp2 schedule=DualPipeV",
-    "dp_shard3 persist_below=100",
+    "pp2 pipeline.schedule=DualPipeV",
+    "dp_shard3 param_persistence_threshold=100",
     "dp_shard2 train.world_size_invariant=true train.microbatch_size=1",
 ]
 SOME = ["", "dp_shard3", "tp2", "dp_replicate2 dp_shard2", "cp2", "dp_shard2 tp2"]

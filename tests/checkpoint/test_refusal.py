@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_damage import save_two
-from tests.checkpoint.test_store import save, stepped
+from tests.checkpoint.test_manager import save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, records, train_rank
+from weft.checkpoint.manager import give_up, quarantined
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -23,8 +24,7 @@ from weft.checkpoint.manifest import (
     take,
 )
 from weft.checkpoint.storage import open_folder
-from weft.checkpoint.store import give_up, quarantined
-from weft.train.position import resume
+from weft.train.state import resume
 
 STEPS: Overrides = [
     ("train.steps", "6"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import s3
-from tests.checkpoint.test_store import everything, save, stepped
+from tests.checkpoint.test_manager import everything, save, stepped
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, small_job, train_rank
 from weft.checkpoint.load import load
@@ -24,11 +24,11 @@ from weft.checkpoint.manifest import (
     read_manifest,
     take,
 )
-from weft.checkpoint.shards import overlaps, parse_contents, read_shards
+from weft.checkpoint.shard_files import overlaps, parse_contents, read_shards
 from weft.checkpoint.storage import open_folder, put_new
-from weft.cli import main
-from weft.job import to_toml
-from weft.train.position import resume
+from weft.cli.main import main
+from weft.config.job import to_toml
+from weft.train.state import resume
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")
 pytest.importorskip("upath", reason="pip install 'weft[s3]'")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.checkpoint.test_store import everything, save, stepped
+from tests.checkpoint.test_manager import everything, save, stepped
 from tests.harness import ROOT, RankError, run_ranks
 from tests.small import (
     Overrides,
@@ -27,9 +27,9 @@ from tests.small import (
     this_rank,
     train_rank,
 )
+from weft.checkpoint import manager as store_module
 from weft.checkpoint import manifest
-from weft.checkpoint import store as store_module
-from weft.checkpoint.interval import Saves, young_interval
+from weft.checkpoint.manager import Saver, _delete_old
 from weft.checkpoint.manifest import (
     CheckpointError,
     Superseded,
@@ -40,12 +40,12 @@ from weft.checkpoint.manifest import (
     read_manifest,
     take,
 )
-from weft.checkpoint.state import named_parameters
+from weft.checkpoint.save_schedule import Saves, young_interval
+from weft.checkpoint.state_dict import named_parameters
 from weft.checkpoint.storage import put_new
-from weft.checkpoint.store import Saver, _delete_old
-from weft.data.text import open_text
-from weft.job import CheckpointSection
-from weft.resilience.faults import arm, listeners
+from weft.config.job import CheckpointSection
+from weft.data.dataset import open_text
+from weft.monitor.faults import arm, listeners
 from weft.train.loop import train
 
 

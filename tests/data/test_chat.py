@@ -24,13 +24,13 @@ from tests.chat import (
     write_lines,
     write_tokenizer,
 )
+from weft.config.job import DataSection, InvalidJob
 from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, parse
 from weft.data.conversations import check_chat, prepare_conversations
+from weft.data.dataset import Text, open_text
 from weft.data.inspect import inspect
 from weft.data.prepare import prepare_text
-from weft.data.store import SplitName, Store
-from weft.data.text import Text, open_text
-from weft.job import DataSection, InvalidJob
+from weft.data.token_store import SplitName, Store
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": "<b>&'"}}}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
@@ -381,7 +381,7 @@ def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
     packed = "".join(json.dumps(line) + "\n" for line in lines[40:]).encode()
     (tmp_path / "data/c.jsonl.zst").write_bytes(zstandard.compress(packed))
     (tmp_path / "data/README.md").write_text("not a conversation")
-    chosen = section(tmp_path / "data", tokenizer, holdout=0.1)
+    chosen = section(tmp_path / "data", tokenizer, validation_fraction=0.1)
     text = prepare_text(chosen, tmp_path / "cache")
     store = text.sources[0].store
     assert store.manifest.kind == "chat"
@@ -501,7 +501,7 @@ def test_chat_each_file_format_gives_the_same_conversations(tmp_path: Path) -> N
         "memory://bucket/chat",
         "memory://bucket/*/a.jsonl.gz",
     ):
-        chosen = section(path, tokenizer, holdout=0.1)
+        chosen = section(path, tokenizer, validation_fraction=0.1)
         assert check_chat(chosen) == []
         stores[path] = prepare_text(chosen, tmp_path / "cache").sources[0].store
     # A table's row is another text than a line, so others may be held out; of all it is the same.

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weft.config.job import DataSection, InvalidJob
 from weft.data import documents as reading
 from weft.data import workers
-from weft.data.cache import Progress
 from weft.data.prepare import prepare, prepare_text
-from weft.data.shards import PIECE_BYTES, in_pieces
-from weft.data.store import Store
-from weft.job import DataSection, InvalidJob
+from weft.data.prepared_cache import Progress
+from weft.data.token_shards import PIECE_BYTES, in_pieces
+from weft.data.token_store import Store
 
 ROOT = Path(__file__).parents[2]
 SHARD = 6_000
@@ -109,11 +109,12 @@ def test_prepare_more_documents_move_none_to_another_split(tmp_path: Path) -> No
 @pytest.mark.parametrize("count", [2, 5])
 def test_prepare_few_documents_leave_one_for_validation(count: int, tmp_path: Path) -> None:
     store = prepare(
-        section(write_lines(tmp_path / "x.jsonl", texts(count)), holdout=0.001), tmp_path / "c"
+        section(write_lines(tmp_path / "x.jsonl", texts(count)), validation_fraction=0.001),
+        tmp_path / "c",
     )
     assert store.manifest.validation.documents == 1
     assert store.manifest.train.documents == count - 1
-    again = prepare(section(tmp_path / "x.jsonl", holdout=0.001), tmp_path / "c")
+    again = prepare(section(tmp_path / "x.jsonl", validation_fraction=0.001), tmp_path / "c")
     assert again == store
     write_lines(tmp_path / "x.jsonl", ["alone"])
     with pytest.raises(InvalidJob, match="too little text"):
@@ -125,7 +126,7 @@ def test_prepare_unchanged_file_is_not_read_again(
 ) -> None:
     file = write_lines(tmp_path / "x.jsonl", texts(300))
     store = prepare(section(file), tmp_path / "c")
-    changed = prepare(section(file, field="text", holdout=0.2), tmp_path / "c")
+    changed = prepare(section(file, text_field="text", validation_fraction=0.2), tmp_path / "c")
     assert changed.path != store.path
     with monkeypatch.context() as patch:
         patch.setattr("weft.data.documents.documents", None)  # nothing can be read
@@ -150,7 +151,7 @@ import os, signal, sys
 from pathlib import Path
 from weft.data.prepare import prepare
 from weft.data import documents, workers
-from weft.job import DataSection
+from weft.config.job import DataSection
 documents.READ_ALONE_BYTES = documents.ENCODE_ALONE_BYTES = 1
 workers.num_cores = lambda: int(sys.argv[4])
 def die(progress):
@@ -257,9 +258,9 @@ def test_prepare_parquet_without_the_column_is_refused(tmp_path: Path) -> None:
     assert "has no column 'text'; it has content, n" in refusal
     assert "data.text_field" in refusal
     assert "the column 'n' holds int64, not text" in refused(
-        tmp_path, tmp_path / "x.parquet", field="n"
+        tmp_path, tmp_path / "x.parquet", text_field="n"
     )
-    assert prepare(section(tmp_path / "x.parquet", field="content"), tmp_path / "d")
+    assert prepare(section(tmp_path / "x.parquet", text_field="content"), tmp_path / "d")
     (tmp_path / "bad.parquet").write_bytes(b"no Parquet")
     assert "is not a Parquet file" in refused(tmp_path, tmp_path / "bad.parquet")
 
@@ -305,7 +306,7 @@ def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
         "import resource, sys\n"
         "from pathlib import Path\n"
         "from weft.data.prepare import prepare\n"
-        "from weft.job import DataSection\n"
+        "from weft.config.job import DataSection\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "section = DataSection(path=sys.argv[1], vocab_size=300)\n"
         "store = prepare(section, Path(sys.argv[2]))\n"

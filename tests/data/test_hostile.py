@@ -17,12 +17,12 @@ import pytest
 import zstandard
 
 from tests.harness import run_ranks
-from weft.data.cache import Progress, open_verified
+from weft.config.job import DataSection, InvalidJob
 from weft.data.chat import load_template
+from weft.data.dataset import open_text, write_mixture
 from weft.data.prepare import prepare
-from weft.data.text import open_text, write_mixture
+from weft.data.prepared_cache import Progress, open_verified
 from weft.data.tokenizer import load_tokenizer, separator_id, train_tokenizer
-from weft.job import DataSection, InvalidJob
 
 MUTATIONS = 40  # of each file, in the default suite
 

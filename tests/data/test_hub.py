@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_documents import decoded, section, texts
+from weft.config.job import InvalidJob
 from weft.data.hub import parse_url
 from weft.data.prepare import prepare
 from weft.data.source import look
-from weft.job import InvalidJob
 
 datasets = pytest.importorskip("datasets", reason="pip install 'weft[data]'")
 datasets.disable_progress_bars()
@@ -32,7 +32,7 @@ def test_prepare_dataset_saved_to_disk_has_each_document(tmp_path: Path) -> None
     split = prepare(section(tmp_path / "both" / "train"), tmp_path / "c")
     assert sorted(decoded(split, "train")) == sorted(decoded(store, "train"))
     with pytest.raises(InvalidJob, match="has no column 'txt'; did you mean 'text'"):
-        prepare(section(tmp_path / "saved", field="txt"), tmp_path / "c")
+        prepare(section(tmp_path / "saved", text_field="txt"), tmp_path / "c")
 
 
 @pytest.mark.system
@@ -63,7 +63,7 @@ def test_prepare_streamed_dataset_has_each_document(
             prepare(section(url), tmp_path / "c")
         assert rule in str(caught.value)
     with pytest.raises(InvalidJob, match=r"row 1 of part \d: the column 'n' is no text"):
-        prepare(section(f"hf://{folder}", field="n"), tmp_path / "c")
+        prepare(section(f"hf://{folder}", text_field="n"), tmp_path / "c")
 
 
 def test_parse_url_hub_names_are_read_or_refused() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.cli import main
+from weft.cli.main import main
+from weft.config.job import DataSection
 from weft.data import inspect as inspecting
 from weft.data.inspect import inspect, summary
 from weft.data.prepare import prepare_text
 from weft.data.tokenizer import train_tokenizer
-from weft.job import DataSection
 
 
 @pytest.fixture

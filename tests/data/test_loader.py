@@ -21,7 +21,7 @@ from weft.data.loader import (
     evaluation_batches,
 )
 from weft.data.order import sample_index
-from weft.data.store import TokenStream
+from weft.data.token_store import TokenStream
 
 SEPARATOR = 0
 PACKINGS: list[Packing] = ["windows", "documents"]

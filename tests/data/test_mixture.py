@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tests.data.test_loader import SEPARATOR, equal, join, make_stream
+from weft.config.job import DataSection, InvalidJob, read_job
+from weft.data.dataset import open_text, source_names
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, Windows, evaluation_batches
 from weft.data.order import ROUND, Turns, parts, sample_index
 from weft.data.prepare import prepare, prepare_text
-from weft.data.store import TokenStream
-from weft.data.text import open_text, source_names
-from weft.job import DataSection, InvalidJob, read_job
-from weft.train.check import prepare_job
+from weft.data.token_store import TokenStream
+from weft.train.job_checks import prepare_job
 
 # ------------------------------------------------------------------ turns
 
@@ -180,9 +180,9 @@ def test_mixture_shared_tokenizer_does_not_depend_on_earlier_runs(
     texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """What is held out decides what it learns from, so it decides the tokenizer."""
-    prepare_text(section(texts, holdout=0.4), tmp_path / "c")
-    second = prepare_text(section(texts, holdout=0.01), tmp_path / "c")
-    alone = prepare_text(section(texts, holdout=0.01), tmp_path / "d")
+    prepare_text(section(texts, validation_fraction=0.4), tmp_path / "c")
+    second = prepare_text(section(texts, validation_fraction=0.01), tmp_path / "c")
+    alone = prepare_text(section(texts, validation_fraction=0.01), tmp_path / "d")
     assert second.fingerprint == alone.fingerprint
 
 

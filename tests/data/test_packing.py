@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.chat import LLAMA, message, write_lines, write_tokenizer
+from weft.config.job import DataSection
 from weft.data.chat import Writer, load_template, parse
+from weft.data.dataset import Text, open_text
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, Pairs, samples_of
 from weft.data.packing import best_fit, check_conversations, pack, packing_line
 from weft.data.prepare import prepare_text
-from weft.data.text import Text, open_text
-from weft.job import DataSection
 
 
 def rows_of(lengths: np.ndarray[Any, Any], capacity: int, seed: int = 0) -> list[list[int]]:
@@ -171,7 +171,7 @@ def test_packing_too_long_conversation_is_reported_by_file_and_line(folder: Path
     assert f"use {max(long.values())}" in problem.remedy
     assert check_conversations(store, max(long.values()), chosen) == []
 
-    skip = chosen.model_copy(update={"too_long": "skip"})
+    skip = chosen.model_copy(update={"overlong": "skip"})
     assert check_conversations(store, 100, skip) == []
     index = store.index("train")
     here = [line for _, _, line in index.tolist() if line in long]
@@ -180,7 +180,7 @@ def test_packing_too_long_conversation_is_reported_by_file_and_line(folder: Path
     assert len(rows.order) == len(index) - len(here)
     assert f"; {len(here)} too long and left out" in packing_line(store, 100, skip, 0)
 
-    truncate = chosen.model_copy(update={"too_long": "truncate"})
+    truncate = chosen.model_copy(update={"overlong": "truncate"})
     rows = pack(store, "train", 100, truncate, 0)
     assert (rows.skipped, rows.cut) == (0, len(here))
     assert len(rows.order) == len(index)
@@ -218,10 +218,10 @@ def test_packing_pairs_are_rows_of_two_answers(folder: Path) -> None:
             assert batch.targets_BT[row, here].tolist() == targets.tolist()
     [problem] = check_conversations(store, 60, chosen)
     assert "pairs" in problem.rule
-    skip = chosen.model_copy(update={"too_long": "skip"})
+    skip = chosen.model_copy(update={"overlong": "skip"})
     rows = pack(store, "train", 60, skip, 0)
     assert rows.skipped == store.manifest.train.documents // 2 - len(rows) > 0
-    [problem] = check_conversations(store, 60, chosen.model_copy(update={"too_long": "truncate"}))
+    [problem] = check_conversations(store, 60, chosen.model_copy(update={"overlong": "truncate"}))
     assert problem.key == "data.overlong"
 
 
@@ -297,5 +297,5 @@ def test_packing_mixture_of_text_and_conversations_is_read(folder: Path, tmp_pat
 
 def test_packing_one_store_serves_each_row_length(folder: Path) -> None:
     text, _ = opened(folder, "chat.jsonl")
-    assert opened(folder, "chat.jsonl", too_long="skip")[0].path == text.path
-    assert opened(folder, "chat.jsonl", holdout=0.2)[0].path != text.path
+    assert opened(folder, "chat.jsonl", overlong="skip")[0].path == text.path
+    assert opened(folder, "chat.jsonl", validation_fraction=0.2)[0].path != text.path

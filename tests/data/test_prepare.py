@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.data.cache import Progress
+from weft.config.job import DataSection, InvalidJob
 from weft.data.prepare import prepare
-from weft.data.shards import PIECE_BYTES
-from weft.data.store import Store
+from weft.data.prepared_cache import Progress
+from weft.data.token_shards import PIECE_BYTES
+from weft.data.token_store import Store
 from weft.data.tokenizer import train_tokenizer
-from weft.job import DataSection, InvalidJob
 
 ROOT = Path(__file__).parents[2]
 SHARD = 3000  # bytes of text: many shards
@@ -52,7 +52,7 @@ def in_subprocess(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from pathlib import Path\n"
         "from weft.data.prepare import prepare\n"
-        "from weft.job import DataSection, InvalidJob\n"
+        "from weft.config.job import DataSection, InvalidJob\n"
         "section = DataSection(path=sys.argv[1], vocab_size=300)\n"
         "cache = Path(sys.argv[2])\n"
     )
@@ -82,7 +82,7 @@ def test_prepare_long_document_is_cut_into_pieces(tmp_path: Path) -> None:
     file.write_text("".join(f"line {line} <|endoftext|>\n" for line in range(20000)))
     assert file.stat().st_size > 3 * PIECE_BYTES
     stores = [
-        prepare(section(file, holdout=0.2), tmp_path / "cache", shard_bytes=size)
+        prepare(section(file, validation_fraction=0.2), tmp_path / "cache", shard_bytes=size)
         for size in (PIECE_BYTES, 1 << 30)
     ]
     assert len(stores[0].manifest.train.shards) > len(stores[1].manifest.train.shards) == 1
@@ -109,7 +109,7 @@ def test_prepare_second_time_tokenises_nothing(text: Path, tmp_path: Path) -> No
 def test_prepare_each_deciding_key_makes_another_store(text: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     paths = {prepare(section(text), cache).path}
-    for changes in ({"vocab_size": 301}, {"holdout": 0.1}, {"invalid_utf8": "skip"}):
+    for changes in ({"vocab_size": 301}, {"validation_fraction": 0.1}, {"invalid_utf8": "skip"}):
         paths.add(prepare(section(text, **changes), cache).path)
     (text / "00.txt").rename(text / "renamed.txt")
     paths.add(prepare(section(text), cache).path)

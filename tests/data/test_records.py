@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from weft.config.job import InvalidJob
 from weft.data import records
-from weft.data.files import local_file
 from weft.data.records import Document, Fault, documents, kind_of, units_of
-from weft.job import InvalidJob
+from weft.data.source_files import local_file
 
 pa = pytest.importorskip("pyarrow", reason="pip install 'weft[data]'")
 zstandard = pytest.importorskip("zstandard", reason="pip install 'weft[data]'")

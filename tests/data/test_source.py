@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.files import File
 from weft.data.source import check_path, look
+from weft.data.source_files import File
 
 
 def find_documents(path: str) -> tuple[File, ...]:

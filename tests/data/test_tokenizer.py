@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from xxhash import xxh3_128_hexdigest
 
+from weft.config.job import InvalidJob
 from weft.data.document_tokens import END_OF_TEXT
 from weft.data.tokenizer import (
     load_tokenizer,
@@ -16,7 +17,6 @@ from weft.data.tokenizer import (
     train_tokenizer,
     vocab_entries,
 )
-from weft.job import InvalidJob
 
 TEXTS = [Path(__file__).read_text(), "Ein Satz, und noch einer. " * 50, "日本語のテキスト " * 20]
 

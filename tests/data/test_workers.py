@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from weft.config.job import InvalidJob, Problem, WeftError
 from weft.data.workers import Advance, each
-from weft.job import InvalidJob, Problem, WeftError
 
 
 def doubled(number: int, advance: Advance) -> tuple[int, int]:

@@ -21,15 +21,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.small import SMALL, small_job
-from weft.data.text import open_text
-from weft.job import OptimSection
+from weft.config.job import OptimSection
+from weft.data.dataset import open_text
 from weft.models.layers import attend, document_mask
 from weft.models.llama import PRESETS, SHARDING, Llama
+from weft.monitor import faults
 from weft.optim.optimizer import adamw
 from weft.parallel.float8 import apply_float8
-from weft.parallel.tensor import apply_tensor
+from weft.parallel.tensor_parallel import apply_tensor
 from weft.plan.resolve import Machine, resolve
-from weft.resilience import faults
 from weft.train.loop import train
 from weft.train.setup import Rank, fastest_attention
 

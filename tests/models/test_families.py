@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parallel.test_layouts import MODEL, check
 from weft.models import FAMILIES, resolve_model
-from weft.models.huggingface import counterpart, from_config, shapes, to_config
+from weft.models.hf_mapping import counterpart, from_config, shapes, to_config
 from weft.models.llama import INIT, num_matmul_params
 from weft.plan.resolve import Machine
 
@@ -182,7 +182,7 @@ LAYOUTS = ["pp2", "tp2 sequence_parallel=false", "tp4"]
         pytest.param("qwen3", layout, marks=pytest.mark.slow)
         for layout in (
             *("dp_shard2", "tp2", "cp2", "dp_shard2 tp2", "tp2 pp2"),
-            *("tp2 cp2 context=ulysses", "dp_replicate2 tp2"),
+            *("tp2 cp2 cp_method=ulysses", "dp_replicate2 tp2"),
         )
     ],
 )
@@ -192,8 +192,8 @@ def test_every_layout_computes_the_same_gradients(kind: str, layout: str, store_
 
 
 def test_forecast_of_another_family_has_step_seconds() -> None:
-    from weft.plan.report import plan_recipe
-    from weft.predict.forecast import device_of, forecast
+    from weft.estimate.forecast import device_of, forecast
+    from weft.plan.plan_text import plan_recipe
 
     overrides = [
         ("model.kind", "qwen3"),

@@ -16,19 +16,19 @@ from rich.console import Console
 from tests.garbled import FILES, Case, cases, garbled
 from tests.harness import run_ranks
 from tests.small import SMALL, Overrides, plan_here, small_job, this_rank
-from weft.cli import main
-from weft.compare.trials import measure_trial
-from weft.data.text import open_text
-from weft.files import read_json
-from weft.job import WeftError, read_job
-from weft.launch.process import log_path, read_reports, write_error
-from weft.launch.start import changes_since, last_step, open_run
-from weft.monitor.history import History
+from weft.cli.main import main
+from weft.cluster.rank_exit import log_path, read_reports, write_error
+from weft.cluster.start import changes_since, last_step, open_run
+from weft.config.files import read_json
+from weft.config.job import WeftError, read_job
+from weft.data.dataset import open_text
+from weft.estimate.memory_check import Expected
+from weft.monitor.device_memory import expected_of
+from weft.monitor.goodput import Ledger
 from weft.monitor.jsonl import JsonlFile, read_records, read_tail
-from weft.monitor.ledger import Ledger
-from weft.monitor.memory import expected_of
-from weft.monitor.report import FILE, report_page
-from weft.predict.check import Expected
+from weft.monitor.run_reader import History
+from weft.monitor.run_report import FILE, report_page
+from weft.tools.trials import measure_trial
 from weft.train.loop import train
 
 CASES = cases()

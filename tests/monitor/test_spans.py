@@ -14,9 +14,9 @@ import pytest
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, train_rank
 from weft.monitor import spans
+from weft.monitor.faults import DOING, at
 from weft.monitor.spans import Spans, action, read_spans, span, spans_path
-from weft.plan.timetable import timetable
-from weft.resilience.faults import DOING, at
+from weft.plan.pipeline_schedule import timetable
 
 STEPS = [("train.steps", "3"), ("monitor.log_interval", "1")]
 

@@ -25,9 +25,9 @@ import pytest
 
 from tests import oracle as oracle_module
 from tests.oracle import Case, departures, make_case
-from weft.compare.ranks import RanksFailed, run_ranks
-from weft.compare.verify import read_recipe, verify
-from weft.job import InvalidJob, WeftError
+from weft.config.job import InvalidJob, WeftError
+from weft.tools.local_ranks import RanksFailed, run_ranks
+from weft.tools.verify import read_recipe, verify
 
 Overrides = list[tuple[str, str]]
 
@@ -60,7 +60,7 @@ class Check:
 PATCHES: dict[str, dict[str, Any]] = {
     # What is small here would be computed at once, or stay where it is.
     "chunks": {"weft.train.loss.CHUNK_BYTES": 4 * 288 * 8},
-    "offload": {"weft.parallel.offload.SMALLEST": 1},
+    "offload": {"weft.parallel.activation_offload.SMALLEST": 1},
 }
 
 DENSE = {"model__tied_embeddings": False, "data__packing": "documents"}
@@ -198,7 +198,7 @@ ORACLE: dict[str, tuple[dict[str, object], str]] = {
 # oracle, in a case like that is of it.
 BESIDE = {
     "activation_checkpoint": "parallel/activation_checkpoint.py",
-    "offload": "parallel/offload.py",
+    "offload": "parallel/activation_offload.py",
     "chunks": "train/loss.py",
     "canonical": "train/step.py",
 }
@@ -245,7 +245,7 @@ def find_by_oracle(name: str, precision: str, timeout: float) -> Finding | None:
 def frame_of(text: str) -> str:
     """The innermost file of weft's in a traceback; empty if there is none."""
     files = re.findall(r'File "[^"]*?/weft/([\w/]+\.py)"', text)
-    files = [file for file in files if not file.startswith(("compare/", "job.py"))]
+    files = [file for file in files if not file.startswith(("compare/", "config/job.py"))]
     return files[-1] if files else ""
 
 
@@ -267,13 +267,13 @@ class Technique(NamedTuple):
 
 def _pp(schedule: str, **more: str) -> Technique:
     keys = {"parallel.pp": "2", "pipeline.schedule": schedule, "model.tied_embeddings": "false"}
-    return Technique(keys | more, "parallel/pipeline.py", 2)
+    return Technique(keys | more, "parallel/pipeline_parallel.py", 2)
 
 
 def _cp(method: str, balance: bool = True) -> Technique:
     keys = {"parallel.cp": "2", "parallel.cp_method": method}
     keys["parallel.cp_load_balance"] = str(balance).lower()
-    return Technique(keys, "parallel/context.py", 2)
+    return Technique(keys, "parallel/context_parallel.py", 2)
 
 
 def _key(module: str, **keys: str) -> Technique:
@@ -281,12 +281,14 @@ def _key(module: str, **keys: str) -> Technique:
 
 
 TECHNIQUES: dict[str, Technique] = {
-    "dp_shard": Technique({"parallel.dp_shard": "2"}, "parallel/shard.py", 2),
-    "dp_shard4": Technique({"parallel.dp_shard": "4"}, "parallel/shard.py", 4),
-    "dp_replicate": Technique({"parallel.dp_replicate": "2"}, "parallel/shard.py", 2),
-    "tp": Technique({"parallel.tp": "2"}, "parallel/tensor.py", 2),
-    "tp4": Technique({"parallel.tp": "4", "model.num_heads": "8"}, "parallel/tensor.py", 4),
-    "whole rows": _key("parallel/tensor.py", parallel__sequence_parallel="false"),
+    "dp_shard": Technique({"parallel.dp_shard": "2"}, "parallel/data_parallel.py", 2),
+    "dp_shard4": Technique({"parallel.dp_shard": "4"}, "parallel/data_parallel.py", 4),
+    "dp_replicate": Technique({"parallel.dp_replicate": "2"}, "parallel/data_parallel.py", 2),
+    "tp": Technique({"parallel.tp": "2"}, "parallel/tensor_parallel.py", 2),
+    "tp4": Technique(
+        {"parallel.tp": "4", "model.num_heads": "8"}, "parallel/tensor_parallel.py", 4
+    ),
+    "whole rows": _key("parallel/tensor_parallel.py", parallel__sequence_parallel="false"),
     "gpipe": _pp("GPipe"),
     "1f1b": _pp("1F1B"),
     "interleaved": _pp("Interleaved1F1B"),
@@ -300,17 +302,17 @@ TECHNIQUES: dict[str, Technique] = {
     "allgather": _cp("allgather"),
     "allgather in order": _cp("allgather", False),
     "ulysses": _cp("ulysses"),
-    "documents": _key("parallel/context_blocks.py", data__packing="documents"),
-    "never": _key("parallel/shard.py", parallel__reshard_after_forward="never"),
-    "always": _key("parallel/shard.py", parallel__reshard_after_forward="always"),
-    "over two": _key("parallel/shard.py", parallel__reshard_after_forward="2"),
-    "each microbatch": _key("parallel/shard.py", parallel__gradient_sync="microbatch"),
-    "at the step's end": _key("parallel/shard.py", parallel__gradient_sync="step"),
-    "persist": _key("parallel/shard.py", parallel__param_persistence_threshold="300"),
-    "prefetch": _key("parallel/shard.py", parallel__fsdp_prefetch="2"),
-    "two stages": _key("parallel/gather.py", parallel__hierarchical_gather="true"),
+    "documents": _key("parallel/block_attention.py", data__packing="documents"),
+    "never": _key("parallel/data_parallel.py", parallel__reshard_after_forward="never"),
+    "always": _key("parallel/data_parallel.py", parallel__reshard_after_forward="always"),
+    "over two": _key("parallel/data_parallel.py", parallel__reshard_after_forward="2"),
+    "each microbatch": _key("parallel/data_parallel.py", parallel__gradient_sync="microbatch"),
+    "at the step's end": _key("parallel/data_parallel.py", parallel__gradient_sync="step"),
+    "persist": _key("parallel/data_parallel.py", parallel__param_persistence_threshold="300"),
+    "prefetch": _key("parallel/data_parallel.py", parallel__fsdp_prefetch="2"),
+    "two stages": _key("parallel/hierarchical_gather.py", parallel__hierarchical_gather="true"),
     "replica outer": _key("plan/placement.py", parallel__mesh_order="replica-outer"),
-    "cpu offload": _key("parallel/shard.py", parallel__cpu_offload="true"),
+    "cpu offload": _key("parallel/data_parallel.py", parallel__cpu_offload="true"),
     "full": _key("parallel/activation_checkpoint.py", activation_checkpoint__mode="full"),
     "selective": _key("parallel/activation_checkpoint.py", activation_checkpoint__mode="selective"),
     "budget": _key(
@@ -318,7 +320,7 @@ TECHNIQUES: dict[str, Technique] = {
         activation_checkpoint__mode="budget",
         activation_checkpoint__memory_budget="0.5",
     ),
-    "offload": _key("parallel/offload.py", activation_checkpoint__offload="true"),
+    "offload": _key("parallel/activation_offload.py", activation_checkpoint__offload="true"),
     "chunks": _key("train/loss.py"),
     "lora": _key("parallel/lora.py", lora__rank="4"),
     "nf4": _key(
@@ -331,7 +333,7 @@ TECHNIQUES: dict[str, Technique] = {
         model__ffn_dim="256",
     ),
     "dpo": _key(
-        "train/objective.py",
+        "train/objectives.py",
         data__format="preferences",
         data__tokenizer="none",
         train__objective="dpo",
@@ -347,11 +349,11 @@ TECHNIQUES: dict[str, Technique] = {
     "8bit states": _key("optim/lean.py", optim__state_dtype="8bit"),
     "moe": _key("models/moe.py", model__kind="moe", model__preset="toy-moe"),
     "qwen3": _key("models/qwen3.py", model__kind="qwen3", model__preset="toy"),
-    "ep": _key("parallel/expert.py", parallel__ep="2"),
+    "ep": _key("parallel/expert_parallel.py", parallel__ep="2"),
     "float8": _key(
         "parallel/float8.py", precision__float8="tensorwise", precision__float8_small="true"
     ),
-    "bfloat16": _key("parallel/shard.py", precision__compute_dtype="bfloat16"),
+    "bfloat16": _key("parallel/data_parallel.py", precision__compute_dtype="bfloat16"),
 }
 
 LAYOUTS: list[str] = [
@@ -440,7 +442,7 @@ def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str
 BLAMED = (
     (r"the gradient norm departs", "optim/optimizer.py"),
     (r"updates depart", "optim/optimizer.py"),
-    (r"initial weights differ", "parallel/init.py"),
+    (r"initial weights differ", "parallel/initialization.py"),
     (r"the loss's normalisation", "train/step.py"),
     (r"and no gradient: only what is told", "train/step.py"),
     (r"evaluation loss departs", "train/step.py"),

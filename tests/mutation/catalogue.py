@@ -28,30 +28,49 @@ class Fault(NamedTuple):
 
 
 MODEL = ("models/llama.py", "models/layers.py", "models/qwen3.py")
-ATTENTION = ("parallel/context.py", "parallel/context_blocks.py", "parallel/attention_ops.py")
-EXPERTS = ("models/moe.py", "parallel/expert.py", "optim/balance.py")
-LOSS = ("train/step.py", "train/loss.py", "train/objective.py")
-SHARDS = ("parallel/shard.py", "parallel/gather.py", "parallel/apply.py", "parallel/private.py")
-STAGES = ("parallel/pipeline.py", "parallel/private.py", "plan/stages.py", "parallel/apply.py")
-MESH = ("parallel/mesh.py", "plan/placement.py", "train/step.py", "parallel/shard.py")
-ADAPTERS = ("parallel/lora.py", "plan/lora.py", "parallel/quantize.py", "interchange/peft.py")
-DATA = ("data/loader.py", "data/packing.py", "data/order.py", "data/store.py")
+ATTENTION = (
+    "parallel/context_parallel.py",
+    "parallel/block_attention.py",
+    "parallel/attention_ops.py",
+)
+EXPERTS = ("models/moe.py", "parallel/expert_parallel.py", "optim/balance.py")
+LOSS = ("train/step.py", "train/loss.py", "train/objectives.py")
+SHARDS = (
+    "parallel/data_parallel.py",
+    "parallel/hierarchical_gather.py",
+    "parallel/apply.py",
+    "parallel/private.py",
+)
+STAGES = (
+    "parallel/pipeline_parallel.py",
+    "parallel/private.py",
+    "plan/stages.py",
+    "parallel/apply.py",
+)
+MESH = ("parallel/mesh.py", "plan/placement.py", "train/step.py", "parallel/data_parallel.py")
+ADAPTERS = ("parallel/lora.py", "plan/lora_plan.py", "parallel/quantize.py", "tools/peft_export.py")
+DATA = ("data/loader.py", "data/packing.py", "data/order.py", "data/token_store.py")
 SAVED = (
-    "checkpoint/state.py",
-    "checkpoint/shards.py",
+    "checkpoint/state_dict.py",
+    "checkpoint/shard_files.py",
     "checkpoint/load.py",
-    "checkpoint/store.py",
+    "checkpoint/manager.py",
     "checkpoint/fingerprint.py",
 )
 OPTIMIZER = ("optim/optimizer.py", "optim/lean.py", "optim/muon.py")
 RECORDS = (
-    "train/recorder.py",
-    "observe/sources.py",
-    "observe/record.py",
-    "observe/gradients.py",
+    "train/metric_logger.py",
+    "monitor/source_losses.py",
+    "monitor/step_record.py",
+    "monitor/layer_grad_norms.py",
     "train/loop.py",
 )
-GROUPS = ("plan/placement.py", "parallel/mesh.py", "parallel/dtensor.py", "parallel/init.py")
+GROUPS = (
+    "plan/placement.py",
+    "parallel/mesh.py",
+    "parallel/dtensor.py",
+    "parallel/initialization.py",
+)
 
 FAULTS: list[Fault] = [
     # ---------------------------------------------------------------- models
@@ -221,7 +240,7 @@ FAULTS: list[Fault] = [
         "models/llama.py",
         '"layers.*.mlp.up_proj.weight": Init("truncated_normal", 0.02)',
         '"layers.*.mlp.up_proj.weight": Init("truncated_normal", 0.04)',
-        ("parallel/init.py",),
+        ("parallel/initialization.py",),
     ),
     Fault(
         "initial weights",
@@ -229,7 +248,7 @@ FAULTS: list[Fault] = [
         "models/llama.py",
         "math.sqrt(2 * num_layers)",
         "math.sqrt(num_layers)",
-        ("parallel/init.py",),
+        ("parallel/initialization.py",),
     ),
     Fault(
         "lost gradient",
@@ -261,7 +280,7 @@ FAULTS: list[Fault] = [
         "models/llama.py",
         '"embed_tokens": Split("vocabulary", after="scatter")',
         '"embed_tokens": Split("vocabulary")',
-        (*MODEL, "parallel/tensor.py"),
+        (*MODEL, "parallel/tensor_parallel.py"),
     ),
     Fault(
         "missing reduce",
@@ -269,7 +288,7 @@ FAULTS: list[Fault] = [
         "models/llama.py",
         '"layers.*.self_attn.o_proj": Split("row", after="scatter")',
         '"layers.*.self_attn.o_proj": Split("row")',
-        (*MODEL, "parallel/tensor.py"),
+        (*MODEL, "parallel/tensor_parallel.py"),
     ),
     Fault(
         "counters",
@@ -301,7 +320,7 @@ FAULTS: list[Fault] = [
         "models/qwen3.py",
         '"layers.*.self_attn.[qk]_norm": Split("summed")',
         '"layers.*.self_attn.[qk]_norm": Split("whole")',
-        (*MODEL, "parallel/tensor.py"),
+        (*MODEL, "parallel/tensor_parallel.py"),
     ),
     Fault(
         "counters",
@@ -413,152 +432,152 @@ FAULTS: list[Fault] = [
         "models/moe.py",
         '"layers.*.mlp.router": Split("summed")',
         '"layers.*.mlp.router": Split("whole")',
-        (*EXPERTS, "parallel/tensor.py"),
+        (*EXPERTS, "parallel/tensor_parallel.py"),
     ),
     Fault(
         "interchange",
         "the rotary base is the usual one",
-        "models/huggingface.py",
+        "models/hf_mapping.py",
         '"rope_theta": config.rope_theta,',
         '"rope_theta": 10000.0,',
-        ("interchange/huggingface.py",),
+        ("tools/hf_convert.py",),
     ),
     Fault(
         "interchange",
         "stretching is not exported",
-        "models/huggingface.py",
+        "models/hf_mapping.py",
         '"rope_scaling": stretched and {',
         '"rope_scaling": None and {',
-        ("interchange/huggingface.py",),
+        ("tools/hf_convert.py",),
     ),
     Fault(
         "interchange",
         "stretching is not imported",
-        "models/huggingface.py",
+        "models/hf_mapping.py",
         'fields["rope_scaling"] = kind == "llama3"',
         'fields["rope_scaling"] = False',
-        ("interchange/huggingface.py",),
+        ("tools/hf_convert.py",),
     ),
     Fault(
         "mask",
         "a new token does not see itself",
-        "models/cache.py",
+        "models/kv_cache.py",
         "(places_S <= positions_BT.unsqueeze(2))",
         "(places_S < positions_BT.unsqueeze(2))",
-        ("inference/generate.py",),
+        ("tools/generate.py",),
     ),
     Fault(
         "stale buffer",
         "values of new tokens are not kept",
-        "models/cache.py",
+        "models/kv_cache.py",
         "self.v_BSGK[rows_B1, cache.positions_BT] = v_BTGK",
         "pass",
-        ("inference/generate.py",),
+        ("tools/generate.py",),
     ),
     Fault(
         "mask",
         "the longest row is cut",
-        "models/cache.py",
+        "models/kv_cache.py",
         "self.seen = int(positions_BT.max()) + 1",
         "self.seen = int(positions_BT.min()) + 1",
-        ("inference/generate.py",),
+        ("tools/generate.py",),
     ),
     # ---------------------------------------------------------------- tensor parallel
     Fault(
         "lost scale",
         "the mean of the ranks' parts",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "return traceable.wait_tensor(out)  #",
         "return traceable.wait_tensor(out) / size  #",
     ),
     Fault(
         "missing reduce",
         "gradients of a copy are not added",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "return _add(grad_BTD, ctx.group), None",
         "return grad_BTD.clone(), None",
     ),
     Fault(
         "missing reduce",
         "gradients of slices are not added",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "return _scatter(grad_BTD, ctx.group), None",
         "return grad_BTD.chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None",
     ),
     Fault(
         "double reduce",
         "parts are added twice",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "        return _add(x_BTD, group)",
         "        return _add(_add(x_BTD, group), group)",
     ),
     Fault(
         "missing reduce",
         "gains have the gradient of one slice",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         'elif kind == "summed" or (kind == "whole" and sequence_parallel):',
         'elif kind == "summed":',
     ),
     Fault(
         "wrong group",
         "ranks take another's head",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "head = rank * num_kv_heads // tp",
         "head = rank % num_kv_heads",
     ),
     Fault(
         "missing reduce",
         "a shared head has one rank's gradient",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         'slice(head * height, (head + 1) * height), Partial(), "whole"',
         'slice(head * height, (head + 1) * height), None, "whole"',
     ),
     Fault(
         "wrong offset",
         "every rank looks up the first ids",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "_look_up(rank * local.shape[0])",
         "_look_up(0)",
     ),
     Fault(
         "double reduce",
         "ids of other ranks are looked up, too",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "return x_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0)",
         "return x_BTD",
     ),
     Fault(
         "missing reduce",
         "each rank subtracts its own maximum",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "dist.all_reduce(highest_N, dist.ReduceOp.MAX, group)",
         "pass",
     ),
     Fault(
         "double reduce",
         "every rank adds a target's logit",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "target_N = target_N.masked_fill(~mine_N, 0.0)",
         "target_N = target_N * 1",
     ),
     Fault(
         "missing reduce",
         "a softmax over one rank's entries",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "dist.all_reduce(sums_2N, group=group)",
         "pass",
     ),
     Fault(
         "loss",
         "the target is subtracted on every rank",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "-(grad_N * mine_N).unsqueeze(1)",
         "-grad_N.unsqueeze(1)",
     ),
     Fault(
         "loss mask",
         "tokens without a target have a gradient",
-        "parallel/tensor.py",
+        "parallel/tensor_parallel.py",
         "softmax_NV * (grad_N * valid_N).unsqueeze(1)",
         "softmax_NV * grad_N.unsqueeze(1)",
     ),
@@ -566,7 +585,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shuffled order",
         "pieces of a row go to other ranks",
-        "parallel/context_blocks.py",
+        "parallel/block_attention.py",
         "[cp_rank, 2 * cp_size - 1 - cp_rank]",
         "[cp_rank, cp_size + cp_rank]",
         (*ATTENTION, "train/step.py"),
@@ -574,7 +593,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "a block's output keeps its weight",
-        "parallel/context_blocks.py",
+        "parallel/block_attention.py",
         ".mul_(weight(old_BHQ)).add_(",
         ".add_(",
         ATTENTION,
@@ -582,7 +601,7 @@ FAULTS: list[Fault] = [
     Fault(
         "stale buffer",
         "the sum of exponentials is the first block's",
-        "parallel/context_blocks.py",
+        "parallel/block_attention.py",
         "old_BHQ.copy_(sum_BHQ)",
         "pass",
         ATTENTION,
@@ -590,7 +609,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "a block of documents is not causal",
-        "parallel/context_blocks.py",
+        "parallel/block_attention.py",
         "same_BQS.tril() if block.causal else same_BQS",
         "same_BQS",
         ATTENTION,
@@ -598,7 +617,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "documents are not kept apart",
-        "parallel/context_blocks.py",
+        "parallel/block_attention.py",
         "        if every:",
         "        if some:",
         ATTENTION,
@@ -606,7 +625,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "queries see the first piece only",
-        "parallel/context_blocks.py",
+        "parallel/block_attention.py",
         "Block(queries, slice(0, start), causal=False)",
         "Block(queries, slice(0, width), causal=False)",
         ATTENTION,
@@ -614,7 +633,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "queries see a later piece",
-        "parallel/context_blocks.py",
+        "parallel/block_attention.py",
         "first if balance else everything",
         "everything",
         ATTENTION,
@@ -622,7 +641,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "backward takes one rank's blocks",
-        "parallel/context.py",
+        "parallel/context_parallel.py",
         "ctx.blocks[(rank - step) % size]",
         "ctx.blocks[rank]",
         ATTENTION,
@@ -630,7 +649,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "gradients of the ring are lost",
-        "parallel/context.py",
+        "parallel/context_parallel.py",
         "dkv_ELGK += coming_gradient.wait()",
         "coming_gradient.wait()",
         ATTENTION,
@@ -638,7 +657,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shuffled order",
         "gradients go to another's tokens",
-        "parallel/context.py",
+        "parallel/context_parallel.py",
         "cut(dkv_ETGK, rank, size, ctx.balance)",
         "cut(dkv_ETGK, rank, size, False)",
         ATTENTION,
@@ -646,7 +665,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shuffled order",
         "late pieces are joined in the wrong order",
-        "parallel/context.py",
+        "parallel/context_parallel.py",
         "*reversed(tails.unbind())",
         "*tails.unbind()",
         ATTENTION,
@@ -654,7 +673,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "gradients are not exchanged back",
-        "parallel/context.py",
+        "parallel/context_parallel.py",
         "return run_function(Exchange, grad_C, ctx.group), None",
         "return grad_C.clone(), None",
         ATTENTION,
@@ -662,7 +681,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shuffled order",
         "heads are interleaved",
-        "parallel/context.py",
+        "parallel/context_parallel.py",
         "heads_CBLhK.movedim(0, 2).flatten(2, 3)",
         "heads_CBLhK.movedim(0, 3).flatten(2, 3)",
         ATTENTION,
@@ -670,7 +689,7 @@ FAULTS: list[Fault] = [
     Fault(
         "mask",
         "documents of a row in another order",
-        "parallel/context.py",
+        "parallel/context_parallel.py",
         "rows_BT = join(gather(documents_BL, group), balance)",
         "rows_BT = join(gather(documents_BL, group), False)",
         ATTENTION,
@@ -695,7 +714,7 @@ FAULTS: list[Fault] = [
     Fault(
         "experts",
         "rows stay in the order of the ranks",
-        "parallel/expert.py",
+        "parallel/expert_parallel.py",
         "right=True) % counts_PL.shape[1]",
         "right=True)",
         EXPERTS,
@@ -703,7 +722,7 @@ FAULTS: list[Fault] = [
     Fault(
         "shuffled order",
         "rows are not brought back",
-        "parallel/expert.py",
+        "parallel/expert_parallel.py",
         "rows_QD = run_function(Permute, rows_QD, place_Q, order_Q)",
         "rows_QD = rows_QD * 1",
         EXPERTS,
@@ -711,7 +730,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "gradients of rows are a mean",
-        "parallel/expert.py",
+        "parallel/expert_parallel.py",
         "return _all_to_all(grad_QD, sent, received, ctx.group), None",
         "return _all_to_all(grad_QD, sent, received, ctx.group) / 2, None",
         EXPERTS,
@@ -1024,7 +1043,7 @@ FAULTS: list[Fault] = [
         "train/step.py",
         "            part.train()\n            reshard(part)",
         "            part.train()",
-        (*LOSS, *SHARDS, "checkpoint/state.py"),
+        (*LOSS, *SHARDS, "checkpoint/state_dict.py"),
     ),
     Fault(
         "loss mask",
@@ -1053,7 +1072,7 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "the rejected answer is preferred",
-        "train/objective.py",
+        "train/objectives.py",
         "margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]",
         "margin_B = rewards_B2[:, 1] - rewards_B2[:, 0]",
         LOSS,
@@ -1061,7 +1080,7 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "beta does not scale the references",
-        "train/objective.py",
+        "train/objectives.py",
         "beta * (answers(losses_BT, batch) - batch.references_B2)",
         "beta * answers(losses_BT, batch) - batch.references_B2",
         LOSS,
@@ -1069,23 +1088,23 @@ FAULTS: list[Fault] = [
     Fault(
         "preferences",
         "probabilities have the wrong sign",
-        "train/objective.py",
+        "train/objectives.py",
         "return -torch.stack(both, dim=1)",
         "return torch.stack(both, dim=1)",
-        (*LOSS, "train/references.py"),
+        (*LOSS, "train/reference_logprobs.py"),
     ),
     Fault(
         "wrong divisor",
         "pairs count as tokens",
-        "train/objective.py",
+        "train/objectives.py",
         ".any(1).long()",
         ".sum(1)",
-        (*LOSS, "train/references.py"),
+        (*LOSS, "train/reference_logprobs.py"),
     ),
     Fault(
         "counters",
         "rewards are not scaled",
-        "train/objective.py",
+        "train/objectives.py",
         "told = (margin_B, (margin_B > 0).float(), rewards_B2[:, 0], rewards_B2[:, 1])",
         "told = (margin_B, (margin_B > 0).float(), rewards_B2[:, 1], rewards_B2[:, 0])",
         LOSS,
@@ -1093,7 +1112,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "references are one rank's",
-        "train/references.py",
+        "train/reference_logprobs.py",
         "        dist.all_reduce(found)",
         "        pass",
         LOSS,
@@ -1111,7 +1130,7 @@ FAULTS: list[Fault] = [
         "train/loop.py",
         "samples = at.samples + job.train.global_batch_size",
         "samples = at.samples + job.train.global_batch_size - 1",
-        ("train/position.py",),
+        ("train/state.py",),
     ),
     Fault(
         "data order",
@@ -1119,7 +1138,7 @@ FAULTS: list[Fault] = [
         "train/loop.py",
         "rows = ahead.batch(at.samples, groups.place, groups.count)",
         "rows = ahead.batch(at.samples - first * job.train.global_batch_size, 0, 1)",
-        ("train/position.py",),
+        ("train/state.py",),
     ),
     Fault(
         "clipping",
@@ -1131,7 +1150,7 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "steps are saved for samples",
-        "train/position.py",
+        "train/state.py",
         '"samples": self.samples,',
         '"samples": self.step,',
         ("train/loop.py",),
@@ -1139,16 +1158,16 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "a resumed run is a step behind",
-        "train/position.py",
+        "train/state.py",
         'return Position(manifest["step"], manifest["samples"]',
         'return Position(manifest["step"] - 1, manifest["samples"]',
-        ("train/loop.py", "train/recorder.py"),
+        ("train/loop.py", "train/metric_logger.py"),
     ),
     # ---------------------------------------------------------------- records
     Fault(
         "counters",
         "tokens of one row a step",
-        "train/recorder.py",
+        "train/metric_logger.py",
         "tokens=at.samples * self._job.train.seq_len",
         "tokens=at.step * self._job.train.seq_len",
         RECORDS,
@@ -1156,7 +1175,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "evaluated a step early",
-        "train/recorder.py",
+        "train/metric_logger.py",
         "(interval > 0 and step % interval == 0)",
         "(interval > 0 and step % interval == 1)",
         RECORDS,
@@ -1164,7 +1183,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong divisor",
         "sources have equal shares",
-        "observe/sources.py",
+        "monitor/source_losses.py",
         "return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())",
         "return sum(losses.values()) / len(losses)",
         RECORDS,
@@ -1172,7 +1191,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "means of sources are one rank's",
-        "observe/sources.py",
+        "monitor/source_losses.py",
         "            dist.all_reduce(total)",
         "            pass",
         RECORDS,
@@ -1180,7 +1199,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "TFLOP/s of all devices",
-        "observe/record.py",
+        "monitor/step_record.py",
         "/ seconds / devices / 1e12",
         "/ seconds / 1e12",
         RECORDS,
@@ -1188,7 +1207,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "the causal MFU is the other one",
-        "observe/record.py",
+        "monitor/step_record.py",
         "mfu_causal=mfu(causal, peak_flops)",
         "mfu_causal=mfu(tflops, peak_flops)",
         RECORDS,
@@ -1196,7 +1215,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "shards count as copies",
-        "observe/gradients.py",
+        "monitor/layer_grad_norms.py",
         "[_shards(param) / holders for param in self._params]",
         "[1 / holders for param in self._params]",
         RECORDS,
@@ -1204,7 +1223,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "copies of a tensor are counted",
-        "observe/statistics.py",
+        "monitor/layer_stats.py",
         "            if tells(tensor):",
         "            if True:",
         RECORDS,
@@ -1212,7 +1231,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "the norm is told once for each rank",
-        "resilience/anomaly.py",
+        "monitor/anomaly.py",
         "told[1] /= dist.get_world_size()",
         "told[1] /= 1",
         RECORDS,
@@ -1389,7 +1408,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong offset",
         "places in a later file are not counted on",
-        "data/store.py",
+        "data/token_store.py",
         "begin + np.flatnonzero(shard == token)",
         "np.flatnonzero(shard == token)",
         DATA,
@@ -1397,7 +1416,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong offset",
         "a window goes on in the wrong place",
-        "data/store.py",
+        "data/token_store.py",
         "begin = start + filled - self._begins[shard]",
         "begin = max(0, start - self._begins[shard])",
         DATA,
@@ -1405,21 +1424,21 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong offset",
         "sequences are cut at their start",
-        "data/tokens.py",
+        "data/foreign_tokens.py",
         "mapped[starts[n] + low : starts[n] + high]",
         "mapped[starts[n] : starts[n] + high - low]",
     ),
     Fault(
         "wrong offset",
         "a header is read as tokens",
-        "data/tokens.py",
+        "data/foreign_tokens.py",
         "return TokenFile(file, dtype, _HEADER_BYTES, tokens)",
         "return TokenFile(file, dtype, 0, tokens)",
     ),
     Fault(
         "data order",
         "nearly all is held out",
-        "data/tokens.py",
+        "data/foreign_tokens.py",
         "return int(below[-1]) if len(below)",
         "return int(below[0]) if len(below)",
     ),
@@ -1443,7 +1462,7 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "a moment is not saved",
-        "checkpoint/state.py",
+        "checkpoint/state_dict.py",
         "in optimizer.state.get(param, {}).items():",
         "in list(optimizer.state.get(param, {}).items())[:2]:",
         (*SAVED, "train/loop.py"),
@@ -1451,7 +1470,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong offset",
         "tensors lie four bytes earlier",
-        "checkpoint/shards.py",
+        "checkpoint/shard_files.py",
         "place = [list(box.offsets), list(box.content.shape), position]",
         "place = [list(box.offsets), list(box.content.shape), max(0, position - 4)]",
         (*SAVED, "train/loop.py"),
@@ -1459,7 +1478,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong offset",
         "a part is looked for at its place in the box",
-        "checkpoint/shards.py",
+        "checkpoint/shard_files.py",
         "inside = tuple(b - o for b, o in zip(begin, shard.offsets, strict=True))",
         "inside = tuple(b - o for b, o in zip(begin, offsets, strict=True))",
         SAVED,
@@ -1467,7 +1486,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong offset",
         "rows are read from a shard's first",
-        "checkpoint/shards.py",
+        "checkpoint/shard_files.py",
         "start = self.shard.position + first * row",
         "start = self.shard.position",
         SAVED,
@@ -1475,7 +1494,7 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "nobody looks at the hash of a file",
-        "checkpoint/shards.py",
+        "checkpoint/shard_files.py",
         "if digest.hexdigest() != expected:",
         "if not digest.hexdigest():",
         SAVED,
@@ -1483,7 +1502,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong offset",
         "columns are read from a shard's first",
-        "checkpoint/shards.py",
+        "checkpoint/shard_files.py",
         "rows.narrow(dim, self.begin[dim], self.target.shape[dim])",
         "rows.narrow(dim, 0, self.target.shape[dim])",
         SAVED,
@@ -1515,7 +1534,7 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "a checkpoint is written in its place",
-        "checkpoint/store.py",
+        "checkpoint/manager.py",
         'temporary = final.with_name(f".tmp-{final.name}-{unique}")',
         "temporary = final",
         SAVED,
@@ -1523,7 +1542,7 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "the newest is deleted",
-        "checkpoint/store.py",
+        "checkpoint/manager.py",
         "kept = checkpoints(folder)[-keep:]",
         "kept = checkpoints(folder)[:keep]",
         SAVED,
@@ -1531,7 +1550,7 @@ FAULTS: list[Fault] = [
     Fault(
         "checkpoint",
         "what is saved goes on training",
-        "checkpoint/store.py",
+        "checkpoint/manager.py",
         "return copy.copy_(live, non_blocking=True)",
         "return live",
         SAVED,
@@ -1540,65 +1559,65 @@ FAULTS: list[Fault] = [
     Fault(
         "sampling",
         "repetition is rewarded",
-        "inference/generate.py",
+        "tools/generate.py",
         "torch.where(old > 0, old / by, old * by)",
         "torch.where(old > 0, old * by, old / by)",
     ),
     Fault(
         "sampling",
         "top-p leaves out the last one",
-        "inference/generate.py",
+        "tools/generate.py",
         "shares.cumsum(0) - shares >= sampling.top_p",
         "shares.cumsum(0) >= sampling.top_p",
     ),
     Fault(
         "sampling",
         "temperature heats",
-        "inference/generate.py",
+        "tools/generate.py",
         "(values - values[0]) / sampling.temperature",
         "(values - values[0]) * sampling.temperature",
     ),
     Fault(
         "sampling",
         "min-p is absolute",
-        "inference/generate.py",
+        "tools/generate.py",
         "shares < sampling.min_p * shares[0]",
         "shares < sampling.min_p",
     ),
     Fault(
         "rotary positions",
         "a new token is one place further",
-        "inference/generate.py",
+        "tools/generate.py",
         "[[row.length - 1] for row in rows]",
         "[[row.length] for row in rows]",
-        ("models/cache.py",),
+        ("models/kv_cache.py",),
     ),
     Fault(
         "wrong offset",
         "the token after the padding",
-        "inference/generate.py",
+        "tools/generate.py",
         "places_B = torch.tensor([len(ids) - 1 for ids in seen]",
         "places_B = torch.tensor([width - 1 for ids in seen]",
-        ("inference/model.py", "models/cache.py"),
+        ("tools/inference_model.py", "models/kv_cache.py"),
     ),
     Fault(
         "counters",
         "bits are nats",
-        "inference/evaluate.py",
+        "tools/evaluate.py",
         "nats / self.bytes / math.log(2)",
         "nats / self.bytes",
     ),
     Fault(
         "counters",
         "the first token is predicted",
-        "inference/evaluate.py",
+        "tools/evaluate.py",
         "of.tokens - (of.documents if apart else 1)",
         "of.tokens",
     ),
     Fault(
         "lost scale",
         "adapters are merged unscaled",
-        "interchange/peft.py",
+        "tools/peft_export.py",
         "rows.float() + scaling(lora) * (",
         "rows.float() + 1.0 * (",
         ADAPTERS,
@@ -1606,7 +1625,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "PEFT is given another alpha",
-        "interchange/peft.py",
+        "tools/peft_export.py",
         '"lora_alpha": lora.alpha,',
         '"lora_alpha": lora.rank,',
         ADAPTERS,
@@ -1614,7 +1633,7 @@ FAULTS: list[Fault] = [
     Fault(
         "interchange",
         "PEFT takes the other scale",
-        "interchange/peft.py",
+        "tools/peft_export.py",
         '"use_rslora": lora.rank_stabilized,',
         '"use_rslora": False,',
         ADAPTERS,
@@ -1623,7 +1642,7 @@ FAULTS: list[Fault] = [
     Fault(
         "lost scale",
         "the rank's root is the other way",
-        "plan/lora.py",
+        "plan/lora_plan.py",
         "if section.rank_stabilized else rank",
         "if not section.rank_stabilized else rank",
         ADAPTERS,
@@ -1631,7 +1650,7 @@ FAULTS: list[Fault] = [
     Fault(
         "counters",
         "frozen weights cost three FLOPs",
-        "plan/lora.py",
+        "plan/lora_plan.py",
         "family.flops_per_token(model, 0) / 3",
         "family.flops_per_token(model, 0) / 2",
         ADAPTERS,
@@ -1650,7 +1669,7 @@ FAULTS: list[Fault] = [
         "parallel/lora.py",
         '"row": (Split("row"), Split("summed"))',
         '"row": (Split("row"), Split("whole"))',
-        (*ADAPTERS, "parallel/tensor.py"),
+        (*ADAPTERS, "parallel/tensor_parallel.py"),
     ),
     Fault(
         "dequantization",
@@ -1704,7 +1723,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "shards come from the wrong place",
-        "parallel/gather.py",
+        "parallel/hierarchical_gather.py",
         "place = self.inside.rank()",
         "place = 0",
         SHARDS,
@@ -1712,7 +1731,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong divisor",
         "gradients are halved",
-        "parallel/shard.py",
+        "parallel/data_parallel.py",
         "unit.set_gradient_divide_factor(1.0)",
         "unit.set_gradient_divide_factor(2.0)",
         SHARDS,
@@ -1720,7 +1739,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "replicas do not add up",
-        "parallel/shard.py",
+        "parallel/data_parallel.py",
         "model.set_requires_all_reduce(last)",
         "model.set_requires_all_reduce(False)",
         SHARDS,
@@ -1728,7 +1747,7 @@ FAULTS: list[Fault] = [
     Fault(
         "missing reduce",
         "gradients are not reduced at the step's end",
-        "parallel/shard.py",
+        "parallel/data_parallel.py",
         'model.set_requires_gradient_sync(last or mode == "microbatch")',
         'model.set_requires_gradient_sync(mode == "microbatch")',
         SHARDS,
@@ -1736,7 +1755,7 @@ FAULTS: list[Fault] = [
     Fault(
         "accumulation dtype",
         "gradients are reduced in bfloat16",
-        "parallel/shard.py",
+        "parallel/data_parallel.py",
         "        reduce_dtype=reduce_dtype,\n        # Integer",
         "        reduce_dtype=torch.bfloat16,\n        # Integer",
         SHARDS,
@@ -1776,7 +1795,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong divisor",
         "a pipeline divides by microbatches",
-        "parallel/pipeline.py",
+        "parallel/pipeline_parallel.py",
         '"scale_grads": False',
         '"scale_grads": True',
         (*STAGES, "train/step.py"),
@@ -1800,21 +1819,21 @@ FAULTS: list[Fault] = [
     Fault(
         "initial weights",
         "all matrices are alike",
-        "parallel/init.py",
+        "parallel/initialization.py",
         "zlib.crc32(name.encode())",
         'zlib.crc32(name.rpartition(".")[2].encode())',
     ),
     Fault(
         "initial weights",
         "cut at two deviations",
-        "parallel/init.py",
+        "parallel/initialization.py",
         "TRUNCATE_AT = 3.0",
         "TRUNCATE_AT = 2.0",
     ),
     Fault(
         "initial weights",
         "adapters by their outputs",
-        "parallel/init.py",
+        "parallel/initialization.py",
         "(1 / math.sqrt(shape[1]))",
         "(1 / math.sqrt(shape[0]))",
         ADAPTERS,
@@ -1829,21 +1848,21 @@ FAULTS: list[Fault] = [
     Fault(
         "offload",
         "another tensor comes back",
-        "parallel/offload.py",
+        "parallel/activation_offload.py",
         "key = (*place, tensor.dtype, tensor.shape, tensor.stride(), tensor._version)",
         "key = (tensor.dtype, tensor.shape, tensor.stride())",
     ),
     Fault(
         "offload",
         "what comes back was never copied",
-        "parallel/offload.py",
+        "parallel/activation_offload.py",
         "self.back.copy_(self.host, non_blocking=True)",
         "self.back.fill_(0.01)",
     ),
     Fault(
         "offload",
         "activations are rounded on their way",
-        "parallel/offload.py",
+        "parallel/activation_offload.py",
         "self.host.copy_(tensor, non_blocking=True)",
         "self.host.copy_(tensor.to(torch.bfloat16), non_blocking=True)",
     ),
@@ -1941,7 +1960,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "rows go to the ranks that have the same experts",
-        "parallel/expert.py",
+        "parallel/expert_parallel.py",
         'mesh.get_group("ep"))  # type',
         'mesh.get_group("edp"))  # type',
         EXPERTS,
@@ -1952,7 +1971,7 @@ FAULTS: list[Fault] = [
         "train/step.py",
         'group = self.mesh.group("tp")',
         'group = self.mesh.group("dp_shard")',
-        ("parallel/tensor.py",),
+        ("parallel/tensor_parallel.py",),
     ),
     Fault(
         "wrong group",
@@ -1971,7 +1990,7 @@ FAULTS: list[Fault] = [
     Fault(
         "wrong group",
         "copies are looked for along the sharded axes",
-        "checkpoint/state.py",
+        "checkpoint/state_dict.py",
         "if p.is_replicate()]",
         "if not p.is_replicate()]",
         SAVED,

@@ -43,10 +43,11 @@ from tests.oracle import (
 )
 from tests.small import Overrides, small_job
 from weft.checkpoint.load import load
+from weft.checkpoint.manager import Saver
 from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.state import model_state, named_parameters, optimizer_state
-from weft.checkpoint.store import Saver
-from weft.compare.ranks import run_ranks
+from weft.checkpoint.state_dict import model_state, named_parameters, optimizer_state
+from weft.config.job import DataSection, Job, LoraSection, WeftError, to_toml
+from weft.data.dataset import open_text
 from weft.data.loader import (
     IGNORE,
     Ahead,
@@ -58,12 +59,11 @@ from weft.data.loader import (
 )
 from weft.data.order import Turns, sample_index
 from weft.data.packing import best_fit
-from weft.data.store import TokenStream
-from weft.data.text import open_text
-from weft.job import DataSection, Job, LoraSection, WeftError, to_toml
+from weft.data.token_store import TokenStream
 from weft.models import load_family, resolve_model
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate
 from weft.plan.resolve import Machine, Plan, resolve
+from weft.tools.local_ranks import run_ranks
 from weft.train.setup import Built, Rank, build
 
 FIXTURES = "WEFT_MUTATION_FIXTURES"
@@ -245,7 +245,7 @@ def check_evaluation_rows() -> None:
 
 @check("token streams")
 def check_streams() -> None:
-    module = "data/store.py"
+    module = "data/token_store.py"
     pieces = [np.arange(0, 7), np.arange(7, 8), np.arange(8, 40), np.arange(40, 45)]
     stream = TokenStream(pieces)
     expect(len(stream) == 45, "its length", module)
@@ -259,10 +259,10 @@ def check_streams() -> None:
 
 @check("token files of others")
 def check_token_files() -> None:
-    from weft.data.files import local_file
-    from weft.data.tokens import Span, chunks, read_headers, split_tokens
+    from weft.data.foreign_tokens import Span, chunks, read_headers, split_tokens
+    from weft.data.source_files import local_file
 
-    module = "data/tokens.py"
+    module = "data/foreign_tokens.py"
     random = np.random.default_rng(0)
     documents = [random.integers(1, 200, random.integers(2, 30)) for _ in range(40)]
     ended = [np.append(document, 0) for document in documents]
@@ -335,7 +335,7 @@ def check_packing() -> None:
         train = corpus.part(8, False)
         long = {i for i, d in enumerate(train.documents) if len(d) - 1 > 16}
         for what in ("skip", "truncate"):
-            section = DataSection.model_validate({"format": "chat", "too_long": what})
+            section = DataSection.model_validate({"format": "chat", "overlong": what})
             from weft.data.packing import pack
 
             rows_found = pack(store, "train", 16, section, 0)
@@ -348,7 +348,7 @@ def check_packing() -> None:
             expect(sizes == sorted(kept), f"lengths with {what}", module)
         pairs = draw_corpus("preferences", 40, 100, 12, 3)
         store = pairs.write(Path(folder), 100, 8)
-        section = DataSection.model_validate({"format": "preferences", "too_long": "skip"})
+        section = DataSection.model_validate({"format": "preferences", "overlong": "skip"})
         rows_found = pack(store, "train", 16, section, 0)
         pieces = pairs.part(8, False).documents
         both = [len(a) + len(b) - 2 for a, b in zip(pieces[::2], pieces[1::2], strict=True)]
@@ -384,7 +384,9 @@ def check_conversations() -> None:
             ]
             file = chats.write_lines(home / "chat.jsonl", lines)
             values = {"path": str(file), "tokenizer": str(tokenizer), "format": "chat"}
-            text = prepare_text(DataSection.model_validate(values | {"holdout": 0.1}), home / "c")
+            text = prepare_text(
+                DataSection.model_validate(values | {"validation_fraction": 0.1}), home / "c"
+            )
             store = text.sources[0].store
             known = chats.make_tokenizer()
             found = []
@@ -416,8 +418,8 @@ def check_conversations() -> None:
 
 @check("arithmetic of models")
 def check_arithmetic() -> None:
-    from weft.monitor.record import StepRecord, device_hours
-    from weft.plan.lora import trained
+    from weft.monitor.step_record import StepRecord, device_hours
+    from weft.plan.lora_plan import trained
 
     for kind, fields, module in (
         ("llama", {"tied_embeddings": True}, "models/llama.py"),
@@ -488,11 +490,11 @@ def check_arithmetic() -> None:
                 for name, shape in matrices.items()
                 if "q_proj" in name or "up_proj" in name
             )
-            expect(found.params == adapters, "parameters of adapters", "plan/lora.py")
+            expect(found.params == adapters, "parameters of adapters", "plan/lora_plan.py")
             frozen = 4 * active + attention + 6 * adapters
-            expect(near(found.flops_per_token, frozen), "FLOPs with adapters", "plan/lora.py")
+            expect(near(found.flops_per_token, frozen), "FLOPs with adapters", "plan/lora_plan.py")
             half = 4 * active + attention * 32 / 64 + 6 * adapters
-            expect(near(found.causal_flops_per_token, half), "half of them", "plan/lora.py")
+            expect(near(found.causal_flops_per_token, half), "half of them", "plan/lora_plan.py")
     record = StepRecord.of(
         tokens_per_step=1000,
         times=(0.5, 0.1),
@@ -508,13 +510,13 @@ def check_arithmetic() -> None:
         memory_peak_gib=1.0,
         seconds={"productive": 3.0, "saving": 1.0},
     )
-    module = "observe/record.py"
+    module = "monitor/step_record.py"
     expect(near(record.tokens_per_second, 2000), "tokens per second", module)
     expect(near(record.tokens_per_second_per_device, 500), "of a device", module)
     expect(near(record.tflops_per_device, 3.0), "TFLOP/s", module)
     expect(near(record.mfu or 0, 0.3), "MFU", module)
     expect(near(record.mfu_causal or 0, 0.25), "causal MFU", module)
-    expect(near(record.goodput, 0.75), "goodput", "observe/ledger.py")
+    expect(near(record.goodput, 0.75), "goodput", "monitor/goodput.py")
     expect(near(device_hours(8, 1e6), 8 * 1000 / 3600), "device hours", module)
 
 
@@ -618,7 +620,7 @@ def check_loop() -> None:
         held = samples_of(text, "validation", job.train.seq_len, job.data, job.train.seed)
         updates = Updates(params, job)
         records = _records(folder)
-        expect([r["step"] for r in records] == [1, 2, 3, 4], "steps", "train/recorder.py")
+        expect([r["step"] for r in records] == [1, 2, 3, 4], "steps", "train/metric_logger.py")
         size = job.train.global_batch_size
         for step, record in enumerate(records, 1):
             batches = Loader(mixture, job.train.seed, size, 0, 1, 3).batch((step - 1) * size)
@@ -639,14 +641,14 @@ def check_loop() -> None:
             norm = updates.step(step, grads)
             expect(near(record["grad_norm"], norm, 1e-3), f"norm of step {step}", module)
             of_layers = math.sqrt(sum(v * v for v in record["grad_norms"].values()))
-            expect(near(of_layers, norm, 1e-3), "norms of layers", "observe/gradients.py")
+            expect(near(of_layers, norm, 1e-3), "norms of layers", "monitor/layer_grad_norms.py")
             block = math.sqrt(
                 sum(float(g.square().sum()) for n, g in grads.items() if n.startswith("layers.1."))
             )
             expect(
                 near(record["grad_norms"]["layers.1"], block, 1e-3),
                 "a layer's norm",
-                "observe/gradients.py",
+                "monitor/layer_grad_norms.py",
             )
             with torch.no_grad():
                 for n, p in updates.params.items():
@@ -666,17 +668,17 @@ def check_loop() -> None:
                 expect(near(record["eval_loss"], expected, 1e-4), "evaluation", "train/step.py")
         told_tokens = [record["tokens"] for record in records]
         expected_tokens = [step * size * job.train.seq_len for step in (1, 2, 3, 4)]
-        expect(told_tokens == expected_tokens, "tokens", "train/recorder.py")
+        expect(told_tokens == expected_tokens, "tokens", "train/metric_logger.py")
         expect(
             [("eval_loss" in r) for r in records] == [False, True, False, True],
             "steps that are evaluated",
-            "train/recorder.py",
+            "train/metric_logger.py",
         )
         saved = checkpoints(folder / "checkpoints")
         expect(
             [p.name for p in saved] == ["step-00000002", "step-00000004"],
             "what is saved",
-            "checkpoint/interval.py",
+            "checkpoint/save_schedule.py",
         )
         state = read_by_hand(saved[-1])
         for n, p in updates.params.items():
@@ -685,7 +687,7 @@ def check_loop() -> None:
             expect(off < 0.02 * way, f"{n} is off by {off / way:.1e} of its way", "train/loop.py")
             expect(int(state[f"optim.{n}.step"]) == 4, "the optimizer's steps", "train/loop.py")
         told = json.loads((saved[-1] / "manifest.json").read_bytes())
-        expect((told["step"], told["samples"]) == (4, 4 * size), "position", "train/position.py")
+        expect((told["step"], told["samples"]) == (4, 4 * size), "position", "train/state.py")
 
 
 @check("resumed runs")
@@ -699,7 +701,7 @@ def check_resume() -> None:
         _train(cut)
         fields = ("step", "loss", "grad_norm", "lr", "tokens")
         ours, theirs = ([[r[f] for f in fields] for r in _records(f)] for f in (cut, straight))
-        expect(ours == theirs, f"records: {ours[-1]} and {theirs[-1]}", "train/position.py")
+        expect(ours == theirs, f"records: {ours[-1]} and {theirs[-1]}", "train/state.py")
         a, b = (read_by_hand(f / "checkpoints" / "step-00000004") for f in (cut, straight))
         for n in b:
             expect(torch.equal(a[n], b[n]), f"{n} is another", "checkpoint/load.py")
@@ -749,16 +751,18 @@ def check_mixture_loop() -> None:
             expect(
                 near(record["grad_norm"], of_layers, 1e-4),
                 "norms of layers",
-                "observe/gradients.py",
+                "monitor/layer_grad_norms.py",
             )
             rate_told = record["tokens_per_second"] * record["step_seconds"]
             expect(
                 near(rate_told, size * job.train.seq_len), "tokens per second", "plan/resolve.py"
             )
-            expect(near(record["loss"], mean, 1e-4), "losses of sources", "observe/sources.py")
+            expect(
+                near(record["loss"], mean, 1e-4), "losses of sources", "monitor/source_losses.py"
+            )
         last = _records(home / "run")[-1]
         mean = 0.7 * last["source_eval_losses"]["a"] + 0.3 * last["source_eval_losses"]["b"]
-        expect(near(last["eval_loss"], mean, 1e-6), "evaluation", "observe/sources.py")
+        expect(near(last["eval_loss"], mean, 1e-6), "evaluation", "monitor/source_losses.py")
     finally:
         dist.barrier()
         if rank == 0:
@@ -768,9 +772,9 @@ def check_mixture_loop() -> None:
 @check("references", ranks=2)
 def check_references() -> None:
     """Log-probabilities under the initial model, on two ranks."""
+    from weft.data.dataset import Source, Text
     from weft.data.loader import Pairs
-    from weft.data.text import Source, Text
-    from weft.train.references import log_probs
+    from weft.train.reference_logprobs import log_probs
 
     job = small_job(
         ("run.dir", "/nonexistent"),
@@ -798,7 +802,7 @@ def check_references() -> None:
         rows = Rows(batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
         expected = answers_of(losses_of(model, rows), rows)
     off = float((found - expected).abs().max())
-    expect(off < 1e-3, f"references are off by {off}", "train/references.py")
+    expect(off < 1e-3, f"references are off by {off}", "train/reference_logprobs.py")
 
 
 @check("rounded moments")
@@ -916,7 +920,7 @@ def _packed_step(offsets: tuple[int, int], rows: slice) -> Tensor:
 @check("statistics of layers", ranks=2)
 def check_statistics() -> None:
     """Of two ranks what one has: counts, means, and roots of mean squares."""
-    from weft.monitor.statistics import read_statistics
+    from weft.monitor.layer_stats import read_statistics
     from weft.train.setup import open_statistics
 
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -969,7 +973,7 @@ def check_statistics() -> None:
             same = row["count"] == value.numel() and near(row["rms"], rms, 1e-4)
             same &= abs(row["mean"] - float(value.mean())) < 1e-3 * rms
             same &= near(row["most"], float(value.abs().max()), 1e-4)
-            expect(same, f"statistics of {key}", "observe/statistics.py")
+            expect(same, f"statistics of {key}", "monitor/layer_stats.py")
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
@@ -1102,14 +1106,14 @@ def _find_between(source: Overrides, target: Overrides) -> Callable[[str, float]
 def _compare_states(folder: Path, saved: list[Any], loaded: list[Any]) -> None:
     before = {n: t for rank in saved for n, t in rank["state"].items()}
     on_disk = read_by_hand(checkpoints(folder)[-1])
-    expect(on_disk.keys() == before.keys(), "what is saved", "checkpoint/state.py")
+    expect(on_disk.keys() == before.keys(), "what is saved", "checkpoint/state_dict.py")
     for n, t in before.items():
-        expect(torch.equal(on_disk[n], t), f"{n} on the disk", "checkpoint/shards.py")
+        expect(torch.equal(on_disk[n], t), f"{n} on the disk", "checkpoint/shard_files.py")
     for rank in loaded:
         for n, t in rank["state"].items():
             expect(torch.equal(before[n], t), f"{n} as it was loaded", "checkpoint/load.py")
     there = {n for rank in loaded for n in rank["state"]}
-    expect(there == before.keys(), "what is loaded", "checkpoint/state.py")
+    expect(there == before.keys(), "what is loaded", "checkpoint/state_dict.py")
     expect(near(loaded[0]["loss"], saved[0]["loss"], 1e-5), "the loss", "checkpoint/load.py")
     after = {n: t for rank in saved for n, t in rank["after"].items()}
     for rank in loaded:
@@ -1132,7 +1136,7 @@ for _source, _target in FROM_TO:
 @check("unfinished checkpoints")
 def check_unfinished() -> None:
     """Until it is whole, a checkpoint is not there under its name."""
-    from weft.checkpoint import store
+    from weft.checkpoint import manager as store
 
     commit, seen = store._commit, []
 
@@ -1146,7 +1150,7 @@ def check_unfinished() -> None:
         saver = Saver(Path(name), 2)
         saver.save(built.parts, built.optimizer, {"step": 1, "samples": 12})
         saver.wait()
-    expect(seen == [False], "half a checkpoint has its name", "checkpoint/store.py")
+    expect(seen == [False], "half a checkpoint has its name", "checkpoint/manager.py")
 
 
 @check("damaged checkpoints")
@@ -1161,7 +1165,9 @@ def check_damage() -> None:
             saver.wait()
         kept = [path.name for path in checkpoints(Path(name))]
         expect(
-            kept == [f"step-0000000{n}" for n in (2, 3, 4)], f"kept: {kept}", "checkpoint/store.py"
+            kept == [f"step-0000000{n}" for n in (2, 3, 4)],
+            f"kept: {kept}",
+            "checkpoint/manager.py",
         )
         path = checkpoints(Path(name))[-1]
         shard = path / "shard-00000.bin"
@@ -1194,9 +1200,9 @@ def check_damage() -> None:
             refused(f"{size} bytes that are exchanged", "checkpoint/fingerprint.py", "hash")
             whole[at : at + size], whole[at + size : at + 2 * size] = first, second
         shard.write_bytes(whole[:-4])
-        refused("a file that is cut off", "checkpoint/shards.py")
+        refused("a file that is cut off", "checkpoint/shard_files.py")
         shard.write_bytes(whole + b"abcd")
-        refused("a file that is too long", "checkpoint/shards.py")
+        refused("a file that is too long", "checkpoint/shard_files.py")
         shard.write_bytes(whole)
         load(path, built.parts, built.optimizer)
         text = (path / "manifest.json").read_text()
@@ -1220,8 +1226,8 @@ def check_export() -> None:
     """What transformers and PEFT load computes what the checkpoint's numbers do."""
     from transformers import AutoModelForCausalLM
 
-    from weft.inference.model import find_checkpoint, load_whole
-    from weft.interchange.huggingface import export_checkpoint, import_model
+    from weft.tools.hf_convert import export_checkpoint, import_model
+    from weft.tools.inference_model import find_checkpoint, load_whole
 
     tokens = torch.arange(48).view(2, 24) * 7 % 512
     rows = Rows(tokens, tokens, torch.zeros_like(tokens), torch.arange(24).expand_as(tokens))
@@ -1251,12 +1257,12 @@ def check_export() -> None:
         exported = AutoModelForCausalLM.from_pretrained(home / "out", dtype=torch.float32)
         with torch.no_grad():
             off = (exported(tokens).logits - expected).abs().max() / expected.abs().max()
-        expect(off < 1e-5, f"exported logits are off by {off}", "models/huggingface.py")
+        expect(off < 1e-5, f"exported logits are off by {off}", "models/hf_mapping.py")
         import_model(home / "out", home / "again", silent)
         ours = load_whole(find_checkpoint(home / "again"), torch.device("cpu")).eval()
         with torch.no_grad():
             off = (ours(tokens) - expected).abs().max() / expected.abs().max()
-        expect(off < 1e-5, f"imported logits are off by {off}", "interchange/huggingface.py")
+        expect(off < 1e-5, f"imported logits are off by {off}", "tools/hf_convert.py")
         # Adapters to what was imported.
         lora = [
             *keys,
@@ -1279,7 +1285,7 @@ def check_export() -> None:
         merged = AutoModelForCausalLM.from_pretrained(home / "merged", dtype=torch.float32)
         with torch.no_grad():
             off = (merged(tokens).logits - tuned).abs().max() / tuned.abs().max()
-        expect(off < 1e-5, f"merged logits are off by {off}", "interchange/peft.py")
+        expect(off < 1e-5, f"merged logits are off by {off}", "tools/peft_export.py")
         from peft import PeftModel
 
         from tests.oracle import rounded
@@ -1292,17 +1298,17 @@ def check_export() -> None:
         other = PeftModel.from_pretrained(exported, str(home / "adapter")).eval()
         with torch.no_grad():
             off = (other(tokens).logits - tuned).abs().max() / tuned.abs().max()
-        expect(off < 1e-5, f"PEFT's logits are off by {off}", "interchange/peft.py")
+        expect(off < 1e-5, f"PEFT's logits are off by {off}", "tools/peft_export.py")
 
 
 @check("generated text")
 def check_generate() -> None:
     """Greedy and with a cache, what the plain model finds by itself; sampling by formulas."""
     from tests.asked import random_run
-    from weft.inference.generate import Row, Sampling, choose, generate, rows_of, speech_of
-    from weft.inference.model import find_checkpoint, restore_alone
+    from weft.tools.generate import Row, Sampling, choose, generate, rows_of, speech_of
+    from weft.tools.inference_model import find_checkpoint, restore_alone
 
-    module = "inference/generate.py"
+    module = "tools/generate.py"
     with tempfile.TemporaryDirectory() as name:
         folder = random_run(Path(name) / "run", store_path())
         found = find_checkpoint(folder)
@@ -1326,7 +1332,7 @@ def check_generate() -> None:
                     with torch.no_grad():
                         logits = known(torch.tensor([ids])).logits[0, -1]
                     ids.append(int(logits[: speech.tokenizer.get_vocab_size()].argmax()))
-                blame = "models/cache.py" if cached else "inference/model.py"
+                blame = "models/kv_cache.py" if cached else "tools/inference_model.py"
                 expect(list(row.ids) == ids, f"greedy tokens, cached {cached}", blame)
     torch.manual_seed(0)
     logits = torch.randn(50)
@@ -1367,10 +1373,10 @@ def check_generate() -> None:
 def check_losses() -> None:
     """`weft evaluate`: of all held-out tokens by hand, and bits per byte."""
     from tests.asked import random_run
-    from weft.inference.evaluate import EVERY, losses_on
-    from weft.inference.model import find_checkpoint, lay_out
+    from weft.tools.evaluate import EVERY, losses_on
+    from weft.tools.inference_model import find_checkpoint, lay_out
 
-    module = "inference/evaluate.py"
+    module = "tools/evaluate.py"
     with tempfile.TemporaryDirectory() as name:
         folder = random_run(Path(name) / "run", store_path())
         found = find_checkpoint(folder)

@@ -218,7 +218,7 @@ def _trace_into(folder: str) -> None:
     sys.setprofile(note)
     threading.setprofile(note)
     # A rank ends by os._exit, after its result has been sent: what it has seen goes first.
-    from weft.compare import ranks
+    from weft.tools import local_ranks as ranks
 
     pickle: Any = ranks.pickle
 

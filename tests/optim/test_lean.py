@@ -17,17 +17,9 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.harness import run_ranks
 from tests.layouts import parse
-from tests.small import (
-    loader_of,
-    newest_state,
-    plan_here,
-    small_job,
-    this_rank,
-    train_rank,
-    whole,
-)
-from weft.checkpoint.state import named_parameters
-from weft.job import InvalidJob, OptimSection
+from tests.small import loader_of, newest_state, plan_here, small_job, this_rank, train_rank, whole
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import InvalidJob, OptimSection
 from weft.optim.lean import (
     LeanAdamW,
     Packed,
@@ -38,7 +30,7 @@ from weft.optim.lean import (
     unpack_second,
 )
 from weft.optim.optimizer import adamw, step_unless
-from weft.plan.memory import MOMENT_BYTES
+from weft.plan.memory_formula import MOMENT_BYTES
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import build
 

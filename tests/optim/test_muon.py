@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.harness import run_ranks
 from tests.small import newest_state, plan_here, small_job, this_rank, train_rank, whole
-from weft.checkpoint.state import named_parameters
-from weft.job import OptimSection
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import OptimSection
 from weft.optim.muon import _Exchange, orthogonal
 from weft.optim.optimizer import muon, set_learning_rate, step_unless
 from weft.train.setup import build

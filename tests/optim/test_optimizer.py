@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.job import OptimSection
+from weft.config.job import OptimSection
 from weft.models import llama
 from weft.optim.optimizer import (
     adamw,

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from weft.job import ParallelSection
+from weft.config.job import ParallelSection
 from weft.models.llama import Llama, LlamaConfig, blocks
-from weft.parallel.shard import set_gradient_sync, shard
+from weft.parallel.data_parallel import set_gradient_sync, shard
 
 # No size but the norms' is a multiple of every group's, so that shards are padded.
 CONFIG = LlamaConfig(
@@ -33,7 +33,9 @@ CONFIG = LlamaConfig(
 UNITS = 4  # three blocks and the root
 ROWS, TOKENS = 16, 12
 AXES = ("dp_replicate", "dp_shard")
-PERSIST = {"persist_below": 100}  # the norms' gains have 24 elements, the matrices 288 or more
+PERSIST = {
+    "param_persistence_threshold": 100
+}  # the norms' gains have 24 elements, the matrices 288 or more
 
 
 class Layout(NamedTuple):

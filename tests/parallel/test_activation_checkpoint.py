@@ -15,11 +15,11 @@ from tests.harness import run_ranks
 from tests.layouts import parse, size
 from tests.parallel.test_layouts import MODEL
 from tests.small import Overrides, gradients
-from weft.job import ActivationCheckpointSection
+from weft.config.job import ActivationCheckpointSection
 from weft.models.llama import PRESETS, Llama
-from weft.parallel import offload
-from weft.parallel.offload import apply_offload
+from weft.parallel import activation_offload as offload
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
+from weft.parallel.activation_offload import apply_offload
 
 WAYS: dict[str, Overrides] = {
     "full": [("activation_checkpoint.mode", "full")],
@@ -85,9 +85,9 @@ def test_remat_some_ways_gradients_are_equal_bit_for_bit(layout: str, store_path
         pytest.param("cp2", marks=pytest.mark.slow),
         pytest.param("precision.compute_dtype=bfloat16", marks=pytest.mark.slow),
         pytest.param("dp_shard2 tp2", marks=pytest.mark.slow),
-        pytest.param("pp2 schedule=Interleaved1F1B dp_shard2", marks=pytest.mark.slow),
-        pytest.param("cp2 context=allgather", marks=pytest.mark.slow),
-        pytest.param("cp2 context=ulysses", marks=pytest.mark.slow),
+        pytest.param("pp2 pipeline.schedule=Interleaved1F1B dp_shard2", marks=pytest.mark.slow),
+        pytest.param("cp2 cp_method=allgather", marks=pytest.mark.slow),
+        pytest.param("cp2 cp_method=ulysses", marks=pytest.mark.slow),
         pytest.param("dp_shard2 cpu_offload=true", marks=pytest.mark.slow),
     ],
 )
@@ -148,13 +148,13 @@ def kept(**activation_checkpoint: Any) -> float:
 
 
 def test_remat_keeps_less_memory() -> None:
-    none, full = kept(kind="none"), kept(kind="full")
-    some, products = kept(kind="selective"), kept(kind="selective", products=0)
-    half = kept(kind="full", every=2)
+    none, full = kept(mode="none"), kept(mode="full")
+    some, products = kept(mode="selective"), kept(mode="selective", recompute_every_n_matmuls=0)
+    half = kept(mode="full", every=2)
     assert full < 0.1 * none
     assert full < some < products < none
     assert full < half < none
-    budgets = [kept(kind="budget", budget=share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    budgets = [kept(mode="budget", memory_budget=share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert budgets == sorted(budgets)
     assert budgets[0] == full
     assert budgets[-1] == none

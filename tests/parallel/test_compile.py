@@ -16,7 +16,7 @@ from torch import nn
 from tests.harness import run_ranks
 from tests.parallel.test_layouts import check
 from tests.small import SMALL, plan_here, small_job, this_rank
-from weft.data.text import open_text
+from weft.data.dataset import open_text
 from weft.models.llama import PRESETS, Llama
 from weft.monitor.terminal import quiet_console
 from weft.parallel.compile import (
@@ -42,7 +42,7 @@ WEFT = [sys.executable, "-m", "weft.cli"]
         "tp2 activation_checkpoint.mode=selective",
         "tp2 activation_checkpoint.mode=full",
         "cp2 activation_checkpoint.mode=selective",
-        "cp2 context=ulysses activation_checkpoint.mode=full",
+        "cp2 cp_method=ulysses activation_checkpoint.mode=full",
         "pp2 activation_checkpoint.mode=selective activation_checkpoint.every_n_layers=2",
         "dp_shard2 tp2 activation_checkpoint.mode=selective activation_checkpoint.offload=true",
     ],

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
 from tests.layouts import many_gradients, one_process, parse
-from tests.parallel.test_layouts import distance
 from tests.parallel.test_activation_checkpoint import WAYS, differing
+from tests.parallel.test_layouts import distance
 from tests.small import (
     Overrides,
     loader_of,
@@ -28,12 +28,12 @@ from tests.small import (
     train_rank,
     whole,
 )
-from weft.checkpoint.state import named_parameters
-from weft.job import PrecisionSection
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import PrecisionSection
 from weft.models import load_family
 from weft.models.llama import PRESETS, Llama
 from weft.parallel.float8 import apply_float8
-from weft.plan.float8 import float8_matrices
+from weft.plan.float8_rules import float8_matrices
 from weft.train.setup import build
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -238,15 +238,21 @@ def test_float8_layouts_gradients_equal_one_process(store_path: Path) -> None:
         ("tp4 precision.float8=tensorwise", 5e-2),
         ("tp2 sequence_parallel=false precision.float8=tensorwise", ALMOST),
         ("dp_shard2 tp2 precision.float8=rowwise_with_gw_hp", ALMOST),
-        ("dp_shard2 cp2 context=ulysses precision.float8=rowwise", EQUAL),
+        ("dp_shard2 cp2 cp_method=ulysses precision.float8=rowwise", EQUAL),
         ("dp_shard2 tp2 pp2 precision.float8=tensorwise", ALMOST),
-        ("pp2 schedule=Interleaved1F1B dp_shard2 model.num_layers=4 precision.float8=mxfp8", EQUAL),
-        ("pp2 schedule=ZBVZeroBubble model.num_layers=4 precision.float8=tensorwise", EQUAL),
+        (
+            "pp2 pipeline.schedule=Interleaved1F1B dp_shard2 model.num_layers=4 precision.float8=mxfp8",
+            EQUAL,
+        ),
+        (
+            "pp2 pipeline.schedule=ZBVZeroBubble model.num_layers=4 precision.float8=tensorwise",
+            EQUAL,
+        ),
         ("dp_replicate2 dp_shard2 precision.float8=tensorwise", EQUAL),
         ("dp_shard4 reshard_after_forward=2 precision.float8=tensorwise", EQUAL),
         ("dp_shard2 reshard_after_forward=never precision.float8=tensorwise", EQUAL),
         ("dp_shard2 gradient_sync=microbatch precision.float8=tensorwise", EQUAL),
-        ("dp_shard2 persist_below=100 precision.float8=tensorwise", EQUAL),
+        ("dp_shard2 param_persistence_threshold=100 precision.float8=tensorwise", EQUAL),
         ("dp_shard2 cpu_offload=true precision.float8=tensorwise", EQUAL),
     ],
 )

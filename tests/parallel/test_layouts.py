@@ -38,8 +38,8 @@ from tests.layouts import (
     together,
 )
 from tests.small import Overrides, gradients, merged
-from weft.compare.verify import read_recipe, verify
-from weft.plan.timetable import SCHEDULES
+from weft.plan.pipeline_schedule import SCHEDULES
+from weft.tools.verify import read_recipe, verify
 
 # Float32 sums in another order: what is reached is 3e-7 to 2e-6.
 TOLERANCE = 1e-5
@@ -74,7 +74,7 @@ BESIDE = [
     TENSOR[0],
     *DATA[:2],
     LARGER_RINGS[0],
-    "dp_shard2 pp2 schedule=Interleaved1F1B pipeline.stages_per_rank=4",  # whose weights all stay
+    "dp_shard2 pp2 pipeline.schedule=Interleaved1F1B pipeline.stages_per_rank=4",  # whose weights all stay
 ]
 
 
@@ -128,7 +128,7 @@ def test_four_axes_compute_gradients_of_one_process(layout: str, store_path: Pat
 def test_schedule_with_other_axes_computes_gradients_of_one_process(
     schedule: str, other: str, store_path: Path
 ) -> None:
-    check(f"pp2 {other} schedule={schedule}", store_path)
+    check(f"pp2 {other} pipeline.schedule={schedule}", store_path)
 
 
 SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
@@ -146,9 +146,9 @@ RESHARDED: Overrides = [
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("dp_shard2 schedule=InterleavedZeroBubble", marks=pytest.mark.slow),
-        "schedule=ZBVZeroBubble lora.rank=4 gradient_sync=microbatch",
-        pytest.param("schedule=DualPipeV", marks=pytest.mark.slow),
+        pytest.param("dp_shard2 pipeline.schedule=InterleavedZeroBubble", marks=pytest.mark.slow),
+        "pipeline.schedule=ZBVZeroBubble lora.rank=4 gradient_sync=microbatch",
+        pytest.param("pipeline.schedule=DualPipeV", marks=pytest.mark.slow),
     ],
 )
 def test_split_backward_resharded_weights_updates_equal_one_process(layout: str) -> None:
@@ -166,7 +166,7 @@ def test_split_backward_resharded_weights_updates_equal_one_process(layout: str)
 def test_split_backward_resharded_weights_other_axes_hold(
     schedule: str, other: str, store_path: Path
 ) -> None:
-    check(f"pp2 schedule={schedule} reshard_after_forward=always {other}", store_path)
+    check(f"pp2 pipeline.schedule={schedule} reshard_after_forward=always {other}", store_path)
 
 
 def test_schedule_from_a_file_computes_gradients_of_one_process(
@@ -178,7 +178,7 @@ def test_schedule_from_a_file_computes_gradients_of_one_process(
     first = forward + "2F0,2B0,2F1,2B1,2F2,2I2,2F3,2I3,2W2,2W3,0B0,0B1,0B2,0B3"
     second = "1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3"
     file.write_text(f"{first}\n{second}\n")
-    check(f"pp2 train.microbatch_size=2 schedule={file}", store_path)
+    check(f"pp2 train.microbatch_size=2 pipeline.schedule={file}", store_path)
 
 
 # --------------------------------------------------------------------------- one axis at a time
@@ -204,7 +204,7 @@ def test_other_layout_computes_gradients_of_one_process(layout: str, store_path:
 def test_context_parallel_with_other_axes_computes_gradients_of_one_process(
     method: str, others: str, store_path: Path
 ) -> None:
-    check(f"cp2 {others} context={method}", store_path)
+    check(f"cp2 {others} cp_method={method}", store_path)
 
 
 # --------------------------------------------------------------------------- lower precision

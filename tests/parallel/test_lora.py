@@ -16,15 +16,15 @@ from tests.harness import run_ranks
 from tests.layouts import check_many, many_gradients, parse, size, together
 from tests.parallel.test_layouts import distance
 from tests.small import Overrides, gradients, loader_of, merged, plan_here, small_job, this_rank
-from weft.checkpoint.state import frozen_parameters, named_parameters, optimizer_state
-from weft.job import InvalidJob, read_job
+from weft.checkpoint.state_dict import frozen_parameters, named_parameters, optimizer_state
+from weft.config.job import InvalidJob, read_job
 from weft.models import load_family
 from weft.models.family import Init
 from weft.models.llama import PRESETS, num_matmul_params
 from weft.parallel import lora
 from weft.parallel.lora import LoraLinear
 from weft.parallel.quantize import NF4, linear, pack, unpack
-from weft.plan.lora import BLOCK, BYTES
+from weft.plan.lora_plan import BLOCK, BYTES
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.setup import build
 
@@ -86,7 +86,13 @@ def check(layout: str, store: Path, model: Overrides = MODEL, tolerance: float =
             assert (many["grads"][name] - grad).abs().max() < tolerance * scale, name
 
 
-OFTEN = ["dp_shard2", "tp2", "tp2 sequence_parallel=false", "pp2 schedule=ZBVZeroBubble", "cp2"]
+OFTEN = [
+    "dp_shard2",
+    "tp2",
+    "tp2 sequence_parallel=false",
+    "pp2 pipeline.schedule=ZBVZeroBubble",
+    "cp2",
+]
 
 
 @pytest.mark.parametrize("layouts", together(OFTEN))
@@ -104,8 +110,8 @@ def test_lora_layouts_gradients_equal_one_process(layouts: list[str], store_path
         "dp_shard2 tp2",
         "dp_shard2 tp2 pp2",
         "pp2",
-        "pp2 schedule=Interleaved1F1B pipeline.layers_per_stage=[1,1,1,1]",
-        "pp2 schedule=DualPipeV pipeline.layers_per_stage=[1,1,1,1]",
+        "pp2 pipeline.schedule=Interleaved1F1B pipeline.layers_per_stage=[1,1,1,1]",
+        "pp2 pipeline.schedule=DualPipeV pipeline.layers_per_stage=[1,1,1,1]",
         "dp_shard2 pp2 gradient_sync=microbatch",
         "dp_shard2 reshard_after_forward=never",
         "dp_shard2 tp2 cpu_offload=true",
@@ -122,7 +128,7 @@ def test_lora_other_layout_gradients_equal_one_process(layout: str, store_path: 
 QUANTIZED = ["dp_shard2 lora.quantize=nf4 activation_checkpoint.mode=full", "tp2 lora.quantize=nf4"]
 MORE_QUANTIZED = [
     "dp_shard2 tp2 lora.quantize=int8",
-    "pp2 schedule=ZBVZeroBubble lora.quantize=nf4",
+    "pp2 pipeline.schedule=ZBVZeroBubble lora.quantize=nf4",
 ]
 
 

@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor, placement_types
 from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
-from weft.parallel import private, private_watch
+from weft.parallel import private
+from weft.parallel import private_hooks as private_watch
 from weft.parallel.private import compile_each_shape
 from weft.train.setup import build
 

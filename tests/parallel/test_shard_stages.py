@@ -28,7 +28,7 @@ from tests.parallel.sharded import (
     whole_gradients,
 )
 from weft.models.llama import keep
-from weft.parallel.shard import set_gradient_sync
+from weft.parallel.data_parallel import set_gradient_sync
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.job import InvalidJob, Problem
+from weft.config.job import InvalidJob, Problem
 from weft.plan.devices import (
     CPU,
     OURS,

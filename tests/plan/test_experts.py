@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from weft.job import InvalidJob, Job, read_job
+from weft.config.job import InvalidJob, Job, read_job
+from weft.estimate.cost import Matmul, matmul_seconds
+from weft.estimate.forecast import device_of, forecast
+from weft.estimate.trace_to_cost import _grouped
 from weft.models.moe import PRESETS, flops_per_token, num_active_params, num_params, units
-from weft.plan.cost import Matmul, matmul_seconds
 from weft.plan.devices import device_named
-from weft.plan.memory import of_one_rank, rank_bytes
-from weft.plan.report import describe_plan, plan_recipe
+from weft.plan.memory_formula import of_one_rank, rank_bytes
+from weft.plan.plan_text import describe_plan, plan_recipe
 from weft.plan.resolve import Machine, resolve
-from weft.predict.forecast import device_of, forecast
-from weft.predict.work import _grouped
 
 
 def job_of(**changes: Any) -> Job:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.job import InvalidJob, Job, Problem, read_job
+from weft.config.job import InvalidJob, Job, Problem, read_job
 from weft.plan.resolve import Machine, Plan, resolve
 
 Overrides = list[tuple[str, str]]
@@ -89,43 +89,43 @@ REFUSALS = [
     # Context parallel: sequence, heads.
     ("cp=4 train.seq_len=60", 4, "train.seq_len", "8 pieces of cp = 4", "56 or 64",
      "cp=4 train.seq_len=56"),
-    ("cp=4 train.seq_len=62 context_balance=false", 4, "train.seq_len", "by cp = 4", "60 or 64",
-     "cp=4 train.seq_len=60 context_balance=false"),
-    ("cp=8 tp=2 context=ulysses train.global_batch_size=1", 16, "cp", "num_heads = 8 / tp = 2",
-     "1, 2 or 4", "cp=4 tp=2 context=ulysses dp_shard=2"),
-    ("cp=8 tp=2 context=ulysses train.global_batch_size=1", 16, "cp", "(ulysses)", "ring",
-     "cp=8 tp=2 context=ring train.global_batch_size=1"),
+    ("cp=4 train.seq_len=62 cp_load_balance=false", 4, "train.seq_len", "by cp = 4", "60 or 64",
+     "cp=4 train.seq_len=60 cp_load_balance=false"),
+    ("cp=8 tp=2 cp_method=ulysses train.global_batch_size=1", 16, "cp", "num_heads = 8 / tp = 2",
+     "1, 2 or 4", "cp=4 tp=2 cp_method=ulysses dp_shard=2"),
+    ("cp=8 tp=2 cp_method=ulysses train.global_batch_size=1", 16, "cp", "(ulysses)", "ring",
+     "cp=8 tp=2 cp_method=ring train.global_batch_size=1"),
     # Pipelines: layers, microbatches, schedules.
     ("pp=12 train.microbatch_size=1", 12, "pp", "12 stages of a model of 8", "at most 10",
      "pp=10 train.microbatch_size=1"),
-    ("pp=8 schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1", 8, "pp",
+    ("pp=8 pipeline.schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1", 8, "pp",
      "16 stages of a model of 8", "at most 5",
-     "pp=4 schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1 dp_shard=2"),
+     "pp=4 pipeline.schedule=Interleaved1F1B train.global_batch_size=32 train.microbatch_size=1 dp_shard=2"),
     ("pp=4 train.microbatch_size=8", 4, "train.microbatch_size",
      "2 microbatches; 1F1B needs at least as many", "use 1, 2, 3, 4 or 5",
      "pp=4 train.microbatch_size=3"),
     ("pp=8 train.global_batch_size=4", 8, "train.microbatch_size", "1F1B needs", "train.global_batch_size 8",
      "pp=8 train.global_batch_size=8"),
-    ("pp=2 schedule=DualPipeV train.microbatch_size=8", 2, "train.microbatch_size", "stages, 4", "use 1",
-     "pp=2 schedule=DualPipeV train.microbatch_size=4"),
-    ("pp=4 schedule=Interleaved1F1B train.microbatch_size=1 train.global_batch_size=9", 4,
-     "train.microbatch_size", "multiple", "use 2", "pp=4 schedule=Interleaved1F1B train.microbatch_size=2"),
-    ("pp=2 schedule=1F2B", 2, "schedule", "no such pipeline schedule", "'1F1B'", "pp=2"),
+    ("pp=2 pipeline.schedule=DualPipeV train.microbatch_size=8", 2, "train.microbatch_size", "stages, 4", "use 1",
+     "pp=2 pipeline.schedule=DualPipeV train.microbatch_size=4"),
+    ("pp=4 pipeline.schedule=Interleaved1F1B train.microbatch_size=1 train.global_batch_size=9", 4,
+     "train.microbatch_size", "multiple", "use 2", "pp=4 pipeline.schedule=Interleaved1F1B train.microbatch_size=2"),
+    ("pp=2 pipeline.schedule=1F2B", 2, "pipeline.schedule", "no such pipeline schedule", "'1F1B'", "pp=2"),
     ("pp=2 pipeline.stages_per_rank=2", 2, "pipeline.stages_per_rank", "1F1B has 1", "auto",
      "pp=2"),
-    ("pp=2 schedule=LoopedBFS pipeline.stages_per_rank=1", 2, "pipeline.stages_per_rank",
-     "interleaves several", "2 or more", "pp=2 schedule=LoopedBFS"),
+    ("pp=2 pipeline.schedule=LoopedBFS pipeline.stages_per_rank=1", 2, "pipeline.stages_per_rank",
+     "interleaves several", "2 or more", "pp=2 pipeline.schedule=LoopedBFS"),
     ("pp=2 model.tied_embeddings=true", 2, "pp", "torn apart", "tied_embeddings false", "pp=2"),
-    ("pp=2 schedule=ZBVZeroBubble compile.enable=true", 2, "schedule", "torch.compile cannot",
+    ("pp=2 pipeline.schedule=ZBVZeroBubble compile.enable=true", 2, "pipeline.schedule", "torch.compile cannot",
      "1F1B", "pp=2 compile.enable=true"),
-    ("pp=2 schedule=ZBVZeroBubble activation_checkpoint.mode=selective", 2, "schedule", "selective cannot",
+    ("pp=2 pipeline.schedule=ZBVZeroBubble activation_checkpoint.mode=selective", 2, "pipeline.schedule", "selective cannot",
      "1F1B", "pp=2 activation_checkpoint.mode=selective"),
-    ("pp=2 schedule=InterleavedZeroBubble activation_checkpoint.mode=budget", 2, "schedule", "budget cannot",
+    ("pp=2 pipeline.schedule=InterleavedZeroBubble activation_checkpoint.mode=budget", 2, "pipeline.schedule", "budget cannot",
      "activation_checkpoint.mode none", "pp=2 activation_checkpoint.mode=budget"),
     ("pp=2 pipeline.layers_per_stage=[4,5]", 2, "pipeline.layers_per_stage", "9", "", "pp=2 pipeline.layers_per_stage=[4,4]"),
     ("pp=2 pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "1", "", "pp=2 pipeline.layers_per_stage=[8,0]"),
     ("pipeline.layers_per_stage=[8]", 2, "pipeline.layers_per_stage", "no pipeline", "leave it out", ""),
-    ("pp=2 schedule=/nowhere.csv", 2, "schedule", "cannot be read", "0F3", "pp=2"),
+    ("pp=2 pipeline.schedule=/nowhere.csv", 2, "pipeline.schedule", "cannot be read", "0F3", "pp=2"),
     # Sharding.
     ("reshard_after_forward=3", 8, "reshard_after_forward", "does not divide the 8", "1, 2, 4 or 8",
      "reshard_after_forward=4"),
@@ -153,15 +153,17 @@ def test_layout_impossible_keys_are_refused_with_a_remedy_that_works(
 
 
 def test_ulysses_copies_keys_where_groups_do_not_go_round() -> None:
-    """Six heads, two of keys, three ranks: `tests/parallel/test_context.py` computes with them."""
+    """Six heads, two of keys, three ranks: `tests/parallel/test_context_parallel.py` computes with them."""
     heads = "model.num_heads=6 model.num_kv_heads=2 model.dim=96 train.seq_len=60"
-    plan = planned(f"cp=3 context=ulysses train.global_batch_size=4 {heads}", 3)
+    plan = planned(f"cp=3 cp_method=ulysses train.global_batch_size=4 {heads}", 3)
     assert plan.cp == 3
 
 
 def test_layout_every_mistake_is_reported_at_once() -> None:
     """Rules about different keys are all told."""
-    keys = {p.key for p in refused("tp=16 pp=2 schedule=Nonsense cp=2 train.seq_len=63", 64)}
+    keys = {
+        p.key for p in refused("tp=16 pp=2 pipeline.schedule=Nonsense cp=2 train.seq_len=63", 64)
+    }
     assert keys >= {"parallel.tp", "pipeline.schedule", "train.seq_len"}
     # Nor does a wrong number of ranks hide what is wrong with heads and sequence.
     rules = [p.rule for p in refused("dp_shard=2 tp=16 cp=2 train.seq_len=63", 8)]
@@ -254,7 +256,7 @@ def test_microbatches_of_a_pipeline_fill_it() -> None:
     """auto: the largest that leave four microbatches a rank, if there are as many."""
     assert planned("pp=2 train.global_batch_size=32", 2).accumulation == 8
     assert planned("pp=2 train.global_batch_size=4", 2).accumulation == 4
-    interleaved = planned("pp=2 schedule=Interleaved1F1B train.global_batch_size=15", 2)
+    interleaved = planned("pp=2 pipeline.schedule=Interleaved1F1B train.global_batch_size=15", 2)
     assert interleaved.accumulation % 2 in (0, 1)
 
 
@@ -319,9 +321,9 @@ def test_layout_groups_that_cross_nodes_are_warned_of() -> None:
             "activation_checkpoint.offload=false",
         ),
         (
-            "pp=2 schedule=InterleavedZeroBubble activation_checkpoint.mode=full",
+            "pp=2 pipeline.schedule=InterleavedZeroBubble activation_checkpoint.mode=full",
             "another",
-            "schedule=1F1B",
+            "pipeline.schedule=1F1B",
         ),
     ],
 )
@@ -338,12 +340,12 @@ def test_recomputation_that_is_idle_or_dear_is_warned_of(
 def test_microbatches_of_a_schedule_file_are_the_files(tmp_path: Path) -> None:
     file = tmp_path / "two.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    plan = planned(f"pp=2 schedule={file}", 2)
+    plan = planned(f"pp=2 pipeline.schedule={file}", 2)
     assert (plan.microbatch, plan.accumulation) == (8, 2)
     assert plan.pipeline is not None
     assert plan.pipeline.ranks == (0, 1)
-    (problem,) = refused(f"pp=2 schedule={file} train.microbatch_size=2", 2)
+    (problem,) = refused(f"pp=2 pipeline.schedule={file} train.microbatch_size=2", 2)
     assert problem.key == "train.microbatch_size"
     assert "file has 2" in problem.rule
-    (problem,) = refused(f"pp=4 schedule={file}", 4)
+    (problem,) = refused(f"pp=4 pipeline.schedule={file}", 4)
     assert "2 lines for parallel.pp = 4" in problem.rule

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.job import InvalidJob, Job, read_job
+from weft.config.job import InvalidJob, Job, read_job
 from weft.plan.devices import peak_flops
 from weft.plan.layout import divisors, either
 from weft.plan.resolve import Machine, Plan, resolve

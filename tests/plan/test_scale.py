@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
-from weft.checkpoint.state import named_parameters
-from weft.job import RECIPES, Job, recipe_names
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import RECIPES, Job, recipe_names
+from weft.estimate.trace import axis_groups, build_fake, fake_world
 from weft.models import load_family
-from weft.parallel.private_watch import forget_meshes
+from weft.parallel.private_hooks import forget_meshes
 from weft.plan.placement import AXES, coordinates, groups, rank_of
-from weft.plan.report import plan_recipe
+from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
-from weft.predict.trace import axis_groups, build_fake, fake_world
 from weft.train.loss import chunk_tokens
 from weft.train.setup import build
 

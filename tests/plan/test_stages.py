@@ -13,7 +13,7 @@ import pytest
 from weft.models.family import Unit
 from weft.models.llama import PRESETS, units
 from weft.plan.devices import GIB
-from weft.plan.pipeline import PipelinePlan
+from weft.plan.pipeline_plan import PipelinePlan
 from weft.plan.stages import (
     Objective,
     Stage,

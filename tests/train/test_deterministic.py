@@ -43,8 +43,8 @@ def train_twice(overrides: Overrides, store: str, folder: str) -> None:
     "layout",
     [
         "dp_shard2 tp2 activation_checkpoint.mode=selective",
-        "pp2 schedule=ZBVZeroBubble model.tied_embeddings=false model.num_layers=4",
-        "cp2 context=ulysses optim.name=muon",
+        "pp2 pipeline.schedule=ZBVZeroBubble model.tied_embeddings=false model.num_layers=4",
+        "cp2 cp_method=ulysses optim.name=muon",
     ],
 )
 def test_deterministic_two_runs_are_equal_bit_for_bit(

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, small_job, train_rank
+from weft.data.dataset import open_text
 from weft.data.loader import Ahead
-from weft.data.text import open_text
 from weft.plan.resolve import Machine, resolve
 from weft.train import loop
 from weft.train.setup import Rank, keep_freed_memory

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
-from tests.resilience.test_chaos import noted, train_until_killed
+from tests.monitor.test_chaos import noted, train_until_killed
 from tests.small import Overrides, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
 
@@ -51,11 +51,11 @@ def expect(found: list[tuple[float, ...]], folder: Path) -> None:
 # The last stage is on the last rank, or with a V on rank 0; 6 evaluation rows do not fill
 # the microbatches; 8 rows in microbatches of 3 leave a last one of 2.
 LAYOUTS = [
-    "pp2 schedule=DualPipeV",
+    "pp2 pipeline.schedule=DualPipeV",
     "pp2 train.microbatch_size=3",
     *(
         pytest.param(layout, marks=pytest.mark.slow)  # of these a run goes through many, below
-        for layout in ("tp2", "pp2", "cp2 context=allgather", "dp_shard2 tp2")
+        for layout in ("tp2", "pp2", "cp2 cp_method=allgather", "dp_shard2 tp2")
     ),
 ]
 
@@ -72,10 +72,10 @@ def test_run_records_equal_one_process(
 @pytest.mark.parametrize(
     "layout",
     [
-        "pp2 schedule=Interleaved1F1B",
-        "pp2 schedule=LoopedBFS",
-        "pp2 schedule=InterleavedZeroBubble",
-        "dp_shard2 tp2 pp2 schedule=ZBVZeroBubble",
+        "pp2 pipeline.schedule=Interleaved1F1B",
+        "pp2 pipeline.schedule=LoopedBFS",
+        "pp2 pipeline.schedule=InterleavedZeroBubble",
+        "dp_shard2 tp2 pp2 pipeline.schedule=ZBVZeroBubble",
         "tp2 pp2 cp2",
         "dp_replicate2 dp_shard2 tp2 gradient_sync=microbatch",
         "dp_shard2 pp2 cpu_offload=true",
@@ -94,7 +94,7 @@ CHAIN = [
     "pp2",
     "",
     "dp_shard2 tp2",
-    "pp2 schedule=Interleaved1F1B",
+    "pp2 pipeline.schedule=Interleaved1F1B",
     "dp_replicate2 cp2",
 ]
 LONG: Overrides = [

@@ -12,9 +12,9 @@ import torch
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints, read_manifest
-from weft.cli import main
-from weft.job import InvalidJob
-from weft.train.check import prepare_job
+from weft.cli.main import main
+from weft.config.job import InvalidJob
+from weft.train.job_checks import prepare_job
 
 KEYS = {
     "step",

@@ -15,15 +15,15 @@ from torch import nn
 from tests.harness import RankError, run_ranks
 from tests.layouts import parse
 from tests.small import Overrides, losses, newest_state, read_state, small_job, train_rank
-from weft.checkpoint.export import write_json
 from weft.checkpoint.manifest import checkpoints, read_manifest
-from weft.data.cache import Progress
-from weft.inference.model import find_checkpoint, load_whole
-from weft.interchange.huggingface import export_checkpoint, import_model
-from weft.job import InvalidJob, to_toml
+from weft.checkpoint.weight_files import write_json
+from weft.config.job import InvalidJob, to_toml
+from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES, resolve_model
 from weft.models.family import their_name
-from weft.models.huggingface import shapes, to_config
+from weft.models.hf_mapping import shapes, to_config
+from weft.tools.hf_convert import export_checkpoint, import_model
+from weft.tools.inference_model import find_checkpoint, load_whole
 
 MODEL: Overrides = [
     ("model.dim", "128"),

@@ -78,8 +78,8 @@ def seven_at_a_time(job: Overrides, store: str) -> dict[str, Any]:
         pytest.param("dp_shard2 model.tied_embeddings=true", marks=pytest.mark.slow),
         pytest.param("dp_shard2 reshard_after_forward=always", marks=pytest.mark.slow),
         pytest.param("dp_shard2 tp2 model.tied_embeddings=true", marks=pytest.mark.slow),
-        "pp2 schedule=ZBVZeroBubble",
-        pytest.param("pp2 schedule=DualPipeV dp_shard2", marks=pytest.mark.slow),
+        "pp2 pipeline.schedule=ZBVZeroBubble",
+        pytest.param("pp2 pipeline.schedule=DualPipeV dp_shard2", marks=pytest.mark.slow),
     ],
 )
 def test_linear_cross_entropy_layouts_gradients_equal_one_process(

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from tests.cluster.conftest import WEFT, processes_in
+from tests.cluster.test_listening import sockets_of
+from tests.cluster.test_signals import workers
 from tests.harness import run_ranks
-from tests.launch.conftest import WEFT, processes_in
-from tests.launch.test_listening import sockets_of
-from tests.launch.test_signals import workers
 from tests.small import (
     SMALL,
     Overrides,
@@ -36,18 +36,18 @@ from tests.small import (
     whole,
 )
 from weft.checkpoint.manifest import checkpoints
-from weft.checkpoint.replicas import ReplicasDiffer
-from weft.checkpoint.state import named_parameters
-from weft.data.text import open_text
-from weft.job import Job
+from weft.checkpoint.replica_check import ReplicasDiffer
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import Job
+from weft.data.dataset import open_text
 from weft.optim.optimizer import grad_norm
 from weft.plan.resolve import Machine, resolve
-from weft.train.check import check_names
+from weft.train.job_checks import check_names
 from weft.train.loop import train
-from weft.train.position import Position
 from weft.train.replica_groups import Groups, GroupsError
 from weft.train.replica_groups import join as join_groups
 from weft.train.setup import build
+from weft.train.state import Position
 
 INSTALLED = importlib.util.find_spec("torchft") is not None
 needs_torchft = pytest.mark.skipif(

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import Overrides, loader_of, plan_here, records, small_job, this_rank, train_rank
+from weft.config.job import DataSection
+from weft.data.dataset import open_text
 from weft.data.loader import IGNORE, samples_of
 from weft.data.prepare import prepare_text
-from weft.data.text import open_text
-from weft.job import DataSection
-from weft.monitor.sources import SourceLosses
+from weft.monitor.source_losses import SourceLosses
 from weft.train.setup import build
 from weft.train.step import held_out
 
@@ -93,7 +93,7 @@ LAYOUTS = [
     pytest.param("dp_shard2", marks=pytest.mark.slow),
     pytest.param("tp2", marks=pytest.mark.slow),
     "pp2 train.microbatch_size=3",
-    "pp2 schedule=DualPipeV",
+    "pp2 pipeline.schedule=DualPipeV",
     "train.world_size_invariant=true train.microbatch_size=1 dp_replicate2",
 ]
 

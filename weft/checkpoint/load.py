@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import wrapped
-from weft.checkpoint.local import read_local
+from weft.checkpoint.local_save import read_local
 from weft.checkpoint.manifest import (
     DamagedCheckpoint,
     files_of,
@@ -27,7 +27,7 @@ from weft.checkpoint.manifest import (
     gathered,
     read_manifest,
 )
-from weft.checkpoint.shards import (
+from weft.checkpoint.shard_files import (
     Contents,
     Json,
     Wanted,
@@ -37,7 +37,7 @@ from weft.checkpoint.shards import (
     parse_contents,
     read_shards,
 )
-from weft.checkpoint.state import (
+from weft.checkpoint.state_dict import (
     Copies,
     State,
     allocate_optimizer_state,
@@ -51,9 +51,9 @@ from weft.checkpoint.state import (
     widen,
 )
 from weft.checkpoint.storage import Damaged
+from weft.monitor.faults import at
 from weft.parallel.dtensor import shard_offsets
 from weft.parallel.quantize import keep_numbers, numbers_of
-from weft.resilience.faults import at
 
 # Dtypes of what optimizers keep, of different sizes: one cannot pass for another.
 OPTIMIZER_DTYPES = (torch.float32, torch.bfloat16, torch.float64)

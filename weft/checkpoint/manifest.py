@@ -22,9 +22,9 @@ import torch.distributed as dist
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from weft.checkpoint.shards import Contents, Json, check_files, parse_contents
+from weft.checkpoint.shard_files import Contents, Json, check_files, parse_contents
 from weft.checkpoint.storage import Damaged, is_remote, put_new, read_regular
-from weft.job import WeftError
+from weft.config.job import WeftError
 
 FORMAT = 3
 
@@ -64,7 +64,7 @@ class _Schema(BaseModel):
 
 
 class WatchState(_Schema):
-    """State of the anomaly detector: see `weft.resilience.anomaly`."""
+    """State of the anomaly detector: see `weft.monitor.anomaly`."""
 
     loss: Values = []
     gradient_norm: Values = Field(default=[], validation_alias="gradient norm")

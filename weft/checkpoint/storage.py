@@ -28,8 +28,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from weft.files import check_url, sync_folder
-from weft.job import InvalidJob, WeftError
+from weft.config.files import check_url, sync_folder
+from weft.config.job import InvalidJob, WeftError
 
 # Not os.posix_fallocate: where a file system cannot do it, that writes all blocks.
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -35,9 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
-from weft.data.store import TEMPLATE_FILE, TOKENS_FILE
+from weft.config.job import DataSection, InvalidJob, Problem
+from weft.data.token_store import TEMPLATE_FILE, TOKENS_FILE
 from weft.data.tokenizer import load_tokenizer
-from weft.job import DataSection, InvalidJob, Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Noncharacters of Unicode, which are in no text: where a generation block begins and ends.

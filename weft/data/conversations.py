@@ -23,16 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
-from weft.data.cache import (
-    Progress,
-    Report,
-    cache_problems,
-    counting,
-    noting,
-    open_given,
-    prepared_once,
-    refuse,
-)
+from weft.config.files import write_durably
+from weft.config.job import SHOWN, DataSection, InvalidJob, Problem, some
 from weft.data.chat import (
     CANNOT_BE_CUT,
     COLUMNS,
@@ -45,12 +37,23 @@ from weft.data.chat import (
     load_template,
     parse,
 )
+from weft.data.dataset import Text, single, write_mixture
 from weft.data.document_tokens import RECORD, record_of
-from weft.data.files import changed
+from weft.data.prepared_cache import (
+    Progress,
+    Report,
+    cache_problems,
+    counting,
+    noting,
+    open_given,
+    prepared_once,
+    refuse,
+)
 from weft.data.records import Fault, Unit, lines, record_units
-from weft.data.shards import entropy_nats
 from weft.data.source import Found, look
-from weft.data.store import (
+from weft.data.source_files import changed
+from weft.data.token_shards import entropy_nats
+from weft.data.token_store import (
     FORMAT,
     SPLITS,
     TEMPLATE_FILE,
@@ -64,10 +67,7 @@ from weft.data.store import (
     is_store,
     token_dtype,
 )
-from weft.data.text import Text, single, write_mixture
 from weft.data.tokenizer import separator_id, vocab_entries
-from weft.files import write_durably
-from weft.job import SHOWN, DataSection, InvalidJob, Problem, some
 
 BATCH_LINES = 1024  # written by the template, and then tokenised over all cores
 WHOLE = 1 << 62  # bytes of a unit: files are not cut

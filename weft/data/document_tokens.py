@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, processors
 
-from weft.job import InvalidJob, Problem
+from weft.config.job import InvalidJob, Problem
 
 RECORD = "document_tokens.json"  # {"separator": ID, "starts_documents": BOOL}
 IMPORTED = "huggingface"  # directory of an imported run: the files of its source

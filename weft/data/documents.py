@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from weft.data.cache import (
+from weft.config.job import SHOWN, DataSection, InvalidJob, Problem, some
+from weft.data.prepared_cache import (
     Progress,
     Report,
     cache_problems,
@@ -29,9 +30,10 @@ from weft.data.cache import (
     read_scans,
     write_scans,
 )
-from weft.data.files import File, changed
 from weft.data.records import Document, Fault, Invalid, Unit, documents, record_units
-from weft.data.shards import (
+from weft.data.source import Found
+from weft.data.source_files import File, changed
+from weft.data.token_shards import (
     Batches,
     Built,
     Encoder,
@@ -43,10 +45,8 @@ from weft.data.shards import (
     too_little,
     write_shard,
 )
-from weft.data.source import Found
-from weft.data.store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json
+from weft.data.token_store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json
 from weft.data.workers import Advance, each, processes_for
-from weft.job import SHOWN, DataSection, InvalidJob, Problem, some
 
 FORMAT = 2  # of a scan in the cache
 TELL_BYTES = 4 << 20
@@ -106,7 +106,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Records:
-    """Files of documents that were read once: a `weft.data.shards.Reading`."""
+    """Files of documents that were read once: a `weft.data.token_shards.Reading`."""
 
     units: list[Unit]
     scans: list[Scan]

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.data.files import File, unreadable
-from weft.job import InvalidJob, Problem, suggest
+from weft.config.job import InvalidJob, Problem, suggest
+from weft.data.source_files import File, unreadable
 
 HUB = "hf://"
 ROWS = 1000  # of a saved data set that are decoded at a time

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.data.dataset import Source, Text
 from weft.data.order import Ints
-from weft.data.store import Store, TokenStream
-from weft.data.text import Source, Text
+from weft.data.token_store import Store, TokenStream
 
 CHUNK_TOKENS = 16 << 20
 LONGEST = 3

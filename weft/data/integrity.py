@@ -1,7 +1,7 @@
 """Compare prepared tokens with their manifest: content hashes, and ids with the vocabulary.
 
 Damage that nobody notices trains a wrong model: a flipped bit in a file of tokens is another token,
-and an id outside the vocabulary is an index error deep inside the model.  `weft.data.cache` decides
+and an id outside the vocabulary is an index error deep inside the model.  `weft.data.prepared_cache` decides
 when a store is checked, and remembers the result.
 """
 
@@ -14,9 +14,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from xxhash import xxh3_128
 
-from weft.data.store import DATA_REMEDY, Shard, Split, Store, damaged
+from weft.config.job import Problem
+from weft.data.token_store import DATA_REMEDY, Shard, Split, Store, damaged
 from weft.data.workers import num_cores
-from weft.job import Problem
 
 READ_BYTES = 1 << 20  # at a time: stays in a processor's cache from the hash to the maximum
 MOST_THREADS = 8  # that read: xxhash and NumPy release the interpreter's lock

@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
+from weft.config.job import DataSection, Problem, WeftError
+from weft.data.dataset import Text
 from weft.data.order import Ints, Turns, parts, sample_index
 from weft.data.packing import Rows, pack
-from weft.data.store import SplitName, Store, TokenStream
-from weft.data.text import Text
-from weft.job import DataSection, Problem, WeftError
+from weft.data.token_store import SplitName, Store, TokenStream
 
 AT_ONCE = 512  # places whose samples are looked up at a time
 IGNORE = -100  # a target without loss; what torch's cross_entropy ignores by default

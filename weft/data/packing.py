@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config.job import SHOWN, DataSection, Problem, some
 from weft.data.order import Ints
-from weft.data.store import SPLITS, SplitName, Store
-from weft.job import SHOWN, DataSection, Problem, some
+from weft.data.token_store import SPLITS, SplitName, Store
 
 
 @dataclass(frozen=True)

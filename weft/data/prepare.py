@@ -1,12 +1,12 @@
 """Preparing a store: text tokenised once, safely.
 
 Preparing may be killed at any moment: the next attempt keeps the shards that are whole
-(`weft.data.shards`) and makes the rest.  ``store.json`` comes last.
+(`weft.data.token_shards`) and makes the rest.  ``store.json`` comes last.
 
-Text comes in three kinds.  Of *text files* (`weft.data.textfiles`) each is a document; they are
+Text comes in three kinds.  Of *text files* (`weft.data.text_files`) each is a document; they are
 hashed whenever they seem changed, and encoded by the tokenizer's own threads.  Files of many
 documents, *records* (`weft.data.documents`), may be large and far away: what they are is told by
-name, size and time, and processes make their shards.  *Tokens* of others (`weft.data.tokens`) are
+name, size and time, and processes make their shards.  *Tokens* of others (`weft.data.foreign_tokens`) are
 only checked, and read where they lie.  *Conversations* are for `weft.data.conversations`.
 """
 
@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.data.cache import (
+from weft.config.files import write_durably
+from weft.config.job import DataSection, Problem
+from weft.data.conversations import prepare_conversations
+from weft.data.dataset import Text, single, write_mixture
+from weft.data.document_tokens import RECORD, record_of
+from weft.data.documents import read_records
+from weft.data.foreign_tokens import TokenFiles, read_headers
+from weft.data.prepared_cache import (
     PREPARES,
     Progress,
     Report,
@@ -27,18 +34,11 @@ from weft.data.cache import (
     prepared_once,
     refuse,
 )
-from weft.data.conversations import prepare_conversations
-from weft.data.document_tokens import RECORD, record_of
-from weft.data.documents import read_records
-from weft.data.shards import PIECE_BYTES, Reading, load_encoder, unigram_entropy_nats
 from weft.data.source import Found, look
-from weft.data.store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
-from weft.data.text import Text, single, write_mixture
-from weft.data.textfiles import read_texts
+from weft.data.text_files import read_texts
+from weft.data.token_shards import PIECE_BYTES, Reading, load_encoder, unigram_entropy_nats
+from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
 from weft.data.tokenizer import load_tokenizer, separator_id, train_tokenizer
-from weft.data.tokens import TokenFiles, read_headers
-from weft.files import write_durably
-from weft.job import DataSection, Problem
 
 SHARD_BYTES = 32 << 20  # of text; about 20 MB of tokens, which is also what is held at once
 TRAINING_BYTES = 64 << 20  # of train text that a new tokenizer learns from

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from weft.data.files import (
+from weft.config.job import InvalidJob, Problem, suggest
+from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
+from weft.data.source import Found
+from weft.data.source_files import (
     CutOff,
     File,
     decompressed,
@@ -26,10 +29,7 @@ from weft.data.files import (
     open_file,
     unreadable,
 )
-from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
-from weft.data.own import own_rows, own_set
-from weft.data.source import Found
-from weft.job import InvalidJob, Problem, suggest
+from weft.data.user_source import own_rows, own_set
 
 LINE_BYTES = 256 << 20  # a longer line is none: it would be held whole, and several times over
 ROWS_BYTES = 4 << 20  # of rows of Parquet that are decoded at a time, about

@@ -1,7 +1,7 @@
 """What there is at a path: text, files of many documents, tokens of others, a data set, a store.
 
-It is told by names, before anything is read.  What is in them is for `weft.data.textfiles`,
-`weft.data.records`, `weft.data.tokens`, `weft.data.hub` and `weft.data.own`.
+It is told by names, before anything is read.  What is in them is for `weft.data.text_files`,
+`weft.data.records`, `weft.data.foreign_tokens`, `weft.data.hub` and `weft.data.user_source`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from weft.data.files import (
+from weft.config.files import check_url
+from weft.config.job import InvalidJob, Problem, some
+from weft.data.hub import HUB, is_saved, parse_url
+from weft.data.source_files import (
     File,
     format_of,
     is_card,
@@ -23,11 +26,8 @@ from weft.data.files import (
     local_file,
     remote_files,
 )
-from weft.data.hub import HUB, is_saved, parse_url
-from weft.data.own import is_own, own_set
-from weft.data.store import STORE_FILE, is_store
-from weft.files import check_url
-from weft.job import InvalidJob, Problem, some
+from weft.data.token_store import STORE_FILE, is_store
+from weft.data.user_source import is_own, own_set
 
 STDLIB = "python-stdlib"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from xxhash import xxh3_128_hexdigest
 
+from weft.config.job import InvalidJob, Problem
 from weft.data.document_tokens import END_OF_TEXT, add_start, tokens_beside
-from weft.job import InvalidJob, Problem
 
 # How merges are kept from crossing words, as in Llama 3: contractions, words with the space or
 # sign before them, numbers of up to three digits, signs, newlines, spaces.

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
 from typing import Any, NamedTuple, TypeVar
 
-from weft.job import InvalidJob, Problem, WeftError
+from weft.config.job import InvalidJob, Problem, WeftError
 
 T = TypeVar("T")
 R = TypeVar("R")

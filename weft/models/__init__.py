@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from weft.job import InvalidJob, Job, Problem, Section, check_section, replace, suggest
+from weft.config.job import InvalidJob, Job, Problem, Section, check_section, replace, suggest
 from weft.models import llama, mistral, moe, qwen3
 from weft.models.family import Family
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from weft.job import Problem, Section
+from weft.config.job import Problem, Section
 
 Json = dict[str, Any]
 
@@ -30,7 +30,7 @@ class Init(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What tensor parallelism makes of a module; `weft.parallel.tensor` carries it out.
+    """What tensor parallelism makes of a module; `weft.parallel.tensor_parallel` carries it out.
 
     ``weight``: how the module's weight is cut over the ranks.  *column*: by outputs, *row*: by
     inputs, *heads*: by outputs, but never through a head, so that ranks share one where there

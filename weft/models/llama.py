@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from weft.job import Positive, Problem, Section, key
+from weft.config.job import Positive, Problem, Section, key
 from weft.models.family import Counterpart, Family, Init, Split, Unit
 from weft.models.layers import (
     Attention,

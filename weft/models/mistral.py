@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.job import Positive, key
+from weft.config.job import Positive, key
 from weft.models import llama
 from weft.models.family import ONLY, Counterpart
 from weft.models.llama import DecoderConfig, PositiveFloat

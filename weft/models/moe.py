@@ -25,7 +25,7 @@ Left out: DeepSeek's choice of groups of experts before experts, and its auxilia
 sequence.
 
 The module is single-device code, as `weft.models.llama`, whose attention, norms, rotary tables and
-head these are; spreading experts over ranks is done from outside (`weft.parallel.expert`).
+head these are; spreading experts over ranks is done from outside (`weft.parallel.expert_parallel`).
 
 Shapes in names as in llama.py, and N tokens of all rows, E experts, A active ones of a token, R = N
 A rows that go through experts, F width of an expert.
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from weft.job import NonNegative, Positive, Problem, key
+from weft.config.job import NonNegative, Positive, Problem, key
 from weft.models import llama, qwen3
 from weft.models.family import Family, Init, Split, Unit
 from weft.models.layers import Attention, RMSNorm, SwiGLU, grouped_linear

@@ -1,1 +1,1 @@
-"""What a run tells: records and where they go."""
+"""What a run reports about itself: metrics, trackers, timelines, faults, heartbeats."""

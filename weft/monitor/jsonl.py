@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 
 from pydantic_core import from_json
 
-from weft.files import append_bytes, open_regular, reading
-from weft.monitor.log import MAX_WAITING_BYTES, LogBuffer
+from weft.config.files import append_bytes, open_regular, reading
+from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
 
 MAX_LINE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 16  # read at a time from the end

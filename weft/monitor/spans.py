@@ -1,12 +1,12 @@
 """When a rank did what, always on, in a file that Perfetto and chrome://tracing open.
 
-*Phases* last from one site (`weft.resilience.faults.SITES`) to the next, and are called as the
+*Phases* last from one site (`weft.monitor.faults.SITES`) to the next, and are called as the
 watchdog calls them (`DOING`).  Inside of them are *spans* that the code names itself: the forward
 and backward pass of each microbatch, called as in a timetable (``2F5``: stage, kind, microbatch),
 loss, gradient norm, clipping, optimizer.
 
 The times are the host's.  On a CPU that is all there is; a GPU computes what its host has asked for
-later, and the host's spans say when it asked.  A profile (`weft.monitor.profile`) has both, under
+later, and the host's spans say when it asked.  A profile (`weft.monitor.profiler`) has both, under
 the same names: while it is taken, each phase and span is a range of torch.profiler, too.
 
 A span costs some microseconds, most of them when it is written: at the site ``record``, where the
@@ -27,9 +27,9 @@ from typing import Any, Self
 from pydantic_core import from_json
 from torch.profiler import record_function
 
-from weft.files import open_regular, replace_bytes
-from weft.monitor.log import MAX_WAITING_BYTES, LogBuffer
-from weft.resilience import faults
+from weft.config.files import open_regular, replace_bytes
+from weft.monitor import faults
+from weft.monitor.log_buffer import MAX_WAITING_BYTES, LogBuffer
 
 FILE_BYTES = 2**20
 WAITING_EVENTS = 2000  # for being written, at most

@@ -10,8 +10,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from weft.escaping import escape_controls, raw_stream
-from weft.monitor.record import StepRecord
+from weft.config.escaping import escape_controls, raw_stream
+from weft.monitor.step_record import StepRecord
 
 
 class _QuietConsole(Console):

@@ -1,154 +1,159 @@
-"""Records for trackers of experiments: TensorBoard, Weights & Biases, and MLflow.
+"""Where records go: a sink is anything with ``write(record)`` and ``close()``.
 
-Where servers are, and who one is there, is taken from the environment as everywhere else:
-WANDB_MODE, WANDB_PROJECT and WANDB_API_KEY; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME.
-Offline, and without a tracking server, they write into the run's folder.  A run that resumes goes
-on in the tracker's run of the id that is kept in the folder.
+A run's sinks live on rank 0 only; every other rank has none.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import posixpath
-import re
-import secrets
-import socket
-import struct
-import time
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from weft.files import append_bytes
-from weft.job import Job, flatten
-from weft.monitor.record import StepRecord, scalars
+from rich.console import Console
 
-PROJECT = "weft"
-SEND_SECONDS = 5.0  # at least, between what is sent to MLflow
+from weft.config.job import Job, WeftError, lookup
+from weft.monitor.jsonl import JsonlFile
+from weft.monitor.log_buffer import LogBuffer
+from weft.monitor.run_report import Report
+from weft.monitor.step_record import StepRecord
+from weft.monitor.terminal import Terminal
+from weft.monitor.tracker_backends import MLflow, TensorBoard, WeightsAndBiases
+
+BURST_SECONDS = 1.0  # between two bursts of records to a tracker
+CLOSE_SECONDS = 60.0  # that a tracker has at the end for what is left
 
 
-class TensorBoard:
-    """Event files in ``tensorboard/``, under names that its users expect."""
+class Sink(Protocol):
+    """A destination of records, in the order of the steps."""
 
-    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
-        # Its formats only: a full disk ends the thread of its own writer, and then blocks ours.
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.record_writer import masked_crc32c
-
-        self._event, self._crc = Event, masked_crc32c
-        suffix = f"{time.time():.6f}.{socket.gethostname()}.from-step-{resumed_step + 1}"
-        self._path = folder / "tensorboard" / f"events.out.tfevents.{suffix}"
-        start = SessionLog(status=SessionLog.START)  # readers forget later steps
-        first = Event(wall_time=time.time(), file_version="brain.Event:2")
-        again = Event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
-        self._head = self._framed(first) + self._framed(again)
-
-    def write(self, record: StepRecord) -> None:
-        # All in one event: one for each costs ten times as much.
-        values = [{"tag": name, "simple_value": value} for name, value in scalars(record).items()]
-        event = self._event(wall_time=record.time, step=record.step, summary={"value": values})
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        append_bytes(self._path, self._head + self._framed(event), lines=False)
-        self._head = b""
+    def write(self, record: StepRecord) -> None: ...
 
     def close(self) -> None: ...
 
-    def _framed(self, event: Any) -> bytes:
-        """An event as it stands in a file: its length, data, and the checksums of both."""
-        data: bytes = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        sums = [struct.pack("<I", self._crc(part)) for part in (length, data)]
-        return length + sums[0] + data + sums[1]
+
+MakeSink = Callable[[Path, Job, int], Sink]  # of the run's folder, its job, the step it resumes at
 
 
-class WeightsAndBiases:
-    """A run of Weights & Biases, which has a process of its own to send from.
+def open_sinks(
+    folder: Path, job: Job, steps: int, resumed_step: int, console: Console
+) -> list[Sink]:
+    """The sinks of the run in ``folder``: always its records and the terminal, and what the job
+    asks for.
 
-    The step is a metric among others, on which the rest is drawn: of its own count a run that has
-    gone back to a checkpoint could not go back, and would lose records.
+    Raises:
+        WeftError: if a tracker cannot be made at a first start.
+    """
+    warn = partial(console.print, soft_wrap=True)
+    sinks: list[Sink] = [Jsonl(folder / "metrics.jsonl", resumed_step, warn)]
+    for name in job.monitor.trackers:
+        sinks.append(Guarded(name, lookup(name, SINKS), folder, job, resumed_step, console))
+    sinks.append(Terminal(console, steps, resumed_step))  # its live line hides the cursor
+    if job.monitor.report:
+        sinks.append(Report(folder, warn))
+    return sinks
+
+
+class Guarded:
+    """A tracker: what writes to it costs the step little, and may fail without ending the run.
+
+    A thread sends records in bursts: each time that it wakes it takes Python's lock from the step.
+    Every tracker has its own, so that a server which does not answer keeps no other tracker from
+    its records.  Records that it refuses wait (`weft.monitor.log_buffer`); metrics.jsonl has them anyway.
+
+    A tracker that cannot be made ends a first start, with the reason: then somebody is there to
+    read it.  Later it is tried again, as a record is.
     """
 
-    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
-        import wandb
-
-        known = folder / "wandb" / "run-id"
-        known.parent.mkdir(parents=True, exist_ok=True)
-        if not known.exists():
-            known.write_text(secrets.token_hex(4), "utf-8")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=folder.name,
-            id=known.read_text("utf-8"),
-            resume="allow",
-            dir=folder,
-            config=flatten(job),
-            settings=wandb.Settings(console="off", silent=True),
+    def __init__(
+        self,
+        name: str,
+        make: MakeSink,
+        folder: Path,
+        job: Job,
+        resumed_step: int,
+        console: Console,
+    ) -> None:
+        self._name, self._make = name, partial(make, folder, job, resumed_step)
+        self._sink: Sink | None = None
+        self._buffer = LogBuffer[StepRecord](
+            name,
+            self._send,
+            partial(console.print, soft_wrap=True),
+            errors=BaseException,  # SystemExit would end the thread without a word
         )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, record: StepRecord) -> None:
-        self._run.log({**scalars(record), "step": record.step})
-
-    def close(self) -> None:
-        import wandb
-
-        self._run.finish()
-        wandb.teardown()  # offline, its process writes on after that; ours may end any moment
-
-
-def allowed(name: str) -> str:
-    """A metric's name as MLflow takes it: a source of data may be called like any path or URL."""
-    return posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", name))
-
-
-class MLflow:
-    """A run of MLflow, which is sent several records at once: a row of its costs milliseconds."""
-
-    def __init__(self, folder: Path, job: Job, resumed_step: int) -> None:
-        for name in ("mlflow", "alembic"):  # which tell of every table that they make
-            logging.getLogger(name).setLevel(logging.WARNING)
-        from mlflow.entities import Param
-        from mlflow.tracking import MlflowClient
-
-        where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute()}/mlflow.db"
-        self._client = MlflowClient(tracking_uri=where)
-        known = folder / "mlflow-run-id"
-        if not known.exists():
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            experiment = self._client.get_experiment_by_name(name)
-            number = (
-                experiment.experiment_id if experiment else self._client.create_experiment(name)
-            )
-            run = self._client.create_run(number, run_name=folder.name)
-            params = [Param(key, str(value)) for key, value in flatten(job).items()]
-            for first in range(0, len(params), 100):  # the most that a server takes
-                self._client.log_batch(run.info.run_id, params=params[first : first + 100])
-            known.write_text(run.info.run_id, "utf-8")
-        self._id = known.read_text("utf-8")
-        self._client.update_run(self._id, status="RUNNING")
-        self._waiting: list[Any] = []
-        self._next = 0.0
-
-    def write(self, record: StepRecord) -> None:
-        from mlflow.entities import Metric
-
-        at = int(1000 * record.time)
-        values = scalars(record).items()
-        self._waiting += [Metric(allowed(name), value, at, record.step) for name, value in values]
-        if time.monotonic() >= self._next:
+        self._end, self._is_late = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        if resumed_step == 0:
             try:
-                self._send()
-            except BaseException:  # the caller brings this record again
-                del self._waiting[-min(len(values), len(self._waiting)) :]
-                raise
+                self._sink = self._make()
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                raise WeftError(f"monitor.trackers: {name} cannot start: {why}") from error
+
+    def write(self, record: StepRecord) -> None:
+        self._buffer.put(record)
+        self._thread = self._thread or self._start()
 
     def close(self) -> None:
-        self._send()
-        self._client.set_terminated(self._id)
+        """Write what is left; but a server that is gone must not keep the job for ever."""
+        if self._sink is None and self._thread is None:
+            return
+        self._end.set()
+        thread = self._thread or self._start()
+        thread.join(CLOSE_SECONDS)
+        if thread.is_alive():
+            self._is_late = True
+            self._buffer.drop(TimeoutError(f"it takes longer than {CLOSE_SECONDS:g} s to end"))
 
-    def _send(self) -> None:
-        while batch := self._waiting[:1000]:  # again the most
-            self._client.log_batch(self._id, metrics=batch)
-            del self._waiting[: len(batch)]
-        self._next = time.monotonic() + SEND_SECONDS
+    def _start(self) -> threading.Thread:
+        # A daemon: if it hangs it does not keep the process.
+        name = f"weft-{self._name}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        while not self._end.wait(BURST_SECONDS):
+            self._buffer.flush()
+        self._buffer.flush(now=True)
+        failed = None
+        try:
+            if self._sink is not None:
+                self._sink.close()
+        except BaseException as error:
+            failed = error
+        if not self._is_late:  # else that was reported
+            self._buffer.drop(failed)
+
+    def _send(self, record: StepRecord) -> None:
+        if self._sink is None:
+            self._sink = self._make()
+        self._sink.write(record)
+
+
+class Jsonl:
+    """One JSON object per line in ``path``, whole after every write.
+
+    A run that resumes goes back to its last checkpoint: records of later steps are dropped, so that
+    the file holds each logged step once; see `weft.monitor.jsonl`.
+    """
+
+    def __init__(
+        self, path: Path, resumed_step: int, warn: Callable[[str], object] = print
+    ) -> None:
+        self._file = JsonlFile(path, resumed_step, warn)
+
+    def write(self, record: StepRecord) -> None:
+        self._file.append([record.to_dict()])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+SINKS: dict[str, MakeSink] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.parallel.mesh import Mesh
-from weft.parallel.private_watch import in_backward
+from weft.parallel.private_hooks import in_backward
 
 
 class Balance:

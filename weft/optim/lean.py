@@ -49,7 +49,7 @@ from torch.optim import Optimizer
 from weft.parallel.compile import compiling
 from weft.parallel.dtensor import local_of, shard_offsets
 from weft.parallel.private import compile_each_shape
-from weft.plan.memory import MOMENT_BLOCK
+from weft.plan.memory_formula import MOMENT_BLOCK
 
 SMALLEST = 2.0**-126  # second moments below are zero, as are first moments beside them
 OCTAVES = 40  # of the second moment, that a block can span

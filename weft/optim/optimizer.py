@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft.job import OptimSection
+from weft.config.job import OptimSection
 from weft.optim.lean import LeanAdamW
 from weft.optim.muon import Muon
 from weft.parallel.dtensor import l2_norms, local_of

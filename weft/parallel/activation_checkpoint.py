@@ -36,7 +36,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from weft.job import ActivationCheckpointSection
+from weft.config.job import ActivationCheckpointSection
 from weft.parallel.dtensor import local_of
 from weft.parallel.private import limit_activations
 

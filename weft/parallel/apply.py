@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.job import Job
+from weft.config.job import Job
 from weft.models import Family
+from weft.parallel.activation_checkpoint import apply_activation_checkpoint
+from weft.parallel.activation_offload import apply_offload
 from weft.parallel.compile import compile_blocks
-from weft.parallel.context import apply_context
-from weft.parallel.expert import apply_experts
+from weft.parallel.context_parallel import apply_context
+from weft.parallel.data_parallel import shard
+from weft.parallel.expert_parallel import apply_experts
 from weft.parallel.float8 import apply_float8
 from weft.parallel.lora import apply_lora, with_adapters
 from weft.parallel.mesh import Mesh
-from weft.parallel.offload import apply_offload
 from weft.parallel.private import hide_exchanges
-from weft.parallel.activation_checkpoint import apply_activation_checkpoint
-from weft.parallel.shard import shard
-from weft.parallel.tensor import apply_tensor, take_parts_outside
-from weft.plan.float8 import float8_matrices
+from weft.parallel.tensor_parallel import apply_tensor, take_parts_outside
+from weft.plan.float8_rules import float8_matrices
 from weft.plan.resolve import Plan
 
 

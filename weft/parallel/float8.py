@@ -14,7 +14,7 @@ shows how it was trained.  What shares a scale is the recipe:
     mxfp8               32 numbers, with a power of two (OCP Microscaling Formats, v1.0); SM100
 
 The products are torchao's: `Float8Linear` in place of a linear layer, with the same weight under
-the same name; and its prototype of MXFP8.  Which layers, `weft.plan.float8` says.
+the same name; and its prototype of MXFP8.  Which layers, `weft.plan.float8_rules` says.
 
 *Gathering in float8.*  With one scale for a whole weight, its shards can be cast before FSDP
 gathers them, if all ranks agree on the scale: half of the bytes.  FSDP asks a shard how it wants to

@@ -25,10 +25,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from weft.job import LoraSection
+from weft.config.job import LoraSection
 from weft.models.family import Init, Split
 from weft.parallel.quantize import linear
-from weft.plan.lora import BLOCK, BYTES, is_target, scaling
+from weft.plan.lora_plan import BLOCK, BYTES, is_target, scaling
 from weft.plan.matrices import linear_layers
 
 INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}

@@ -4,7 +4,7 @@ Two views of the same ranks.  Parameters live on the axes ``pp, dp_replicate, dp
 ranks of a context-parallel group need the same parameters for different tokens, which is what
 data parallel means to FSDP, so they count among ``dp_shard`` there.  Tokens are cut over ``cp``, a
 group of its own.  Where experts are spread, their parameters live on ``dp_shard`` cut in two: see
-`weft.parallel.expert`.
+`weft.parallel.expert_parallel`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each name says what is needed, and why the public interface does not give it.  The rest of weft
 imports from here, but for the operators of attention (`weft.parallel.attention_ops`) and what it
-takes to look on at a step (`weft.parallel.private_watch`).  ``tests/parallel/test_private.py``
+takes to look on at a step (`weft.parallel.private_hooks`).  ``tests/parallel/test_private.py``
 fails when one of them changes.
 """
 

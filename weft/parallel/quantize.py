@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.parallel.dtensor import local_of, part_of_whole
 from weft.parallel.private import is_fake, run_function
-from weft.plan.lora import BLOCK, BYTES
+from weft.plan.lora_plan import BLOCK, BYTES
 
 SCALE = 4  # bytes
 AT_ONCE = 1 << 24  # numbers that are quantised at a time

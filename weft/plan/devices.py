@@ -43,7 +43,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as checked
 
-from weft.job import MISSING, InvalidJob, Problem, suggest
+from weft.config.job import MISSING, InvalidJob, Problem, suggest
 
 T = TypeVar("T")
 

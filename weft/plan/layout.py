@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weft.job import Job, ParallelSection, Problem
+from weft.config.job import Job, ParallelSection, Problem
 from weft.models import Family
 from weft.plan.placement import AXES
 

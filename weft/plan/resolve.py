@@ -16,20 +16,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from weft.job import InvalidJob, Job, Problem, difference, recipe_names
+from weft.config.job import InvalidJob, Job, Problem, difference, recipe_names
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import CPU, Device, device_called, device_named, peak_flops
-from weft.plan.effects import Setting, effect_warnings, schedule_warnings
-from weft.plan.float8 import check_float8, float8_matrices, float8_warnings, has_float8
+from weft.plan.float8_rules import check_float8, float8_matrices, float8_warnings, has_float8
 from weft.plan.layout import DEGREE_KEYS, Degrees, check_layout, find_degrees, fixed
-from weft.plan.lora import check_lora, check_stages, trained
-from weft.plan.memory import check_moments, state_bytes_per_param
-from weft.plan.pipeline import (
+from weft.plan.lora_plan import check_lora, check_stages, trained
+from weft.plan.memory_formula import check_moments, state_bytes_per_param
+from weft.plan.pipeline_plan import (
     PipelinePlan,
-    num_microbatches,
     activation_checkpoint_warnings,
+    num_microbatches,
     resolve_pipeline,
 )
+from weft.plan.pipeline_schedule import Timetable, is_file, one_stage, read_csv, timetable
 from weft.plan.placement import AXES, PLACEMENTS, groups, placement_warnings, ranks_per_node
 from weft.plan.rules import (
     check_batch,
@@ -40,7 +40,7 @@ from weft.plan.rules import (
     check_sections,
 )
 from weft.plan.sharding import find_gradient_sync, find_reshard, fit_shards, own_params
-from weft.plan.timetable import Timetable, is_file, one_stage, read_csv, timetable
+from weft.plan.unused_keys import Setting, effect_warnings, schedule_warnings
 
 DeviceType = Literal["cpu", "cuda"]
 

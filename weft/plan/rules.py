@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from weft.job import Job, Problem, steps_of
+from weft.config.job import Job, Problem, steps_of
 from weft.models import Family
 from weft.plan.layout import DEGREE_KEYS, Degrees, divisors, either
 from weft.plan.placement import PLACEMENTS, crosses_nodes

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from weft.job import Job, Problem
+from weft.config.job import Job, Problem
 from weft.models import Family
 from weft.plan.devices import GIB
 from weft.plan.layout import DEGREE_KEYS, Degrees, divisors
-from weft.plan.lora import trained
-from weft.plan.memory import USABLE, of_one_rank, rank_bytes, recomputed, state_bytes_per_param
+from weft.plan.lora_plan import trained
+from weft.plan.memory_formula import (
+    USABLE,
+    of_one_rank,
+    rank_bytes,
+    recomputed,
+    state_bytes_per_param,
+)
 
 # Float32 gradients that a rank keeps whole over a step, to reduce them once, without being asked.
 WHOLE_GRADIENT_BYTES = 2 * GIB

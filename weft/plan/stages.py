@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
-from weft.job import Problem
+from weft.config.job import Problem
 
 if TYPE_CHECKING:
     from weft.models.family import Unit

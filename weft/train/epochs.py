@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from weft.config.job import Job
+from weft.data.dataset import Text
 from weft.data.loader import Mixture
-from weft.data.text import Text
-from weft.job import Job
 
 # Passes over the same text up to which repeated data are worth nearly as much as new data:
 # Muennighoff et al., "Scaling Data-Constrained Language Models", arXiv:2305.16264.

@@ -21,35 +21,35 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import Parameter
 
-from weft.checkpoint.interval import Saves
-from weft.checkpoint.replicas import compare_replicas
-from weft.checkpoint.state import named_parameters
-from weft.checkpoint.store import Saver
+from weft.checkpoint.manager import Saver
+from weft.checkpoint.replica_check import compare_replicas
+from weft.checkpoint.save_schedule import Saves
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import Job, WeftError
+from weft.data.dataset import Text
 from weft.data.loader import Ahead, Batch, Loader, samples_of
-from weft.data.store import SplitName
-from weft.data.text import Text
-from weft.job import Job, WeftError
+from weft.data.token_store import SplitName
 from weft.models import load_family
-from weft.monitor.backward import naming_backward
-from weft.monitor.log import tolerate
-from weft.monitor.memory import OutOfMemory, is_out_of_memory, out_of_memory
-from weft.monitor.profile import Profile
+from weft.monitor.anomaly import Trial, Watch, gather
+from weft.monitor.autograd_anomaly import naming_backward
+from weft.monitor.device_memory import OutOfMemory, is_out_of_memory, out_of_memory
+from weft.monitor.faults import arm
+from weft.monitor.faults import at as reach
+from weft.monitor.log_buffer import tolerate
+from weft.monitor.profiler import Profile
+from weft.monitor.signals import Wishes
 from weft.monitor.spans import Spans, span, spans_path
 from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import NOTHING_COMPILED, graph_break, tell_compiling
 from weft.plan.resolve import Plan
-from weft.resilience.anomaly import Trial, Watch, gather
-from weft.resilience.faults import arm
-from weft.resilience.faults import at as reach
-from weft.resilience.signals import Wishes
 from weft.train.epochs import repetition_warnings
-from weft.train.folder import write_plan
-from weft.train.position import home_of, resume, rewind
-from weft.train.recorder import Journal, Recorder, TrainingError, due
-from weft.train.references import with_references
+from weft.train.metric_logger import Journal, Recorder, TrainingError, due
+from weft.train.reference_logprobs import with_references
 from weft.train.replica_groups import join
+from weft.train.run_dir import write_plan
 from weft.train.setup import Rank, build, open_statistics
+from weft.train.state import home_of, resume, rewind
 from weft.train.step import batch_to, held_out
 
 # Of reading a batch, on this rank alone; not RuntimeError, which torch and CUDA raise.

@@ -41,22 +41,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint.replicas import ReplicasDiffer
-from weft.checkpoint.shards import DTYPES
-from weft.checkpoint.state import (
+from weft.checkpoint.replica_check import ReplicasDiffer
+from weft.checkpoint.shard_files import DTYPES
+from weft.checkpoint.state_dict import (
     allocate_optimizer_state,
     local_part,
     mark_of,
     model_state,
     optimizer_state,
 )
-from weft.data.text import Text
-from weft.job import Job, WeftError, flatten
+from weft.config.job import Job, WeftError, flatten
+from weft.data.dataset import Text
+from weft.monitor.faults import at as reach
 from weft.parallel.private import gloo_group, listening_store
 from weft.plan.resolve import Plan
-from weft.resilience.faults import at as reach
-from weft.train.position import Position
 from weft.train.setup import Rank
+from weft.train.state import Position
 
 # What may differ between groups.
 OWN = (

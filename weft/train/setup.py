@@ -1,6 +1,6 @@
 """From a Plan to live objects: ranks, devices, model and optimizer.
 
-Who a process is among others is asked here, in `weft.train.where`, `weft.train.check` and by the
+Who a process is among others is asked here, in `weft.train.environment`, `weft.train.job_checks` and by the
 launchers only.
 """
 
@@ -23,21 +23,21 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from weft.checkpoint.state import frozen_parameters, named_buffers, named_parameters
-from weft.job import InvalidJob, Job, Problem, lookup
+from weft.checkpoint.state_dict import frozen_parameters, named_buffers, named_parameters
+from weft.config.job import InvalidJob, Job, Problem, lookup
 from weft.models import load_family
 from weft.models.family import Init
-from weft.monitor.statistics import Statistics, layers_of
+from weft.monitor.heartbeat import name_groups
+from weft.monitor.layer_stats import Statistics, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
-from weft.parallel.init import init_params
+from weft.parallel.initialization import init_params
 from weft.parallel.lora import init_with_adapters
 from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
 from weft.parallel.private import listening_store
-from weft.parallel.private_watch import record_flights
+from weft.parallel.private_hooks import record_flights
 from weft.plan.resolve import Machine, Plan
-from weft.resilience.heartbeat import name_groups
 from weft.train.step import Engine
 
 # --------------------------------------------------------------------------- before anything starts

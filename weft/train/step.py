@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.config.job import Job
 from weft.data.loader import IGNORE, Batch, Mixture, evaluation_batches
-from weft.job import Job
 from weft.models import Family
 from weft.monitor.spans import action, span
 from weft.optim.balance import Balance
-from weft.parallel.context import cut
+from weft.parallel.context_parallel import cut
+from weft.parallel.data_parallel import reshard, set_gradient_sync
 from weft.parallel.float8 import Gathers
 from weft.parallel.mesh import Mesh
-from weft.parallel.pipeline import build_schedule
+from weft.parallel.pipeline_parallel import build_schedule
 from weft.parallel.private import forward_only
-from weft.parallel.private_watch import around_actions
-from weft.parallel.shard import reshard, set_gradient_sync
-from weft.parallel.tensor import vocabulary_cross_entropy
+from weft.parallel.private_hooks import around_actions
+from weft.parallel.tensor_parallel import vocabulary_cross_entropy
 from weft.plan.resolve import Plan
 from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
-from weft.train.objective import Losses, build_objective
+from weft.train.objectives import Losses, build_objective
 
 
 class Engine:

@@ -1,0 +1,286 @@
+"""A small `weft train` command, started in two ways, and a look at what it leaves behind.
+
+A process imports torch for some seconds.  So weft's command runs in a process that a test starts
+only where its own start or death is tested; otherwise in one that the harness forks (`Started`,
+`run_weft`, `run_joined`), which has imported it already.  The ranks that it starts are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from tests.small import SMALL
+from weft.cli.main import main
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+ONE_RANK = ["--run.nproc_per_node", "1"]  # where it matters what the launcher does, not its ranks
+_worlds: list[threading.Thread] = []  # of `Started`, in which a command may still run
+
+
+@pytest.fixture
+def arguments(store_path: Path, tmp_path: Path) -> list[str]:
+    """`weft train` on the small model in two ranks, in the run folder `run`."""
+    return small_command(store_path)
+
+
+def small_command(store: Path) -> list[str]:
+    pairs = [
+        *SMALL,
+        ("run.dir", "run"),
+        ("run.nproc_per_node", "2"),
+        ("data.path", str(store)),
+        ("checkpoint.interval", "10"),
+    ]
+    return [*WEFT, "train", "demo", *(word for key, value in pairs for word in (f"--{key}", value))]
+
+
+class Finished(NamedTuple):
+    """A run of two ranks, of which tests make copies."""
+
+    folder: Path  # where the command ran
+    command: list[str]
+    done: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="session")
+def finished(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """`weft train` on ``text.py``, as a user starts it."""
+    folder = tmp_path_factory.mktemp("finished")
+    shutil.copy(text_folder / "ast.py", folder / "text.py")
+    words = ["--data.path", "text.py", "--data.cache_dir", "cache"]
+    words += ["--checkpoint.interval", "5", "--checkpoint.keep_latest", "9"]
+    command = [*small_command(folder), *words]
+    done = subprocess.run(
+        command, cwd=folder, timeout=200, capture_output=True, text=True, check=False
+    )
+    assert not processes_in(folder)
+    return Finished(folder, command, done)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 10
+    while left := processes_in(tmp_path):
+        if time.monotonic() > deadline:
+            for process in left:  # of a test that failed half-way, too
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            for world in _worlds:
+                world.join(30)
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.1)
+
+
+def processes_in(folder: Path) -> dict[int, str]:
+    """Ids and command lines of the processes whose working directory is ``folder``."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (entry / "cwd").resolve() == folder:
+                    line = (entry / "cmdline").read_text().replace("\0", " ")
+                    found[int(entry.name)] = line
+            except OSError:
+                continue  # it has ended meanwhile, or is another user's
+    return {process: line for process, line in found.items() if line}
+
+
+# --------------------------------------------------------------------------- in forked processes
+
+
+class Started:
+    """weft's command in a process that the harness has forked, as if by `subprocess.Popen`.
+
+    What it prints is in files beside ``folder``, where it runs.
+
+    Args:
+        cores: how many it and its ranks may use; 0: all.
+        reader: of its standard output; without it the pipe is closed after some bytes.
+
+    Attributes:
+        pid: of the command; it leads a session.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        cores: int = 0,
+        reader: bool = True,
+        **environment: str,
+    ) -> None:
+        assert command[: len(WEFT)] == WEFT
+        self.said = folder.with_name(f"{folder.name}.said")
+        self.said.mkdir(exist_ok=True)
+        for file in self.said.iterdir():
+            file.unlink()
+        self._statuses: list[int] = []
+        self._error: BaseException | None = None
+        call = (command[len(WEFT) :], str(folder), str(self.said), environment, cores, reader)
+        self._world = threading.Thread(target=self._run, args=call, daemon=True)
+        self._world.start()
+        _worlds.append(self._world)
+        while not (self.said / "pid").exists():
+            assert self._world.is_alive(), self._error
+            time.sleep(0.01)
+        self.pid = int((self.said / "pid").read_text())
+
+    def _run(self, *call: object) -> None:
+        try:
+            self._statuses = run_ranks(be_weft, 1, *call, timeout=200)
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def stdout(self) -> str:
+        return (self.said / "1").read_text() if (self.said / "1").exists() else ""
+
+    @property
+    def stderr(self) -> str:
+        return (self.said / "2").read_text()
+
+    def poll(self) -> int | None:
+        return None if self._world.is_alive() else self.wait(0)
+
+    def wait(self, timeout: float) -> int:
+        self._world.join(timeout)
+        if self._world.is_alive():
+            raise subprocess.TimeoutExpired("weft", timeout)
+        if self._error is not None:
+            raise self._error
+        return self._statuses[0]
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def run_weft(
+    command: list[str],
+    folder: Path,
+    timeout: float = 200,
+    cores: int = 0,
+    reader: bool = True,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run weft's command in a process that the harness forks, until it ends."""
+    done = Started(command, folder, cores, reader, **environment)
+    status = done.wait(timeout)
+    return subprocess.CompletedProcess(command, status, done.stdout, done.stderr)
+
+
+def be_weft(
+    words: list[str], folder: str, said: str, environment: dict[str, str], cores: int, reader: bool
+) -> int:
+    """Be weft's command, in a rank; return its status once no process of it is left."""
+    dist.destroy_process_group()
+    os.chdir(folder)
+    if cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    others = processes_in(Path.cwd()).keys() | {os.getpid()}
+    out = Path(said, "1")
+    if not reader:
+        out = Path(said, "pipe")
+        os.mkfifo(out)
+        threading.Thread(target=read_and_leave, args=(out,), daemon=True).start()
+    status = _call_main(words, out, Path(said, "2"), environment, Path(said, "pid"))
+    deadline = time.monotonic() + 10
+    while left := processes_in(Path.cwd()).keys() - others:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+    return status
+
+
+def read_and_leave(pipe: Path) -> None:
+    """Be ``head -1``."""
+    with pipe.open("rb") as end:
+        end.readline()
+
+
+def run_joined(
+    command: list[str], folder: Path, ranks: int, **environment: str
+) -> tuple[list[int], str]:
+    """Run weft's command in ranks that another launcher has started, by torchrun's variables.
+
+    Returns:
+        Their statuses, and what they printed.
+    """
+    said = folder.with_name(f"{folder.name}.said")
+    said.mkdir(exist_ok=True)
+    port = free_port()
+    call = (command[len(WEFT) :], str(folder), str(said), environment, port)
+    statuses = run_ranks(be_joined, ranks, *call, timeout=120)
+    return statuses, "".join((said / f"{rank}").read_text() for rank in range(ranks))
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, and that no outgoing connection is given meanwhile."""
+    choose = random.SystemRandom()
+    while True:
+        port = choose.randrange(20_000, 30_000)  # below Linux's range for outgoing connections
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def be_joined(
+    words: list[str], folder: str, said: str, environment: dict[str, str], port: int
+) -> int:
+    """Be weft's command as a rank: in another process, which the command ends by itself."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.chdir(folder)
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    variables |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    environment |= {key: str(value) for key, value in variables.items()}
+    file = Path(said, f"{rank}")
+    process = os.fork()
+    if process == 0:
+        _call_main(words, file, file, environment | {"MASTER_ADDR": "127.0.0.1"}, None)
+        os._exit(99)  # it has returned instead
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def _call_main(
+    words: list[str], out: Path, err: Path, environment: dict[str, str], pid: Path | None
+) -> int:
+    for number, path in ((1, out), (2, err)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ |= environment
+    sys.argv[:] = ["weft", *words]
+    if pid is not None:
+        part = pid.with_suffix(".part")
+        part.write_text(str(os.getpid()))
+        part.rename(pid)
+    try:
+        status = main(words)
+    except SystemExit as error:
+        status = error.code  # type: ignore[assignment]
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it
+            stream.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):  # what is left to be written
+        os.dup2(nowhere, number)
+    return int(status or 0)

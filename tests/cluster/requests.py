@@ -1,0 +1,53 @@
+"""What clusters are asked for in tests, and tools of theirs that only note how they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.cluster.submit import Request, words_of
+from weft.config.job import Problem, read_job
+
+
+def request(
+    *overrides: tuple[str, str],
+    options: dict[str, str] | None = None,
+    recipe: str = "demo",
+    nodes: tuple[int, int] = (1, 1),
+    devices: int = 0,
+) -> Request:
+    """A request by the words that somebody would have typed."""
+    given = list(overrides)
+    if options:
+        given.append(("launch.options", ",".join(f"{k}={v}" for k, v in options.items())))
+    job, _, problems = read_job(recipe, given)
+    assert not problems
+    folder = Path("/fsx/small-run")
+    asked = str(nodes[1]) if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
+    words = words_of(recipe, given, folder, asked, "auto")
+    return Request("small-run", words, job, nodes, devices, folder)
+
+
+def said(problems: list[Problem]) -> str:
+    return "\n".join(str(problem) for problem in problems)
+
+
+def own_recipe(folder: Path) -> str:
+    """A recipe of the user's, which extends another one and is of no use elsewhere as it is."""
+    path = folder / "mine.toml"
+    path.write_text(
+        'extends = "demo"\n[train]\nsteps = 7\n[run]\ndir = "here"\n[launch]\nimage = "i"\n'
+    )
+    return str(path)
+
+
+def fake_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> Path:
+    """Put a script into $PATH that notes its arguments, a line a call, and runs ``body``."""
+    calls = folder / "calls"
+    (folder / "bin").mkdir(exist_ok=True)
+    script = folder / "bin" / name
+    script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{body}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
+    return calls

@@ -1,0 +1,362 @@
+"""`weft doctor` and the check before a run, on this machine, on several nodes, and on sick ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import s3
+from tests.cluster.conftest import ONE_RANK, WEFT, run_joined, run_weft
+from tests.cluster.test_node_checks import GPU, GPUS
+from tests.cluster.test_rendezvous import free_port
+from weft.cli.main import main
+from weft.cluster import MISTAKE, SICK
+from weft.cluster.device_benchmark import best_burst, measure
+from weft.cluster.doctor import SICK_NODES, folders, gather, visible_gpus
+from weft.cluster.node_checks import CHECKS
+from weft.cluster.node_facts import Facts
+from weft.cluster.probes import locks, try_endpoint, try_folder
+from weft.cluster.probes import run as run_tool
+from weft.config.job import read_job
+
+pytestmark = pytest.mark.timeout(300, method="signal")
+
+FAILS_ONCE = '[{kind = "kill", rank = 1, passing = 5}]'
+
+
+def run(arguments: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        arguments,
+        cwd=folder,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """What is started meanwhile may use one core: on a CPU one process is measured."""
+    usual = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usual)})
+    yield
+    os.sched_setaffinity(0, usual)
+
+
+@pytest.mark.system
+def test_doctor_healthy_machine_shows_a_screen_and_leaves_nothing(
+    one_core: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--run.dir", "run"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for name in ("versions", "devices", "speed", "variables", "memory", "cores", "run.dir"):
+        assert re.search(rf"^(ok|note|warning) +{re.escape(name)}", out, re.MULTILINE), name
+    assert "bad" not in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.system
+def test_doctor_json_has_findings_and_facts(
+    one_core: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nowhere")
+    monkeypatch.setenv("SECRET_KEY", "x")
+    assert main(["doctor", "--json", "--checkpoint.local_dir", "local"]) == 1
+    out = capsys.readouterr().out
+    shown = json.loads(out)
+    assert shown["bad"] == 1
+    (bad,) = (one for one in shown["findings"] if one["severity"] == "bad")
+    assert (bad["check"], "nowhere" in bad["seen"], bad["remedy"] != "") == (
+        "variables",
+        True,
+        True,
+    )
+    assert [one["key"] for one in shown["facts"]["folders"]] == ["run.dir", "checkpoint.local_dir"]
+    assert "SECRET_KEY" not in out
+    found = shown["facts"]["measured"]  # by one process
+    assert (found["error"], found["busbw"], found["same"]) == ("", 0.0, [True])
+    assert found["right"] is True
+    assert found["flops"][0] > 1e8
+    assert 0 < found["cpu_share"][0] <= 1
+
+
+def test_doctor_several_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--run.nodse", "2", "--resilience.preflight", "maybe"]) == MISTAKE
+    said = capsys.readouterr().err
+    assert "2 problems" in said
+    assert "'run.nodes'" in said
+    assert main(["doctor", "--nodes", "many"]) == MISTAKE
+    assert "neither a number of nodes nor MIN:MAX" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_doctor_of_two_nodes_compares_clocks_and_versions(tmp_path: Path) -> None:
+    meeting = ["--nodes", "2", "--rendezvous", f"localhost:{free_port()}", "--json"]
+    both = [finish(node) for node in [run([*WEFT, "doctor", *meeting], tmp_path) for _ in range(2)]]
+    for status, out, err in both:
+        assert status == 0, out + err
+        told = json.loads(out)
+        assert len(told["facts"]["others"]) == 2
+        (nodes,) = (one for one in told["findings"] if one["check"] == "nodes")
+        apart = re.search(r"are ([\d.]+) ms apart", nodes["seen"])
+        assert apart
+        assert float(apart[1]) < 500
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+@pytest.mark.system
+def test_measure_failed_or_hanging_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure("cuda", 1, 1, False, 60)  # there is none here
+    assert found.device == "cuda"
+    assert found.error.startswith("process 0: ")
+    began = time.monotonic()
+    assert measure("cpu", 2, 1, False, 0.05).error == "not done within 0 s: process 0, 1"
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="binds processes to a core")
+def test_best_burst_beside_others_on_its_core_sees_that_it_is_not_alone() -> None:
+    """Real competitors, on the one core that all are bound to; and it sees the fastest call."""
+    usual = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usual)})
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    took = []
+
+    def spin() -> None:
+        began, until = time.perf_counter(), time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        took.append(time.perf_counter() - began)
+
+    try:
+        seconds, share = best_burst(spin, 1, 0.5)
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()
+        os.sched_setaffinity(0, usual)
+    assert share < 0.5
+    assert seconds == pytest.approx(min(took[2:]), rel=0.1)
+
+
+# --------------------------------------------------------------------------- storage
+
+
+def test_try_folder_missing_path_is_measured_and_left_unchanged(tmp_path: Path) -> None:
+    found = try_folder("run.dir", tmp_path / "a" / "b", 1 << 20)
+    assert (found.error, found.locks, found.links) == ("", True, True)
+    assert found.write > 0
+    assert found.read > 0
+    assert list(tmp_path.iterdir()) == []
+    assert "cannot be written" in try_folder("run.dir", Path("/proc/nothing"), 1 << 20).error
+    assert try_folder("run.dir", tmp_path / ("x" * 300), 1 << 20).error == ""  # but no traceback
+
+
+def test_locks_without_effect_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that grants every lock, or has none."""
+    file = tmp_path / "file"
+    file.touch()
+    assert locks(file)
+    monkeypatch.setattr("fcntl.flock", lambda file, how: None)
+    assert not locks(file)
+
+    def refuse(file: Any, how: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert not locks(file)
+
+
+def test_folders_of_a_job_are_only_the_named_ones() -> None:
+    given = [
+        ("run.dir", "/x"),
+        ("checkpoint.dir", "s3://b/p"),
+        ("checkpoint.local_dir", "/dev/shm/y"),
+    ]
+    job, _, _ = read_job("demo", given)
+    assert folders(job) == [("run.dir", Path("/x")), ("checkpoint.local_dir", Path("/dev/shm/y"))]
+
+
+def test_try_endpoint_free_unknown_and_malformed_are_distinguished() -> None:
+    assert try_endpoint(f"localhost:{free_port()}") == "free"
+    assert "known" in try_endpoint("no-such-host.invalid:29400")
+    assert "invalid literal" in try_endpoint("localhost:port")
+
+
+@pytest.mark.system
+def test_gather_endpoint_of_another_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which accepts whoever comes, and says nothing that a launcher would."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    there.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        endpoint = f"127.0.0.1:{there.getsockname()[1]}"
+        assert try_endpoint(endpoint) == "answers"
+        monkeypatch.setattr("weft.cluster.doctor.WAIT_SECONDS", 0.0)  # nor are devices measured
+        job, _, _ = read_job("demo", [("run.nodes", "2"), ("run.rendezvous", endpoint)])
+        facts = gather(job)
+        assert (facts.meeting, facts.others) == ("nobody answers there as a launcher does", ())
+        there.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 8), ("0,3", 2), ("GPU-6968dfc2,MIG-1", 2), ("", 0), ("NoDevFiles", 0), ("1,-1,2", 1)],
+)
+def test_visible_gpus_follow_cuda_visible_devices(
+    visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus(Facts(gpus=GPUS)) == count
+    assert visible_gpus(Facts()) == 0
+
+
+@pytest.mark.system
+def test_run_tool_invalid_utf8_is_replaced() -> None:
+    assert run_tool("printf", r"\377 NVRM: Xid") == "\ufffd NVRM: Xid"
+    assert run_tool("no-such-tool") == run_tool("false") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(s3.missing()), reason=f"needs {s3.missing()}: see tests/s3.py")
+def test_try_store_measures_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3.server() as port:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.SECRET)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        # In a process of its own: the client starts threads, after which no test may fork.
+        script = (
+            "import sys; from weft.checkpoint.storage import open_folder\n"
+            "from weft.cluster.probes import try_store\n"
+            "place = open_folder('s3://bucket'); place.fs.mkdir('bucket')\n"
+            "found = try_store('checkpoint.dir', 's3://bucket/run', 8 << 20)\n"
+            "assert not found.error and found.once and found.write > 0 and found.read > 0, found\n"
+            "assert place.fs.find('bucket') == [], place.fs.find('bucket')\n"
+            "found = try_store('checkpoint.dir', 's3://nowhere/run', 8 << 20)\n"
+            "assert 'NoSuchBucket' in found.error, found\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------- before a run
+
+
+@pytest.mark.system
+def test_preflight_fit_node_trains(arguments: list[str], tmp_path: Path) -> None:
+    command = [*arguments, *ONE_RANK, "--train.steps", "2", "--resilience.preflight", "true"]
+    earlier = tmp_path / "run" / SICK_NODES / "n7"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()  # it has been mended
+    statuses, out = run_joined(command, tmp_path, 1, SLURMD_NODENAME="n7")
+    assert statuses == [0], out
+    assert "was checked in" in out
+    (log,) = (tmp_path / "run" / "logs").glob("doctor-*.json")
+    assert len(json.loads(log.read_text())["findings"]) > len(CHECKS) / 2
+    assert list((tmp_path / "run" / SICK_NODES).iterdir()) == []
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("launcher", ["weft", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_preflight_sick_node_starts_no_ranks(
+    launcher: str, arguments: list[str], tmp_path: Path
+) -> None:
+    command = [*arguments, "--resilience.preflight", "true"]
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*torchrun, "--nproc-per-node", "2", "-m", *arguments[2:], *command[-2:]]
+    sick = {"NCCL_SOCKET_IFNAME": "nowhere", "SLURMD_NODENAME": "n7"}
+    if launcher == "weft":
+        done = run_weft(command, tmp_path, cores=1, **sick)
+        status, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        status, out, err = finish(run(command, tmp_path, **sick))
+    assert status == (SICK if launcher == "weft" else 1), out + err
+    assert f"does not take part (exit status {SICK})" in out
+    assert "NCCL_SOCKET_IFNAME=nowhere" in out
+    assert "is not fit to train" in err or launcher == "weft"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "nowhere" in (tmp_path / "run" / SICK_NODES / "n7").read_text()
+
+
+@pytest.mark.slow
+def test_preflight_other_nodes_train_without_a_sick_one(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    meeting = ["--nodes", "1:2", "--rendezvous", f"localhost:{free_port()}"]
+    command = [*arguments, "--train.steps", "4", "--run.nproc_per_node", "1", *meeting]
+    command += ["--resilience.preflight", "true"]
+    sick = run(command, tmp_path, NCCL_SOCKET_IFNAME="nowhere", SLURMD_NODENAME="n1")
+    fit = run(command, tmp_path, SLURMD_NODENAME="n0")
+    status, out, err = finish(sick)
+    assert status == SICK, out + err
+    status, out, err = finish(fit)
+    assert status == 0, out + err
+    assert "1 node train" in out
+    assert [path.name for path in (tmp_path / "run" / SICK_NODES).iterdir()] == ["n1"]
+
+
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$1" in --query-gpu=*)
+    n=$(cat {folder}/asked 2>/dev/null || echo 0); echo $((n + 1)) > {folder}/asked
+    echo '{gpu}' | sed "s/, 0, 16/, $n, 16/" ;;
+*) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.slow
+def test_preflight_node_that_became_sick_does_not_restart(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """Its GPU, which a tool shows but no rank uses, has a memory error from the second look on."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    gpu = GPU.format(n=0).strip()
+    tool.write_text(NVIDIA_SMI.format(folder=tool.parent, gpu=gpu))
+    tool.chmod(0o755)
+    more = ["--run.device", "cpu", "--resilience.preflight", "true"]
+    path = f"{tool.parent}:{os.environ['PATH']}"
+    command = [*arguments, *more, "--resilience.faults", FAILS_ONCE]
+    status, out, err = finish(run(command, tmp_path, PATH=path))
+    assert status == SICK, out + err
+    assert "was checked in" in out
+    assert "rank 1 failed: SIGKILL" in err
+    assert "GPU 0: 1 uncorrected memory errors" in out

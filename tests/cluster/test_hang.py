@@ -1,0 +1,340 @@
+"""A planted hang is named by `weft debug hang`: afterwards, alive, and over hosts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import socket
+import subprocess
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cluster.test_launcher import run, start_and_wait
+from tests.cluster.test_signals import workers
+from tests.cluster.test_watchdog import faults, seen
+from tests.harness import run_ranks
+from weft.cli.main import main
+from weft.cluster import HUNG
+from weft.cluster.hang import explain, seen_in_dump
+from weft.cluster.watchdog import Call, Seen, verdict, write_evidence
+from weft.config.job import InvalidJob
+from weft.monitor.heartbeat import process_began, ranks_text
+from weft.parallel.private_hooks import record_flights
+
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
+
+# gloo ends a process that meets another collective of the same kind; a broadcast waits.
+SKIP = """
+import torch, torch.distributed as dist
+from weft.optim.optimizer import OPTIMIZERS
+
+def build(groups, section):
+    optimizer, steps = OPTIMIZERS["adamw"](groups, section), []
+    def exchange(*arguments):
+        steps.append(None)
+        if len(steps) < 12 or dist.get_rank() != 1:
+            dist.broadcast(torch.zeros(3), 1)
+    optimizer.register_step_pre_hook(exchange)
+    return optimizer
+"""
+SKIPPED = (
+    r"the ranks are at odds: rank 0 waits in broadcast no\. (\d+) of dp_shard \(ranks 0, 1\) "
+    r"\(step 12, updating the weights\), .*; rank 1 went past broadcast no\. \1 of dp_shard "
+    r"\(ranks 0, 1\) \(the last one there was no\. \d+\), in which rank 0 waits\n"
+)
+OPTIONS = [
+    "--train.steps",
+    "100000",
+    "--resilience.max_restarts_per_hour",
+    "0",
+    "--optim.name",
+    "mine:build",
+]
+
+
+def ask(folder: Path, *options: str) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        assert main(["debug", "hang", str(folder / "run"), *options]) == 0
+    return said.getvalue()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a run without a word from its ranks."""
+    ranks = workers(process)
+    process.kill()
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 60
+    while any(process_began(rank) for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def check_calls(found: dict[str, Any], number: int) -> None:
+    """Of two ranks the first waits in broadcast ``number``, and the second is past it."""
+    zero, one = found["ranks"]
+    group = "dp_shard (ranks 0, 1)"
+    assert zero["calls"] == [
+        {"group": group, "number": number, "name": "broadcast", "sizes": [[3]], "ranks": [0, 1]}
+    ]
+    assert zero["done"][group] == one["done"][group] == number - 1
+    assert zero["recent"][-1] == [group, number, "broadcast", [[3]], True]
+
+
+@pytest.mark.slow
+def test_debug_hang_after_the_watchdog_names_a_skipped_collective(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(SKIP)
+    done = run([*arguments, *OPTIONS, "--resilience.step_timeout", "3"], tmp_path)
+    assert done.returncode == HUNG, done.stderr
+    said = ask(tmp_path)
+    assert re.match(SKIPPED, said), said
+    assert f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the run was ended" in said
+    (mine,) = re.findall(
+        r"^    (.*mine\.py:\d+ in exchange)$", said, re.MULTILINE
+    )  # rank 0's alone
+    assert said.index("rank 0, step 12") < said.index(mine) < said.index("rank 1, step 12")
+    assert "run/logs/rank-1.log" in said
+    assert "the same command goes on from" in said
+
+    (evidence,) = (tmp_path / "run/logs").glob("hang-*.json")
+    explained = json.loads(evidence.read_text())
+    assert explained["missing"] == [1]
+    check_calls(explained, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
+    assert json.loads(ask(tmp_path, "--json"))["missing"] == [1]
+
+
+def test_debug_hang_live_run_names_a_skipped_collective(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """Without a watchdog; again and again; and the run lives."""
+    (tmp_path / "mine.py").write_text(SKIP)
+    process = start_and_wait([*arguments, *OPTIONS, "--resilience.step_timeout", "0"], tmp_path, 11)
+    deadline = time.monotonic() + 120
+    while not re.match(SKIPPED, said := ask(tmp_path)):  # it comes to its twelfth step
+        assert time.monotonic() < deadline, said
+    assert "seen now, in 2 of 2 ranks; none has moved for" in said
+    assert re.match(SKIPPED, ask(tmp_path)), "the second time"
+    (mine,) = re.findall(
+        r"^    (.*mine\.py:\d+ in exchange)$", said, re.MULTILINE
+    )  # rank 0's alone
+    assert said.index("rank 0, step 12") < said.index(mine) < said.index("rank 1, step 12")
+    answer = json.loads(ask(tmp_path, "--json"))
+    assert answer["missing"] == [1]
+    check_calls(answer, int(re.findall(r"broadcast no\. (\d+)", said)[0]))
+
+    # As if rank 1 were another host's, where the command has been called, too.
+    logs = tmp_path / "run/logs"
+    (file,) = logs.glob("ranks-*.json")
+    whole = json.loads(file.read_text())
+    other = {"time": time.time(), "host": "b", "world_size": 2, "ended": False}
+    theirs = json.loads(ask(tmp_path, "--json"))["ranks"][1]
+    other["ranks"] = [{name: theirs[name] for name in Seen._fields}]
+    file.write_text(json.dumps(whole | {"ranks": whole["ranks"][:1]}))
+    said = ask(tmp_path)
+    assert "seen now, in 1 of 2 ranks" in said
+    assert "who is missing is on another host" in said
+    assert "run this there, too" in said
+    for age, found in ((0, True), (3600, False)):  # an hour ago it was another hang
+        (logs / "hang-b.json").write_text(json.dumps(other | {"time": time.time() - age}))
+        said = ask(tmp_path)
+        assert bool(re.match(SKIPPED, said)) == found, said
+        assert ("by this command, on other hosts, in 2 of 2 ranks" in said) == found
+    for left in logs.glob("hang-*.json"):
+        left.unlink()
+    file.write_text(json.dumps(whole))
+    assert "in exchange" in said
+    assert "step_timeout is 0: the run stands until somebody ends it" in said
+    assert process.poll() is None
+    kill(process)
+    said = ask(tmp_path)
+    assert said.startswith("no hang: the run was stopped at step 11 of 100000, or killed\n")
+    assert "goes on from" in said
+
+
+@pytest.mark.slow
+def test_debug_hang_slow_run_is_said_to_move(arguments: list[str], tmp_path: Path) -> None:
+    fault = faults(site="step", kind="slow", rank=1, times=10**6, seconds=0.1)
+    process = start_and_wait([*arguments, "--train.steps", "100000", *fault], tmp_path, 15)
+    try:
+        deadline = time.monotonic() + 60
+        while "rank 1 is slow, and makes steps" not in (said := ask(tmp_path)):
+            assert time.monotonic() < deadline, said  # on a busy machine others are slow, too
+            time.sleep(1)
+        assert re.match(r"the run moves: it is in steps? \d+", said)
+    finally:
+        kill(process)
+
+
+def test_debug_hang_folder_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["debug", "hang", str(tmp_path)]) == 2
+    assert "is not the folder of a run; name the one with job.toml" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- the pieces
+
+
+def made(folder: Path) -> Path:
+    """A run's folder without anything."""
+    (folder / "logs").mkdir()
+    (folder / "job.toml").write_text("")
+    return folder
+
+
+def test_explain_without_evidence_says_how_the_run_ended(tmp_path: Path) -> None:
+    """What there is, is told."""
+    run_ = made(tmp_path)
+    assert "no rank of this run has ever come to its first step" in str(explain(run_))
+    (run_ / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    assert "the run was stopped at step 7 of 1000, or killed" in str(explain(run_))
+    error = {"rank": 1, "time": 5.0, "kind": "OSError", "message": "no disk (in step 8)"}
+    error |= {"foreseen": False, "transient": True, "traceback": "t", "where": "in step 8"}
+    (run_ / "logs" / "rank-1.error.json").write_text(json.dumps(error))
+    said = str(explain(run_))
+    assert "no hang: rank 1 failed: OSError: no disk (in step 8)" in said
+    assert "logs/rank-1.log" in said
+    (run_ / "metrics.jsonl").write_text('{"step": 1000, "loss": 1.0}\n')
+    assert "the run is complete, at step 1000" in str(explain(run_))
+
+
+def test_explain_reused_process_id_is_not_taken_for_a_rank(tmp_path: Path) -> None:
+    run_ = made(tmp_path)
+    contact = [0, os.getpid(), "1", 0, 0, 0, 0, None]  # this one began later than that
+    host = {"time": 1.0, "host": socket.gethostname(), "world_size": 1, "ranks": [contact]}
+    (run_ / "logs" / f"ranks-{socket.gethostname()}.json").write_text(json.dumps(host))
+    assert str(explain(run_)).startswith("no hang: the run was stopped")
+
+
+def at(rank: int, group: str, number: int, name: str, ranks: list[int], **changes: object) -> Seen:
+    """A rank that waits in a collective, having done the one before."""
+    done = {group: number - 1} | {key: int(str(value)) for key, value in changes.items()}
+    call = Call(group, number, name, [[8]], ranks)
+    return seen(rank, calls=[call], done=done)
+
+
+def test_explain_evidence_of_several_hosts_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host sees only that all of its ranks wait; together they know for whom."""
+    run_ = made(tmp_path)
+    everyone, far = [0, 1, 2, 3], "pp (ranks 2, 3)"
+    here = [at(rank, "all ranks", 42, "all_reduce", everyone) for rank in (0, 1)]
+    there = [
+        at(2, "all ranks", 42, "all_reduce", everyone),
+        seen(3, calls=[Call(far, 9, "broadcast", [[8]], [2, 3])], done={"all ranks": 41, far: 8}),
+    ]
+    there[1] = there[1]._replace(step=8)
+    for host, ranks in (("a", here), ("b", there)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        write_evidence(run_, ranks, 4, ended=True)
+    assert {path.name for path in (run_ / "logs").iterdir()} == {"hang-a.json", "hang-b-2.json"}
+    alone = json.loads((run_ / "logs" / "hang-a.json").read_text())
+    assert "who is missing is on another host" in alone["verdict"]
+    explained = explain(run_)
+    assert explained.missing == [3]
+    assert (
+        "rank 3 went past all_reduce no. 42 of all ranks (the last one there was no. 41), "
+        "in which ranks 0-2 wait" in explained.verdict
+    )
+    assert "by the watchdogs of a, b: 4 of 4 ranks" in explained.source
+    (run_ / "logs" / "hang-b-2.json").unlink()
+    assert "nothing was left by ranks 2, 3" in str(explain(run_))
+
+
+def test_verdict_rank_behind_is_not_said_to_be_past() -> None:
+    """A rank that makes one too many is at odds; the other one has gone past it."""
+    zero = at(0, "all ranks", 42, "all_gather", [0, 1])._replace(step=8)
+    one = at(1, "all ranks", 42, "broadcast", [0, 1])
+    missing, sentence = verdict([zero, one], 2)
+    assert missing == [0]
+    assert "; rank 0 went past broadcast no. 42 of all ranks" in sentence
+    assert sentence.endswith("in which rank 1 waits")
+    # Nobody is further than the other: only what each waits in is said.
+    missing, sentence = verdict([zero._replace(step=7), one], 2)
+    assert "went past" not in sentence
+
+
+def dump_one() -> bytes:
+    """torch's own dump of a rank that waits for another one."""
+    from torch._C import _distributed_c10d as c10d
+
+    dist.all_reduce(torch.zeros(2))
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.zeros(3), group=group, async_op=True)
+        data: bytes = c10d._dump_fr_trace(True, True, False)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        work, data = dist.all_reduce(torch.zeros(3), group=group, async_op=True), b""
+    work.wait()
+    return data
+
+
+def test_explain_flight_recorder_dump_is_read(tmp_path: Path) -> None:
+    data = run_ranks(dump_one, 2)[0]
+    one = seen_in_dump(5, data)
+    assert one.calls is not None
+    assert [(call.group, call.number, call.name) for call in one.calls] == [
+        ("group 1", 1, "all_reduce")  # gloo does not tell it the ranks
+    ]
+    run_ = made(tmp_path)
+    (run_ / "logs" / "flight-rank-0").write_bytes(data)
+    explained = explain(run_)
+    assert "all_reduce no. 1 of group 1" in explained.verdict
+    assert "by NCCL: 1 of 1 ranks" in explained.source
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [pickle.dumps(Evil()), b"", b"no pickle", pickle.dumps([1]), pickle.dumps({"a": 1})],
+    ids=["a call", "empty", "text", "a list", "another dict"],
+)
+def test_seen_in_dump_hostile_pickle_runs_nothing(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidJob, match="is no dump of torch's Flight Recorder"):
+        seen_in_dump(0, data)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_record_flights_keeps_variables_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    for name in (*names, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")  # the old name of the first
+    record_flights("/run/logs/flight-rank-")
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == "/run/logs/flight-rank-"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_ranks_text_abbreviates_sequences() -> None:
+    for ranks, text in (
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0, 1"),
+        ([4, 5, 6], "ranks 4-6"),
+        ([0, 2, 4], "ranks 0, 2, 4"),
+        ([0, 2, 4, 6, 8, 10], "ranks 0, 2, 4, ... 10"),
+    ):
+        assert ranks_text(ranks) == text

@@ -1,0 +1,277 @@
+"""Manifests for Kubernetes; those against Kubeflow's models need weft[kubernetes]."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.requests import fake_tool, own_recipe, request, said
+from weft.cluster import kubernetes, submit
+from weft.cluster.submit import alive
+from weft.config.job import WeftError
+from weft.train.environment import find
+
+OPTIONS = {"claim": "shared"}
+IMAGE = ("launch.image", "registry/weft:1")
+
+
+def documents(text: str) -> dict[str, Any]:
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def job_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Of either kind, the spec of the Indexed Job."""
+    if "JobSet" in found:
+        spec = found["JobSet"]["spec"]
+    else:
+        spec = found["TrainingRuntime"]["spec"]["template"]["spec"]
+    [job] = spec["replicatedJobs"]
+    assert job["name"] == "node"
+    return dict(job["template"]["spec"])
+
+
+def pod_of(found: dict[str, Any]) -> dict[str, Any]:
+    return dict(job_of(found)["template"]["spec"])
+
+
+REQUESTS = {
+    "cpu": request(IMAGE, options=OPTIONS | {"cpu": "4", "memory": "16Gi"}),
+    "gpu": request(IMAGE, ("train.steps", "5"), options=OPTIONS, nodes=(4, 4), devices=8),
+    "efa": request(
+        IMAGE,
+        ("launch.setup", "ulimit -l unlimited"),
+        options=OPTIONS | {"efa": "32", "namespace": "train", "account": "trainer"},
+        nodes=(2, 2),
+        devices=8,
+    ),
+    "elastic": request(IMAGE, options=OPTIONS, nodes=(2, 4), devices=8),
+}
+KINDS = {
+    name: request(IMAGE, options=OPTIONS | {"kind": name}, nodes=(2, 4), devices=8)
+    for name in kubernetes.KINDS
+}
+
+
+@pytest.mark.parametrize("name", [*REQUESTS, *KINDS])
+def test_manifest_is_valid_for_the_kubernetes_models(name: str) -> None:
+    pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
+    asked = (REQUESTS | KINDS)[name]
+    assert kubernetes.problems(asked) == []
+    assert kubernetes.check(kubernetes.render(asked)) == []
+
+
+def test_manifest_with_mistakes_is_refused_by_the_models(tmp_path: Path) -> None:
+    pytest.importorskip("kubeflow_trainer_api", reason="needs weft[kubernetes]")
+    asked = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path), nodes=(2, 2))
+    text = kubernetes.render(asked)
+    assert kubernetes.check(text) == []
+    [wrong] = kubernetes.check(text.replace("restartPolicy:", "restartPolice:"))
+    assert "no field" in wrong
+    assert wrong.endswith("restartPolice")
+    assert kubernetes.check(text.replace("backoffLimit: 6", "backoffLimit: six"))
+    assert kubernetes.check(text.replace("action: FailJob", "action: Explode"))
+    assert "is none of" in kubernetes.check(text.replace("kind: TrainJob", "kind: TrianJob"))[0]
+
+
+def test_trainjob_manifest_has_what_was_asked_for() -> None:
+    found = documents(kubernetes.render(REQUESTS["gpu"]))
+    assert found["TrainJob"]["spec"] == {
+        "runtimeRef": {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "TrainingRuntime",
+            "name": "small-run",
+        },
+        "trainer": {"numNodes": 4},
+    }
+    assert found["TrainingRuntime"]["spec"]["mlPolicy"] == {"numNodes": 4, "torch": {}}
+    pod = pod_of(found)
+    [container] = pod["containers"]
+    assert container["command"] == [
+        *("weft", "train", "demo", "--train.steps", "5", "--run.dir", "/runs/small-run")
+    ]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    runs = {"name": "runs", "persistentVolumeClaim": {"claimName": "shared"}}
+    assert pod["volumes"] == [shm, runs]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert pod["terminationGracePeriodSeconds"] == 600
+
+
+def test_manifest_pod_failure_policy_follows_exit_statuses() -> None:
+    job = job_of(documents(kubernetes.render(REQUESTS["gpu"])))
+    rules = job["podFailurePolicy"]["rules"]
+    by_status = {
+        status: rule["action"]
+        for rule in rules
+        if "onExitCodes" in rule
+        for status in rule["onExitCodes"]["values"]
+    }
+    assert by_status == {75: "Ignore", 1: "FailJob", 2: "FailJob"}
+    assert job["activeDeadlineSeconds"] == 86400
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # or there is no such policy
+
+
+def test_manifest_for_efa_requests_adapters() -> None:
+    found = documents(kubernetes.render(REQUESTS["efa"]))
+    pod = pod_of(found)
+    [container] = pod["containers"]
+    limits = {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
+    assert container["resources"] == {"limits": limits}
+    assert container["env"] == [{"name": "FI_EFA_USE_HUGE_PAGE", "value": "0"}]
+    assert container["command"][:2] == ["bash", "-c"]
+    assert container["command"][2].startswith("set -e\nulimit -l unlimited\nexec weft train demo")
+    assert found["TrainJob"]["metadata"]["namespace"] == "train"
+    assert pod["serviceAccountName"] == "trainer"
+
+
+def test_manifest_on_cpus_requests_no_gpus() -> None:
+    text = kubernetes.render(REQUESTS["cpu"])
+    assert "nvidia" not in text
+    assert pod_of(documents(text))["containers"][0]["resources"] == {
+        "limits": {"cpu": "4", "memory": "16Gi"}
+    }
+
+
+def test_manifest_with_a_range_of_nodes_is_elastic() -> None:
+    for kind, asked in KINDS.items():
+        found = documents(kubernetes.render(asked))
+        words = pod_of(found)["containers"][0]["command"]
+        assert words[-2:] == ["--run.nodes", "2:4"], kind
+    job = job_of(documents(kubernetes.render(KINDS["jobset"])))
+    assert (job["completions"], job["parallelism"]) == (4, 4)
+
+
+def test_jobset_pods_know_each_other() -> None:
+    """The resolver takes what their environment says."""
+    asked = request(IMAGE, options=OPTIONS | {"kind": "jobset"}, nodes=(2, 2))
+    env = pod_of(documents(kubernetes.render(asked)))["containers"][0]["env"]
+    around = {each["name"]: each.get("value", "1") for each in env}
+    where = find(around | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert (where.source, where.nodes) == ("kubernetes", "2")
+    assert where.rendezvous == "small-run-node-0-0.small-run:29400"
+    rank = next(each for each in env if each["name"] == "PET_NODE_RANK")
+    path = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert rank["valueFrom"] == {"fieldRef": {"fieldPath": path}}
+
+
+def test_manifest_carries_a_local_recipe(tmp_path: Path) -> None:
+    asked = request(IMAGE, options=OPTIONS, recipe=own_recipe(tmp_path))
+    found = documents(kubernetes.render(asked))
+    assert "steps = 7" in found["ConfigMap"]["data"]["recipe.toml"]
+    [container] = pod_of(found)["containers"]
+    assert container["command"][:3] == ["weft", "train", "/etc/weft/recipe.toml"]
+    assert {"name": "recipe", "mountPath": "/etc/weft"} in container["volumeMounts"]
+
+
+def test_problems_each_mistake_is_reported() -> None:
+    text = said(kubernetes.problems(request(options={"kind": "pod", "efa": "x", "gpu": "8"})))
+    for part in ("claim: is missing", "launch.image", "kind", "efa", "launch.options.gpu"):
+        assert part in text
+
+
+def test_problems_name_with_a_leading_digit_is_refused() -> None:
+    asked = replace(REQUESTS["cpu"], name="405b")
+    assert "begins with a letter" in said(kubernetes.problems(asked))
+
+
+@pytest.mark.system
+def test_submit_calls_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pods = {
+        "items": [
+            {"status": {"phase": "Running"}, "spec": {"nodeName": "node-b"}},
+            {"status": {"phase": "Pending"}, "spec": {}},
+        ]
+    }
+    (tmp_path / "pods").write_text(json.dumps(pods))
+    (tmp_path / "job").write_text('{"status": {}}')
+    body = f"""\
+case "$*" in
+  *"get pods"*) cat {tmp_path}/pods;;
+  *"get trainjob"*"-o json"*) cat {tmp_path}/job;;
+  *logs*) echo '[pod/x] a'; echo '[pod/x] b';;
+esac"""
+    calls = fake_tool(tmp_path, monkeypatch, "kubectl", body)
+    id = kubernetes.submit(tmp_path / "run.yaml", REQUESTS["efa"])
+    assert id == "train/trainjob/small-run"
+    assert kubernetes.status(id) == "running: 1 of 2 pods, on node-b"
+    failed = [{"type": "Failed", "status": "True", "message": "no luck"}]
+    (tmp_path / "job").write_text(json.dumps({"status": {"conditions": failed}}))
+    assert kubernetes.status(id) == "failed: no luck"
+    assert list(kubernetes.logs(id, follow=True)) == ["[pod/x] a", "[pod/x] b"]
+    assert "600 s to save" in kubernetes.stop(id)
+    (tmp_path / "job").write_text("")  # as --ignore-not-found has it
+    assert not alive(gone := kubernetes.status(id)), gone
+    made = calls.read_text().splitlines()
+    label = "-l jobset.sigs.k8s.io/jobset-name=small-run"
+    assert made[:2] == [
+        "--namespace=train get trainjob small-run --ignore-not-found -o name",
+        f"--namespace=train apply -f {tmp_path}/run.yaml",
+    ]
+    assert (
+        f"--namespace=train logs {label} --prefix --tail=-1 --follow --max-log-requests=1000"
+        in made
+    )
+    for what in ("trainjob small-run", "trainingruntime small-run", "configmap small-run-recipe"):
+        assert f"--namespace=train delete {what} --wait=false --ignore-not-found" in made
+
+
+@pytest.mark.system
+def test_submit_existing_object_is_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_tool(tmp_path, monkeypatch, "kubectl", "echo trainjob/small-run")
+    with pytest.raises(WeftError, match="there is a trainjob small-run already"):
+        kubernetes.submit(tmp_path / "run.yaml", REQUESTS["gpu"])
+    assert calls.read_text().count("\n") == 1
+
+
+@pytest.mark.system
+def test_submit_failure_deletes_what_was_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = 'case "$*" in apply*) echo admission denied it >&2; exit 1;; esac'
+    calls = fake_tool(tmp_path, monkeypatch, "kubectl", body)
+    with pytest.raises(WeftError, match="admission denied it"):
+        kubernetes.submit(tmp_path / "run.yaml", REQUESTS["gpu"])
+    last = calls.read_text().splitlines()[-1]
+    assert last == f"delete --ignore-not-found --wait=false -f {tmp_path}/run.yaml"
+
+
+@pytest.mark.parametrize("cluster", ["kubernetes", "skypilot", "sagemaker"])
+def test_problems_of_a_directory_that_the_cluster_would_rename_refuse(cluster: str) -> None:
+    """Else runs of two directories would be one on the nodes, without a word."""
+    module = submit.cluster(cluster)
+    asked = replace(request(IMAGE, options=OPTIONS), run_dir=Path("/fsx/Small_Run"))
+    wanted = "use another --run.dir, such as /fsx/small-run"
+    assert wanted in said(module.problems(asked))
+    assert wanted not in said(module.problems(request(IMAGE, options=OPTIONS)))
+
+
+def test_render_says_where_the_run_is() -> None:
+    head = kubernetes.render(REQUESTS["gpu"]).splitlines()[:2]
+    assert head[0].endswith("its folder is /runs/small-run in the claim.")
+    assert head[1].startswith("# It is not in /fsx/small-run of this machine")
+
+
+@pytest.mark.parametrize(
+    "value", ["x\ny: z", "'; touch pwned; '", "$(touch pwned)", "# x", "&a *b"]
+)
+def test_render_of_a_hostile_value_keeps_it_one_word(value: str) -> None:
+    """Read back it is what was given, with and without a shell around the command."""
+    for setup in ([], [("launch.setup", "cd .")]):
+        asked = request(IMAGE, *setup, options=OPTIONS)
+        asked = replace(asked, words=(*asked.words, "--data.text_field", value))
+        [container] = pod_of(documents(kubernetes.render(asked)))["containers"]
+        words = container["command"]
+        if setup:
+            assert words[:2] == ["bash", "-c"]
+            shell = words[2].replace("exec weft", "printf '%s\\0' weft")
+            out = subprocess.run(["bash", "-c", shell], capture_output=True, check=True).stdout
+            words = out.decode().split("\0")[:-1]
+        assert words[-2:] == ["--data.text_field", value]

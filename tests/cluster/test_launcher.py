@@ -1,0 +1,326 @@
+"""The real thing: `weft train` as a user starts it, its processes, faults and restarts."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from tests.cluster.conftest import ONE_RANK, WEFT, Finished, processes_in, run_joined, run_weft
+from tests.harness import run_ranks
+from tests.small import losses, newest_state, records, train_rank
+from weft.checkpoint.manifest import checkpoints
+from weft.cli.main import main
+from weft.cluster import MISTAKE
+from weft.cluster.launcher import Failure, first_cause
+from weft.cluster.rank_exit import write_error
+
+# Each starts whole commands, several of them: on a busy machine that takes a while.
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
+
+
+def run(command: list[str], folder: Path, timeout: float = 200, **environment: str):
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_train_whole_run_shows_records_and_can_be_used(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = finished.done
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    out = done.stdout
+    assert "35.0 K parameters, 2 CPU ranks (dp_shard 2), 256 tokens a step" in out
+    assert out.count("tokens/s") == 20  # rank 0 alone, a line a step where there is no terminal
+    assert "held out" in out
+    assert "unigram" in out
+    assert "next:  weft generate run\n       weft evaluate run\n" in out
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "run"
+    curve = losses(folder)
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "document_tokens.json",
+        "environment.json",
+        "events.jsonl",
+        "job.toml",
+        "logs",
+        "metrics.jsonl",
+        "plan.json",
+        "spans",
+        "tokenizer.json",
+    }
+    assert {path.name for path in (folder / "logs").iterdir()} == {
+        "launcher.log",
+        "rank-0.log",
+        "rank-1.log",
+        f"ranks-{socket.gethostname()}.json",
+    }
+    assert sorted(os.listdir(tmp_path)) == ["cache", "run", "text.py"]  # nothing else beside it
+
+    # The complete job starts the same run again, elsewhere, in the ranks of another launcher.
+    command = [*WEFT, "train", "run/job.toml", "--run.dir", "copy"]
+    statuses, out = run_joined(command, tmp_path, 2)
+    assert statuses == [0, 0], out
+    assert out.count("tokens/s") == 20
+    assert (tmp_path / "copy/job.toml").exists()
+    assert losses(tmp_path / "copy") == curve
+    ours, theirs = newest_state(folder), newest_state(tmp_path / "copy")
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+    (folder / "metrics.jsonl").unlink()
+    again = run_weft(finished.command, tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "is complete at step 20" in again.stdout
+
+    prompt = ["--prompt", "import ", "--max-tokens", "20"]
+    text = run_weft([*WEFT, "generate", "run", *prompt], tmp_path)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("import ")
+    assert len(text.stdout) > len("import \n")
+    newest = str(checkpoints(folder / "checkpoints")[-1])
+    capsys.readouterr()
+    assert main(["generate", newest, *prompt]) == 0
+    assert capsys.readouterr().out == text.stdout
+
+
+@pytest.mark.system
+def test_train_another_text_in_the_same_folder_is_refused(
+    finished: Finished, text_folder: Path, tmp_path: Path
+) -> None:
+    """A run resumes only on the text that it began with, and a refusal changes nothing."""
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    shutil.copy(text_folder / "bdb.py", tmp_path / "text.py")
+    done = run_weft([*finished.command, "--train.steps", "25"], tmp_path)
+    assert done.returncode == 2
+    assert "is not, or no longer, the text that" in done.stderr
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
+def wait_for(folder: Path, step: int) -> None:
+    """Until the run in ``folder`` has recorded ``step``."""
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or len(losses(folder)) < step:
+        assert time.monotonic() < deadline, f"step {step} did not come"
+        time.sleep(0.05)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def undisturbed(arguments: list[str], folder: Path, store: Path) -> Path:
+    """Run what a command would, in as many ranks, without starting the command itself."""
+    words = arguments[len(WEFT) + 2 :]
+    pairs = {
+        key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)
+    }
+    straight = folder / "straight"
+    overrides = [*pairs.items(), ("run.dir", str(straight))]
+    run_ranks(train_rank, int(pairs["run.nproc_per_node"]), overrides, str(store), timeout=120)
+    return straight
+
+
+def start_and_wait(
+    command: list[str], folder: Path, step: int, start_new_session: bool = False
+) -> subprocess.Popen[str]:
+    """Start a run in ``folder`` and return once it has recorded ``step``."""
+    log = (folder / "log").open("w")
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=log,
+        stderr=log,
+        text=True,
+        start_new_session=start_new_session,
+    )
+    wait_for(folder / "run", step)
+    return process
+
+
+LONG = ["--train.steps", "60", "--checkpoint.interval", "15", "--optim.warmup_steps", "20"]
+WAITS = '[{site = "step", passing = 32, kind = "slow", seconds = 1000}]'
+
+
+def test_train_launcher_killed_the_same_command_resumes_bit_for_bit(
+    arguments: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    """The rank of a launcher that is killed ends with it; until then nobody else may train."""
+    usual = [*arguments, *ONE_RANK, *LONG]
+    command = [*usual, "--resilience.max_restarts_per_hour", "0", "--resilience.faults", WAITS]
+    process = start_and_wait(command, tmp_path, 31)
+    second = run_weft(command, tmp_path)
+    assert second.returncode == 2
+    assert "another process is training in this folder" in second.stderr
+    assert process.poll() is None
+    process.kill()
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 10
+    while processes_in(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(losses(tmp_path / "run")) == 31
+
+    again = run_weft([*command, "--checkpoint.keep_latest", "5"], tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "going on from" in again.stdout
+    assert "; checkpoint.keep_latest 2 -> 5\n" in again.stdout
+    straight = undisturbed(usual, tmp_path, store_path)
+    assert losses(tmp_path / "run") == losses(straight)
+    ours, theirs = newest_state(tmp_path / "run"), newest_state(straight)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+BROKEN = """
+from weft.optim.optimizer import adamw
+
+def build(groups, optim):
+    optimizer = adamw(groups, optim)
+    steps = []
+    def step(*args, **kwargs):
+        steps.append(1)
+        if len(steps) == 7:
+            raise ZeroDivisionError("a planted fault")
+    optimizer.register_step_pre_hook(step)
+    return optimizer
+"""
+
+
+PROGRAM = """
+import subprocess, sys
+from weft.cli.main import main
+
+child = subprocess.Popen(["sleep", "60"])
+status = main(sys.argv[1:])
+print("the child runs" if child.poll() is None else "the child has ended")
+child.kill()
+sys.exit(status)
+"""
+
+
+@pytest.mark.system
+def test_train_exception_in_a_rank_is_shown_and_not_tried_again(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """In a program that has another child, which is left alone."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    program = [sys.executable, "-c", PROGRAM, *arguments[len(WEFT) :], *ONE_RANK]
+    command = [*program, "--optim.name", "broken:build", "--checkpoint.interval", "5"]
+    beside = os.environ.get("PYTHONPATH", "")
+    done = run(command, tmp_path, PYTHONPATH=f"{tmp_path}:{beside}")
+    assert done.returncode == 1
+    assert done.stdout.endswith("the child runs\n")
+    lines = done.stderr.splitlines()
+    assert lines[0] == "weft: rank 0 failed: ZeroDivisionError: a planted fault (in step 7)"
+    assert sum("Traceback" in line for line in lines) <= 1
+    assert len(lines) < 20
+    assert f"log: {tmp_path}/run/logs/rank-0.log" in done.stderr
+    assert f"goes on from {tmp_path}/run/checkpoints/step-00000005" in done.stderr
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert "ZeroDivisionError" in log
+    assert log.count("--- ") == 1  # a bug is not tried again
+
+
+def failed(statuses: dict[int, int]) -> dict[int, ProcessFailure]:
+    """What torch's agent tells when ranks ended with these statuses."""
+    return {
+        rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=status, error_file="")
+        for rank, status in statuses.items()
+    }
+
+
+def cause_of(folder: Path, *arguments: Any, **more: Any) -> Failure:
+    cause = first_cause(folder, *arguments, **more)
+    assert cause is not None
+    return cause
+
+
+def test_first_cause_of_several_failures_is_the_earliest(tmp_path: Path) -> None:
+    """In any order in which the ranks end, and for each of them that the agent noticed."""
+    (tmp_path / "logs").mkdir()
+    write_error(tmp_path, 1, ZeroDivisionError("planted"), io.StringIO())
+    write_error(tmp_path, 0, RuntimeError("connection reset by peer"), io.StringIO())
+    for seen in ({0: 1}, {1: 1}, {0: 1, 1: 1}):
+        cause = cause_of(tmp_path, range(2), failed(seen))
+        assert (cause.rank, cause.kind, cause.message) == (1, "ZeroDivisionError", "planted")
+        assert cause.log == tmp_path / "logs/rank-1.log"
+    # A rank that died without a word explains what its peers report.
+    cause = cause_of(tmp_path, range(3), failed({0: 1, 2: -9}))
+    assert (cause.rank, cause.kind) == (2, "SIGKILL")
+    # The agent's own SIGKILL to the others is no cause.
+    cause = cause_of(tmp_path, range(4), failed({2: -9, 3: -6}), killed={102})
+    assert (cause.rank, cause.kind) == (3, "SIGABRT")
+    assert cause_of(tmp_path, range(3), failed({2: -9}), killed={102}).kind == "ZeroDivisionError"
+    # What an earlier attempt left is not meant.
+    assert first_cause(tmp_path, range(3), failed({2: -9}), {102}, time.time() + 1) is None
+    cause = cause_of(tmp_path, range(3), failed({0: 1, 2: 7}))
+    assert (cause.rank, cause.message) == (2, "the process ended with status 7")
+
+
+@pytest.mark.system
+def test_train_reader_of_the_output_leaves_and_the_run_completes(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """What happens to the terminal is no reason to lose a run: the files have it all."""
+    command = [*arguments, *ONE_RANK, "--train.steps", "6"]
+    done = run_weft(command, tmp_path, reader=False)
+    assert "Traceback" not in done.stderr
+    assert len(losses(tmp_path / "run")) == 6
+    assert checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000006"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["| head -1", ">/dev/full", ">&-"])
+def test_train_output_cannot_be_written_and_the_run_completes(
+    how: str, arguments: list[str], tmp_path: Path
+) -> None:
+    run(["bash", "-c", f"{shlex.join([*arguments, *ONE_RANK])} {how}"], tmp_path)
+    assert len(losses(tmp_path / "run")) == 20
+    assert checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-00000020"
+
+
+@pytest.mark.slow
+def test_train_inside_torchrun_equals_an_undisturbed_run(
+    arguments: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    """The same command joins the ranks that a launcher has started."""
+    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :]]
+    done = run(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tokens/s") == 20
+    ours = undisturbed(arguments, tmp_path, store_path)
+    assert losses(tmp_path / "run") == losses(ours)
+    a, b = newest_state(tmp_path / "run"), newest_state(ours)
+    assert all(a[name].equal(b[name]) for name in a)
+    assert records(tmp_path / "run")[-1]["step"] == 20
+
+
+def test_train_bad_text_in_joined_ranks_ends_each_with_the_cause(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """Text that turns out bad only when it is read."""
+    (tmp_path / "bad.txt").write_bytes(b"fine\n" * 100 + b"\xff\n")
+    command = [*arguments, "--data.path", "bad.txt", "--data.cache_dir", "cache"]
+    statuses, out = run_joined(command, tmp_path, 2)
+    assert statuses == [MISTAKE, MISTAKE]
+    assert "line 101: not UTF-8" in out
+    assert not (tmp_path / "run/metrics.jsonl").exists()

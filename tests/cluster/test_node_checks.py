@@ -1,0 +1,490 @@
+"""Every check with what healthy and sick machines have shown; no GPU is needed."""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cluster.node_checks import (
+    CHECKS,
+    VARIABLES,
+    Variable,
+    check_variables,
+    examine,
+    interfaces_for,
+)
+from weft.cluster.node_facts import (
+    ASKED,
+    TIMED_OUT,
+    Adapter,
+    Facts,
+    Folder,
+    Measured,
+    Node,
+    Store,
+    gpus_in,
+    topology_in,
+)
+from weft.cluster.probes import adapters, control_group, mount_of, plugin
+
+GIB = 2**30
+
+# nvidia-smi --query-gpu=... --format=csv,noheader,nounits of an idle DGX H100.
+GPU = (
+    "{n}, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4, 34, 71.23, 1980, 1980, "
+    "0x0000000000000001, 0, 16, 16, Disabled\n"
+)
+GPUS = "".join(GPU.format(n=n) for n in range(8))
+LOADED = GPUS.replace("0x0000000000000001", "0x0000000000000000")
+
+# nvidia-smi topo -m, as there, with half of the adapters.
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tNIC2\tNIC3\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tNV18\tNV18\tPIX\tNODE\tSYS\tSYS\t0-55,112-167\t0\t\tN/A
+GPU1\tNV18\t X \tNV18\tNV18\tNODE\tPIX\tSYS\tSYS\t0-55,112-167\t0\t\tN/A
+GPU2\tNV18\tNV18\t X \tNV18\tSYS\tSYS\tPIX\tNODE\t56-111,168-223\t1\t\tN/A
+GPU3\tNV18\tNV18\tNV18\t X \tSYS\tSYS\tNODE\tPIX\t56-111,168-223\t1\t\tN/A
+NIC0\tPIX\tNODE\tSYS\tSYS\t X \tNODE\tSYS\tSYS
+NIC1\tNODE\tPIX\tSYS\tSYS\tNODE\t X \tSYS\tSYS
+NIC2\tSYS\tSYS\tPIX\tNODE\tSYS\tSYS\t X \tNODE
+NIC3\tSYS\tSYS\tNODE\tPIX\tSYS\tSYS\tNODE\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+"""
+
+NVLINKS = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-6968dfc2-d444-d92c-c36b-6abe53445cb9)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1175a3b7-8a7c-4b42-8b11-e09c8d7ad5c0)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+"""
+
+SMI = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
+FI_INFO = "provider: efa\n    fabric: efa\n    domain: rdmap0s6-rdm\n    version: 122.0\n"
+
+MEASURED = Measured(
+    device="cuda",
+    nccl=(2, 29, 2),
+    flops=(740e12,) * 8,
+    bandwidth=(3.1e12,) * 8,
+    same=(True,) * 8,
+    busbw=355e9,
+    pairs=((0, 1, 380e9), (1, 2, 379e9)),
+    clocks=LOADED,
+)
+INFINIBAND = tuple(
+    Adapter(f"mlx5_{n}", "mlx5_core", "4: ACTIVE", "400 Gb/sec (4X NDR)") for n in range(8)
+)
+EFA = tuple(
+    Adapter(f"rdmap{n}s0", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True)
+    for n in range(32)
+)
+RUN = Folder("run.dir", "/shared/run", "lustre", "rw,flock", 10**14, 10**9, 2e9, 3e9)
+
+# A node of two, of DGX H100 with InfiniBand.
+HEALTHY = Facts(
+    host="a",
+    device="cuda",
+    nodes=2,
+    least_nodes=2,
+    torch="2.13.0+cu130",
+    cuda="13.0",
+    cores=224,
+    usable=224,
+    memory=2048 * GIB,
+    available=2000 * GIB,
+    shm=1024 * GIB,
+    shm_free=1024 * GIB,
+    nofile=65536,
+    clock_in_step=True,
+    address="10.0.0.1",
+    interfaces=("lo", "eth0", "ib0", "docker0"),
+    variables={"NCCL_SOCKET_IFNAME": "^docker,lo,veth", "NCCL_DEBUG": "WARN"},
+    gpus=GPUS,
+    smi=SMI,
+    topology=TOPOLOGY,
+    nvlinks=NVLINKS,
+    remapped="00000000:1B:00.0, 0, 0\n00000000:43:00.0, 0, 0\n",
+    device_files=8,
+    modules=("nvidia_peermem",),
+    adapters=INFINIBAND,
+    folders=(RUN,),
+    endpoint="a:29400",
+    meeting="free",
+    others=(Node("a", {"torch": "2.13.0"}), Node("b", {"torch": "2.13.0"}, 0.002, 0.001)),
+    measured=MEASURED,
+)
+AWS = replace(
+    HEALTHY,
+    adapters=EFA,
+    efa_provider=FI_INFO,
+    libfabric="fi_info: 1.22.0amzn1.0\nlibfabric: 1.22.0amzn1.0",
+    ofi_plugin="1.13.2",
+)
+
+
+def gpus(**changes: str) -> str:
+    """With another value of the third one."""
+    lines = GPUS.splitlines()
+    cells = dict(zip(ASKED, lines[3].split(", "), strict=True)) | changes
+    return "\n".join([*lines[:3], ", ".join(cells.values()), *lines[4:]])
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    return {"measured": replace(MEASURED, **changes)}
+
+
+def folder(**changes: Any) -> dict[str, Any]:
+    return {"folders": (replace(RUN, **changes),)}
+
+
+def store(**changes: Any) -> dict[str, Any]:
+    there = Store("checkpoint.dir", "s3://bucket/run", 3e8, 5e8, 0.02)
+    return {"stores": (replace(there, **changes),)}
+
+
+def others(*nodes: Node) -> dict[str, Any]:
+    return {"others": nodes}
+
+
+A = Node("a", {"torch": "2.13.0"})
+UNLINKED = TOPOLOGY.replace("NV18", "SYS")
+HALF_LINKED = TOPOLOGY.replace("NV18", "NV12", 3)
+
+# A check's name, what of HEALTHY changes, and what it has to say then.
+CASES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
+    ("versions", {"gpus": GPUS.replace("580.65.06", "560.35.03")}, "bad", "too old"),
+    ("versions", {"cuda": ""}, "bad", "without CUDA"),
+    ("versions", {"smi": SMI.replace("13.0", "12.8")}, "note", "knows CUDA 12.8"),
+    ("versions", {"torch": "", "cuda": ""}, "bad", "torch is missing"),
+    ("nccl", measured(nccl=(2, 28, 3)), "warning", "resiliency"),
+    ("nccl", measured(nccl=(2, 18, 1)), "warning", "corrupt"),
+    ("devices", {"gpus": TIMED_OUT}, "bad", "does not answer"),
+    ("devices", {"gpus": "", "measured": None}, "bad", "8 GPUs have device files"),
+    ("devices", {"gpus": ""}, "note", "8 GPUs, and no nvidia-smi"),
+    (
+        "devices",
+        {"gpus": "", "device_files": 0, **measured(flops=(), error="no CUDA")},
+        "bad",
+        "no GPU",
+    ),
+    ("devices", {"device_files": 9}, "note", "of 9 with device files"),
+    ("devices", {"gpus": gpus(name="NVIDIA A10G")}, "warning", "A10G, NVIDIA H100"),
+    ("devices", {"gpus": gpus(used="40112")}, "warning", "GPU 3: 40,112 MiB"),
+    ("devices", {"gpus": gpus(mig="Enabled")}, "note", "GPU 3 is divided"),
+    ("devices", measured(error="process 3: CUDA error"), "bad", "process 3: CUDA error"),
+    ("health", {"gpus": gpus(ecc="2")}, "bad", "GPU 3: 2 uncorrected"),
+    ("health", {"remapped": "00000000:1B:00.0, 0, 1"}, "bad", "cannot be remapped"),
+    ("health", {"remapped": "00000000:1B:00.0, 1, 0"}, "warning", "waits"),
+    (
+        "health",
+        {"kernel_log": "[1.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."},
+        "bad",
+        "Xid 79, fell off the bus",
+    ),
+    (
+        "health",
+        {"kernel_log": "[1.2] NVRM: Xid (PCI:0000:3b:00): 31, pid=2096908, name=python"},
+        "warning",
+        "Xid 31",
+    ),
+    ("clocks", measured(clocks=gpus(reasons="0x48", celsius="91")), "bad", "3 (91 C)"),
+    ("clocks", measured(clocks=gpus(reasons="0x80")), "bad", "power brake"),
+    ("clocks", measured(clocks=gpus(reasons="0x20")), "warning", "thermal"),
+    ("clocks", measured(clocks=gpus(reasons="0x4")), "note", "power cap"),
+    ("clocks", measured(clocks=gpus(width="8")), "warning", "8 of 16 PCIe lanes"),
+    ("clocks", {"gpus": gpus(reasons="0x8"), "measured": None}, "bad", "slowdown"),
+    ("speed", measured(same=(True,) * 7 + (False,)), "bad", "device 7: the same"),
+    ("speed", measured(flops=(300e12,) * 8), "bad", "38% and 93%"),
+    ("speed", measured(bandwidth=(2e12,) * 8), "warning", "93% and 60%"),
+    ("speed", measured(flops=(740e12,) * 7 + (655e12,)), "warning", "device 7: products"),
+    ("topology", {"topology": UNLINKED}, "bad", "these have NVLink"),
+    ("topology", {"topology": HALF_LINKED}, "warning", "not all alike"),
+    ("topology", {"topology": TOPOLOGY.replace("PIX", "SYS")}, "note", "same PCIe"),
+    (
+        "topology",
+        {"nvlinks": NVLINKS.replace("1: 26.562 GB/s", "1: <inactive>")},
+        "warning",
+        "GPU 1: Link 1",
+    ),
+    ("all-reduce", measured(right=False), "bad", "sum over ranks is wrong"),
+    ("all-reduce", measured(busbw=250e9), "warning", "69% of what"),
+    ("all-reduce", measured(busbw=21e9), "bad", "6% of what"),
+    ("peer copies", measured(pairs=((2, 3, 40e9), (3, 4, 380e9))), "warning", "GPU 2 to 3"),
+    ("rdma", {"adapters": ()}, "warning", "speak TCP"),
+    (
+        "rdma",
+        {"adapters": (*INFINIBAND[:7], replace(INFINIBAND[7], state="1: DOWN"))},
+        "warning",
+        "not active: mlx5_7",
+    ),
+    ("rdma", {"modules": ()}, "note", "nvidia_peermem"),
+    ("efa", {"adapters": EFA, "libfabric": "libfabric: 1.22"}, "bad", "has no efa"),
+    ("efa", {"adapters": EFA}, "warning", "no fi_info"),
+    ("efa", {"adapters": EFA, "efa_provider": FI_INFO}, "warning", "plug-in for EFA"),
+    (
+        "efa",
+        {"adapters": tuple(replace(one, rdma_read=False) for one in EFA)},
+        "warning",
+        "no RDMA read",
+    ),
+    ("memory", {"limit": 64 * GIB}, "warning", "64 GiB; the GPUs have 637 GiB"),
+    ("memory", {"available": 100 * GIB, "gpus": ""}, "warning", "100 GiB available"),
+    ("shared memory", {"shm": 2**26, "shm_free": 2**26}, "bad", "0.0625 GiB free"),
+    ("shared memory", {"shm": 2**31, "shm_free": 2**31}, "warning", "2 GiB free"),
+    ("limits", {"memlock": 8 << 20}, "bad", "8,192 KiB"),
+    ("limits", {"nofile": 1024}, "warning", "1,024 open files"),
+    ("cores", {"usable": 16}, "warning", "16 of 224"),
+    ("cores", {"quota": 4.0}, "bad", "4 of 224 may be used (by the control group)"),
+    ("time", {"clock_in_step": False}, "warning", "follows no other"),
+    ("time", {"clock_in_step": False, "nodes": 1}, "note", "follows no other"),
+    ("folders", folder(error="cannot be written: Read-only"), "bad", "Read-only"),
+    ("folders", folder(locks=False), "bad", "has no locks"),
+    ("folders", folder(options="rw,localflock"), "warning", "on this node only"),
+    ("folders", folder(links=False), "bad", "no hard links"),
+    ("folders", folder(free=GIB), "warning", "room for 1 GiB"),
+    ("folders", folder(files=12), "warning", "and 12 files"),
+    ("folders", folder(kind="ext4"), "bad", "each node has its own"),
+    ("folders", folder(kind="ext4", key="data.cache_dir"), "warning", "has its own"),
+    ("folders", folder(key="checkpoint.local_dir"), "warning", "on the network"),
+    ("folders", folder(write=50e6), "warning", "takes 32 min"),
+    ("folders", {**folder(kind="tmpfs"), "nodes": 1}, "note", "is memory"),
+    ("stores", store(error="ClientError: 403"), "bad", "ClientError: 403"),
+    ("stores", store(once=False), "bad", "overwrites"),
+    ("meeting", {"meeting": "Name or service not known"}, "bad", "not known"),
+    ("meeting", {"address": "127.0.1.1"}, "bad", "a is 127.0.1.1 to itself"),
+    ("nodes", others(A), "bad", "1 of 2 came"),
+    ("nodes", {**others(A), "least_nodes": 1}, "note", "1 of 2 came"),
+    ("nodes", others(A, Node("b", {"torch": "2.12.0"})), "bad", "b has torch 2.12.0"),
+    ("nodes", others(A, Node("b", A.versions, 3.5, 0.1)), "bad", "3500.0 ms apart"),
+    ("variables", {"variables": {"NCCL_SOCKET_IFNAME": "en"}}, "bad", "none of lo"),
+    ("variables", {"variables": {"GLOO_SOCKET_IFNAME": "ens5"}}, "bad", "none of lo"),
+    ("variables", {"variables": {"GLOO_SOCKET_IFNAME": "lo"}}, "bad", "other nodes"),
+    ("variables", {"variables": {"OMP_NUM_THREADS": "300"}}, "warning", "224 cores"),
+    ("variables", {"variables": {"NCCL_IB_DISABLE": "1"}}, "bad", "TCP"),
+)
+
+
+@pytest.mark.parametrize(("check", "changes", "severity", "words"), CASES)
+def test_examine_faulty_node_finds_what_is_wrong(
+    check: str, changes: dict[str, Any], severity: str, words: str
+) -> None:
+    found = list(CHECKS[check](replace(HEALTHY, **changes)))
+    fitting = [one for one in found if one.severity == severity and words in one.seen]
+    assert fitting, found
+    assert all(one.remedy for one in fitting)
+
+
+def test_checks_each_have_a_test_case() -> None:
+    assert {check for check, *_ in CASES} == set(CHECKS)
+
+
+@pytest.mark.parametrize("facts", [HEALTHY, AWS], ids=["InfiniBand", "EFA"])
+def test_examine_healthy_node_is_all_ok(facts: Facts) -> None:
+    facts = replace(facts, **store())
+    found = examine(facts)
+    assert {one.severity for one in found} == {"ok"}, [x for x in found if x.severity != "ok"]
+    silent = {name for name, check in CHECKS.items() if not list(check(facts))}
+    assert silent == (set() if facts.has_efa else {"efa"})
+    assert not any("control group" in one.seen for one in found)
+
+
+def test_examine_unknown_facts_are_not_judged() -> None:
+    """As of a container without /proc, tools and devices."""
+    assert {one.severity for one in examine(Facts(torch="2.13.0"))} == {"ok"}
+
+
+def test_examine_nonfatal_driver_error_is_a_warning() -> None:
+    """A fault that NVIDIA does not call fatal is told, and not that there were none."""
+    noted = "[1.2] NVRM: Xid (PCI:0000:3b:00): 31, pid=2096908, name=python"
+    (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=noted))
+    assert one.severity == "warning"
+    (one,) = CHECKS["health"](replace(HEALTHY, kernel_log=None))
+    assert "no memory errors, what the driver noted is not known" in one.seen
+
+
+def test_examine_values_unknown_to_nvidia_smi_are_not_judged() -> None:
+    unknown = {name: "[N/A]" for name in ASKED if name not in ("index", "name", "driver")}
+    found = examine(replace(HEALTHY, gpus=gpus(**unknown), **measured(clocks="")))
+    assert {one.severity for one in found} == {"ok"}
+
+
+def test_examine_slow_cpu_is_no_bad_finding() -> None:
+    slow = Measured(flops=(1e9,), bandwidth=(1e9,), same=(True,), busbw=1e6)
+    facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=slow)
+    assert {one.severity for one in examine(facts)} == {"ok", "note"}
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.97, "ok"), (0.8, "ok"), (0.31, "note")])
+def test_examine_speed_of_a_busy_machine_is_not_judged(share: float, severity: str) -> None:
+    """Nor is what its processes say to each other, however slow."""
+    here = Measured(
+        flops=(9e9, 9e9), bandwidth=(9e9, 9e9), same=(True, True), busbw=9e9, cpu_share=(1.0, share)
+    )
+    facts = Facts(device="cpu", torch="2.13.0", cores=2, usable=2, measured=here)
+    found = {one.check: one for one in examine(facts) if one.check in ("speed", "all-reduce")}
+    assert {one.severity for one in found.values()} == {severity}
+    busy = "not judged: the machine is busy: others had 69% of the processor time"
+    assert all((busy in one.seen) == (severity == "note") for one in found.values())
+    assert all(bool(one.remedy) == (severity == "note") for one in found.values())
+
+
+# --------------------------------------------------------------------------- variables
+
+# What SageMaker's toolkit sets for p4d, of which its own sister team advises against three.
+SAGEMAKER = {
+    "FI_PROVIDER": "efa",
+    "FI_EFA_USE_DEVICE_RDMA": "1",
+    "RDMAV_FORK_SAFE": "1",
+    "NCCL_PROTO": "simple",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "eth0",
+}
+
+
+def test_examine_variables_set_by_sagemaker_are_not_bad() -> None:
+    found = list(check_variables(replace(AWS, variables=SAGEMAKER)))
+    told = {one.seen.partition("=")[0]: one.severity for one in found}
+    assert told == {
+        "FI_PROVIDER": "note",
+        "FI_EFA_USE_DEVICE_RDMA": "note",
+        "RDMAV_FORK_SAFE": "warning",
+        "NCCL_PROTO": "warning",
+        "NCCL_IB_DISABLE": "warning",
+    }
+
+
+def test_examine_old_efa_plugin_needs_more_variables() -> None:
+    variables = {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"}
+    old = replace(AWS, variables=variables, ofi_plugin="1.5.0")
+    assert [one.severity for one in check_variables(old)] == ["ok"]
+
+
+@pytest.mark.parametrize("row", VARIABLES, ids=lambda row: f"{row.name} on {row.on}")
+def test_version_table_each_row_can_match_and_fail(row: Variable) -> None:
+    names = {
+        "RDMAV_.*": "RDMAV_HUGEPAGES_SAFE",
+        "NCCL_(BUFFSIZE|MIN_CHANNELS|MAX_CHANNELS|NTHREADS|ALGO)": "NCCL_BUFFSIZE",
+        "(TORCH_)?NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "(TORCH_)?NCCL_BLOCKING_WAIT": "NCCL_BLOCKING_WAIT",
+    }
+    name = names.get(row.name, row.name)
+    candidates = ("1", "0", "simple", "LL128", "efa", "sockets", "INFO")
+    wrong = next(value for value in candidates if re.fullmatch(row.values, value))
+    facts = AWS if "efa" in row.on else HEALTHY
+    found = list(check_variables(replace(facts, variables={name: wrong})))
+    assert [(one.severity, row.why in one.seen) for one in found] == [(row.severity, True)]
+    unset = list(check_variables(replace(facts, variables={})))
+    assert [one.severity for one in unset] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth1", ["eth1"]),
+        ("=eth", []),
+        ("eth1,ib", ["eth1", "ib0"]),
+        ("^lo,eth", ["ib0"]),
+        ("^=lo", ["eth0", "eth1", "ib0"]),
+    ],
+)
+def test_interfaces_are_chosen_as_by_nccl(value: str, expected: list[str]) -> None:
+    assert interfaces_for(value, ("lo", "eth0", "eth1", "ib0")) == expected
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def test_gpus_in_other_lines_are_skipped() -> None:
+    assert len(gpus_in(GPUS)) == 8
+    assert gpus_in(GPUS)[5] | {"index": "5", "memory": "81559"} == gpus_in(GPUS)[5]
+    assert gpus_in("No devices were found\n") == []
+
+
+def test_topology_underlined_head_is_read() -> None:
+    joined = topology_in(TOPOLOGY)
+    assert joined["GPU0", "GPU3"] == "NV18"
+    assert joined["GPU2", "NIC2"] == "PIX"
+    assert joined["NIC3", "GPU0"] == "SYS"
+    assert len(joined) == 64
+
+
+def test_mount_of_a_path_is_the_innermost() -> None:
+    mounts = (
+        "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard\n"
+        "40 22 0:35 / /my\\040data rw,relatime shared:1 - nfs4 server:/x rw,vers=4.2,nolock\n"
+    )
+    assert mount_of(Path("/home/x"), mounts) == ("ext4", "rw,discard")
+    assert mount_of(Path("/my data/x"), mounts) == ("nfs4", "rw,vers=4.2,nolock")
+    mounts += "41 22 0:36 / /Läufe rw - lustre fs@tcp:/x rw,flock\n"
+    assert mount_of(Path("/Läufe/x"), mounts) == ("lustre", "rw,flock")
+
+
+def test_efa_plugin_is_found_with_its_version(tmp_path: Path) -> None:
+    assert plugin(["", str(tmp_path / "nowhere"), str(tmp_path)]) == ""
+    library = tmp_path / "lib" / f"{platform.machine()}-linux-gnu" / "libnccl-net.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\0\0NET/OFI Initializing aws-ofi-nccl 1.13.2-aws\0")
+    assert plugin([str(tmp_path)]) == "1.13.2"
+    library.write_bytes(b"\0")
+    assert plugin([str(tmp_path)]) == "?"
+
+
+def test_adapters_in_sysfs_are_read(tmp_path: Path) -> None:
+    port = tmp_path / "rdmap0s6" / "ports" / "1"
+    (port / "hw_counters").mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("100 Gb/sec (4X EDR)\n")
+    (tmp_path / "rdmap0s6" / "device").mkdir()
+    (tmp_path / "rdmap0s6" / "device" / "driver").symlink_to("/sys/bus/pci/drivers/efa")
+    (port / "hw_counters" / "rdma_read_bytes").write_text("0\n")
+    (tmp_path / "without_a_port").mkdir()
+    found = list(adapters(tmp_path))
+    assert found == [
+        Adapter("rdmap0s6", "efa", "4: ACTIVE", "100 Gb/sec (4X EDR)", rdma_read=True),
+        Adapter("without_a_port"),
+    ]
+    (one,) = CHECKS["rdma"](replace(HEALTHY, adapters=tuple(found), modules=("nvidia_peermem",)))
+    assert (one.severity, "not active: without_a_port" in one.seen) == ("warning", True)
+    assert list(adapters(tmp_path / "nowhere")) == []
+
+
+def test_cgroup_limits_of_both_versions_are_read(tmp_path: Path) -> None:
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    job = root / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    own.write_text("0::/slurm/job_7/step_0\n")
+    assert control_group(own, root) == (0, 0.0)
+    (job / "memory.max").write_text("68719476736\n")
+    (root / "slurm" / "memory.max").write_text("max\n")
+    (job / "cpu.max").write_text("800000 100000\n")
+    assert control_group(own, root) == (64 * GIB, 8.0)
+
+    old = root / "memory" / "job"
+    old.mkdir(parents=True)
+    cpu = root / "cpu"
+    cpu.mkdir()
+    (old / "memory.limit_in_bytes").write_text("1073741824\n")
+    (root / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (cpu / "cpu.cfs_quota_us").write_text("-1\n")
+    (cpu / "cpu.cfs_period_us").write_text("100000\n")
+    own.write_text("4:memory:/job\n2:cpu,cpuacct:/\n")
+    assert control_group(own, root) == (GIB, 0.0)
+    (cpu / "cpu.cfs_quota_us").write_text("150000\n")
+    assert control_group(own, root) == (GIB, 1.5)

@@ -1,0 +1,112 @@
+"""Every command in the pages that lead from a laptop to a cluster does what it can do here.
+
+A command runs as it stands, unless its comment says what it needs: then all that can be checked
+without that is.  The recipe that a page shows is the file that its commands name.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import WEFT
+from tests.harness import ROOT
+from weft.cli.arguments import parse
+from weft.cli.main import main
+from weft.config.job import read_job
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDS = re.compile(r"  # needs (.+)$")
+
+
+def commands_of(page: str, folder: Path) -> list[tuple[list[str], str]]:
+    """The words of each command, and what it needs; the page's recipe is put into the folder."""
+    blocks = BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text("utf-8"))
+    for text in (text for kind, text in blocks if kind == "toml"):
+        (folder / "mine.toml").write_text(text)
+    found = []
+    for kind, text in blocks:
+        # What a command has printed stands below it, in a block that begins with '$ '.
+        for line in text.splitlines() if not kind and not text.startswith("$ ") else []:
+            needs = NEEDS.search(line)
+            if words := shlex.split(line, comments=True):
+                found.append((words, needs[1] if needs else ""))
+    assert found
+    return found
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("page", ["slurm", "kubernetes", "sagemaker", "skypilot"])
+def test_page_of_a_cluster_has_commands_that_work(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # What submitting would need is not there; SkyPilot's own check has its test.
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (bin / "bash").symlink_to("/bin/bash")
+    monkeypatch.setenv("PATH", str(bin))
+    asked = 0
+    for words, needs in commands_of(page, tmp_path):
+        if words[0] == "srun":
+            assert needs
+            continue
+        assert words[:2] == ["weft", "launch"]
+        if words[2] in ("status", "logs", "stop"):
+            assert needs
+            continue
+        assert ("--dry-run" in words) != bool(needs)
+        assert main([*words[1:], *["--dry-run"] * ("--dry-run" not in words)]) == 0
+        asked += 1
+    assert asked >= 2
+    assert {path.name for path in tmp_path.iterdir()} <= {"bin", "mine.toml"}
+
+
+def test_page_of_a_gpu_machine_names_recipes_and_keys_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned = 0
+    for words, needs in commands_of("gpu-node", tmp_path):
+        assert words[0] == "weft"
+        if not needs or words[1] == "train":
+            options = parse(words[1:])
+            assert options.problems == []
+            recipes = options.recipes if words[1] == "compare" else [options.recipe]
+            for recipe in recipes:
+                _, _, problems = read_job(recipe, options.overrides)
+                assert problems == []
+            planned += not needs
+    assert planned >= 3
+
+
+@pytest.mark.slow
+def test_page_of_a_gpu_machine_plans_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, needs in commands_of("gpu-node", tmp_path):
+        if not needs:
+            assert main(words[1:]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_page_of_a_laptop_has_commands_that_work(tmp_path: Path) -> None:
+    """In order, as somebody types them; only the pages' own files are there."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    book = (path.read_text("utf-8") for path in sorted(library.glob("[a-d]*.py")))
+    (tmp_path / "my-book.txt").write_text("".join(book))
+    for words, needs in commands_of("laptop", tmp_path):
+        assert not needs
+        done = subprocess.run(
+            [*WEFT, *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        expected = 1 if words[1:3] == ["debug", "diff"] else 0
+        assert done.returncode == expected, f"{words}: {done.stdout}{done.stderr}"
+    assert (tmp_path / "runs" / "mine" / "report.html").is_file()

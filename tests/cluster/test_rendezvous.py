@@ -1,0 +1,471 @@
+"""Several nodes, real launchers of one rank on this machine: they come, go, and are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousInfo,
+    c10d_rendezvous_backend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from tests.cluster.conftest import processes_in
+from tests.cluster.test_launcher import wait_for
+from tests.harness import run_ranks
+from tests.small import records, train_rank
+from weft.cluster import REQUEUE
+from weft.cluster.rendezvous import Meeting, is_here, meet
+from weft.config.job import InvalidJob, read_job
+from weft.parallel.private import listening_store
+from weft.plan.resolve import Machine, resolve_nodes
+
+pytestmark = pytest.mark.timeout(600, method="signal")  # so that fixtures tidy up
+
+
+T = TypeVar("T")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def until(holds: Callable[[], Any], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"in vain waited for: {what}"
+        time.sleep(0.1)
+
+
+# --------------------------------------------------------------------------- without ranks
+
+
+def begin(function: Callable[[], T]) -> Future[T]:
+    """Call it in a thread for which nobody waits in the end, should it never return."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+class Node:
+    """A launcher's part in the meeting, in a thread, and what was asked of its ranks."""
+
+    def __init__(self, port: int, counts: tuple[int, ...], same: dict[str, Any]) -> None:
+        self.asked: list[str] = []
+        self.meeting = meet(
+            f"localhost:{port}",
+            "test",
+            counts,
+            same,
+            kill=lambda: self.asked.append("kill"),
+            save=lambda: self.asked.append("save"),
+            say=self.asked.append,
+        )
+
+    def joining(self) -> Future[RendezvousInfo]:
+        return begin(self.meeting.next_rendezvous)
+
+    def join(self) -> int:
+        """How many nodes train then."""
+        return self.joining().result(60).world_size
+
+    def watch(self) -> bool:
+        """What the agent does while ranks run."""
+        self.meeting.num_nodes_waiting()
+        return bool({"kill", "save"}.intersection(self.asked))
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
+    monkeypatch.setattr("weft.cluster.rendezvous.MISSED_HEARTBEATS", 4)
+    monkeypatch.setattr("weft.cluster.rendezvous.LINGER_SECONDS", 0.5)
+    port, made = free_port(), []
+
+    def node(*counts: int, **same: Any) -> Node:
+        made.append(Node(port, counts, same))
+        return made[-1]
+
+    yield node
+    wait([begin(partial(each.meeting.end, None)) for each in made], 20)  # what still waits, ends
+
+
+@pytest.mark.slow
+def test_meet_spare_node_takes_over_until_the_end(nodes: Callable[..., Node]) -> None:
+    """Where one or two nodes can be used, and three are there."""
+    trio = [nodes(1, 2, 4) for _ in range(3)]
+    joining = [each.joining() for each in trio]
+    until(lambda: sum(each.done() for each in joining) == 2, "two of three nodes")
+    first, second = (node for node, each in zip(trio, joining, strict=True) if each.done())
+    (third,) = (node for node in trio if node not in (first, second))
+    until(lambda: third.asked, "the third stands by")
+    assert third.asked == ["standing by: of 3 nodes 2 can be used"]
+    assert {each.result(0).world_size for each in joining if each.done()} == {2}
+    time.sleep(2)
+    assert not first.watch()
+    assert not second.watch()
+    # One leaves in good order: the other's ranks are killed, and the third takes its place.
+    first.meeting.leave()
+    until(second.watch, "that one has left", 10)
+    assert "kill" in second.asked
+    began = time.monotonic()
+    assert second.join() == 2
+    assert time.monotonic() - began < 30
+    until(lambda: all(each.done() for each in joining), "the third trains")
+    assert third.meeting.nodes == 2
+    # One fails for good: the other hears why.
+    second.asked.clear()
+    third.meeting.end({"rank": 1})
+    until(second.watch, "the end", 10)
+    assert "kill" in second.asked
+    with pytest.raises(RendezvousClosedError):
+        second.join()
+    assert second.meeting.verdict() == {"rank": 1}
+
+
+def test_meet_new_node_joins_a_running_job(nodes: Callable[..., Node]) -> None:
+    """A node that comes makes the others save, but only if it can be used."""
+    first = nodes(1, 3)
+    assert first.join() == 1
+    second, third = nodes(1, 3), nodes(1, 3)
+    joining = [second.joining()]
+    time.sleep(3)
+    assert not first.watch()
+    joining.append(third.joining())
+    until(first.watch, "that more have come", 10)
+    assert first.asked == ["1 node train", "save"]
+    assert first.join() == 3
+    assert [each.result(60).world_size for each in joining] == [3, 3]
+
+
+def test_meet_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
+    """One without a heartbeat, as after a power cut: no connection is reset."""
+    pair = [nodes(1, 2) for _ in range(2)]
+    for each in [node.joining() for node in pair]:
+        assert each.result(60).world_size == 2
+    time.sleep(2)
+    assert not pair[0].watch()
+    pair[1].meeting._stop_heartbeats()
+    began = time.monotonic()
+    until(pair[0].watch, "that one is lost", 30)
+    assert "kill" in pair[0].asked
+    assert time.monotonic() - began > 2
+    assert pair[0].join() == 1
+
+
+def test_meet_node_of_another_job_is_refused(nodes: Callable[..., Node]) -> None:
+    nodes(1, 2, **{"optim.lr": 1e-3, "train.seed": 0})
+    with pytest.raises(InvalidJob) as caught:
+        nodes(1, 2, **{"optim.lr": 2e-3, "train.seed": 0})
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("optim.lr", 2e-3)
+    assert "0.001" in problem.rule
+
+
+@pytest.mark.slow
+def test_meet_state_of_an_earlier_start_is_ignored(nodes: Callable[..., Node]) -> None:
+    """Where the meeting place survives the run, the same command begins anew."""
+    first = nodes(1, 2, lr=1)
+    first.join()
+    first.meeting.end(None)
+    assert first.meeting.verdict() is None
+    assert nodes(1, 2, lr=2).join() == 1
+
+
+def test_is_this_host_recognises_its_addresses() -> None:
+    assert is_here("localhost:29400")
+    assert is_here("127.0.0.1")
+    assert is_here(f"{socket.gethostname()}:1")
+    assert not is_here("192.0.2.1:29400")  # of RFC 5737, nobody's
+    assert not is_here("nowhere.invalid:29400")
+
+
+@pytest.mark.slow
+def test_meet_alias_of_this_host_hosts_the_store(
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a second network interface is."""
+    monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda host: False)
+    assert nodes(1, 2).join() == 1
+
+
+def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
+    """The launcher holds the port from the start, so that no other process can take it."""
+    node, ports = nodes(1, 2), set[int]()
+    for _ in range(2):
+        place = node.joining().result(60).bootstrap_store_info
+        assert node.meeting.use_agent_store
+        listening_store(place.master_addr, place.master_port, False).set("key", "value")
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((place.master_addr, place.master_port))
+        ports.add(place.master_port)
+    assert len(ports) == 2
+
+
+def test_torch_private_rendezvous_api_is_there() -> None:
+    """What `Meeting` uses of torch beyond its documentation."""
+    names = DynamicRendezvousHandler.next_rendezvous.__code__.co_names
+    assert {"_state_holder", "_op_executor", "_stop_heartbeats", "_get_world"} <= set(names)
+    stores = {"_bootstrap_store_info", "_shared_tcp_store_server", "_create_tcp_store_server"}
+    assert stores <= set(names)
+    waiting = DynamicRendezvousHandler.num_nodes_waiting.__code__.co_names
+    assert {"state", "wait_list", "sync"} <= set(waiting)
+    assert issubclass(Meeting, DynamicRendezvousHandler)
+
+
+def test_node_range_invalid_numbers_are_refused() -> None:
+    def plan(nodes: str, *more: tuple[str, str]) -> Any:
+        overrides = [
+            ("run.nodes", nodes),
+            ("run.nproc_per_node", "2"),
+            ("train.global_batch_size", "8"),
+            *more,
+        ]
+        job, _, problems = read_job("demo", [("run.rendezvous", "here"), *overrides])
+        assert not problems
+        return resolve_nodes(job, Machine("cpu", devices=2))
+
+    four = plan("1:4")
+    assert four.node_counts == (1, 2, 4)
+    assert (four.world_size, four.local_world_size) == (8, 2)
+    assert "of 3 nodes only 2 can be used: train.global_batch_size = 8: does not divide" in str(
+        four.warnings
+    )
+    assert plan("2").node_counts == (2,)
+    with pytest.raises(InvalidJob, match=r"does not divide over the 6"):
+        plan("3")
+    for wrong in ("4:1", "0", "1:", "many"):
+        with pytest.raises(InvalidJob, match=r"run.nodes = \"?.*neither a number"):
+            plan(wrong)
+    with pytest.raises(InvalidJob, match=r"run.rendezvous = \"auto\": several nodes"):
+        plan("2", ("run.rendezvous", "auto"))
+
+
+# --------------------------------------------------------------------------- with ranks
+
+STEPS = 160
+# Slow until it is told to hurry: what the tests do must happen before the end.
+SLEEPY = """
+import os, time
+from weft.optim.optimizer import adamw
+
+def build(groups, optim):
+    optimizer = adamw(groups, optim)
+    def step(*args, **kwargs):
+        if not os.path.exists("hurry"):
+            time.sleep(0.5)
+    optimizer.register_step_pre_hook(step)
+    return optimizer
+"""
+
+
+class Cluster:
+    def __init__(self, arguments: list[str], folder: Path) -> None:
+        (folder / "sleepy.py").write_text(SLEEPY)
+        self.folder, self.port = folder, free_port()
+        self.command = [*arguments, "--run.nproc_per_node", "1", "--optim.name", "sleepy:build"]
+        self.command += ["--rendezvous", f"localhost:{self.port}", "--train.steps", str(STEPS)]
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, *more: str) -> None:
+        log = (self.folder / name).open("w")
+        self.processes[name] = subprocess.Popen(
+            [*self.command, *more],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": f"{self.folder}:{os.environ.get('PYTHONPATH', '')}"},
+            stdout=log,
+            stderr=log,
+            text=True,
+        )
+
+    def said(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def until_said(self, name: str, text: str, times: int = 1) -> None:
+        def there() -> bool:
+            over = self.processes[name].poll() is not None
+            enough = self.said(name).count(text) >= times
+            assert enough or not over, self.said(name)
+            return enough
+
+        until(there, f"{name}: {text}")
+
+    def until_hosting(self) -> None:
+        def listens() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("localhost", self.port)) == 0
+
+        until(listens, "the meeting place")
+
+    def step(self) -> int:
+        there = records(self.folder / "run")
+        return int(there[-1]["step"]) if there else 0
+
+    def until_step_after(self, step: int) -> None:
+        until(lambda: self.step() > step, f"a step after {step}")
+
+    def wait(self, name: str) -> int:
+        return self.processes[name].wait(timeout=200)
+
+
+@pytest.fixture
+def cluster(arguments: list[str], tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(arguments, tmp_path)
+    yield made
+    for process in made.processes.values():
+        process.kill()
+        process.wait()
+
+
+def check_against_undisturbed(folder: Path, store: Path) -> None:
+    """Every step once, and the losses of a run in one process, to rounding."""
+    straight = folder / "straight"
+    overrides = [("run.dir", str(straight)), ("train.steps", str(STEPS))]
+    run_ranks(train_rank, 1, overrides, str(store), timeout=200)
+    ours, theirs = records(folder / "run"), records(straight)
+    assert [record["step"] for record in ours] == [record["step"] for record in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"
+        assert a["tokens"] == b["tokens"]
+
+
+@pytest.mark.slow
+def test_train_lost_and_new_nodes_continue_the_run(
+    cluster: Cluster, store_path: Path, tmp_path: Path
+) -> None:
+    cluster.start("a", "--nodes", "1:2")
+    cluster.until_hosting()
+    cluster.start("b", "--nodes", "1:2")
+    cluster.until_said("a", "2 nodes train")
+    wait_for(tmp_path / "run", 12)
+    # A node is lost with all that runs on it.
+    before = cluster.step()
+    alone = cluster.said("a").count("1 node train")
+    cluster.processes["b"].kill()
+    began = time.monotonic()
+    cluster.until_said("a", "1 node train", alone + 1)
+    print(f"lost: noticed and met again after {time.monotonic() - began:.1f} s")
+    cluster.until_step_after(before + 3)
+    print(f"lost: three new steps after {time.monotonic() - began:.1f} s")
+    # It comes back: nothing is lost, for the ranks save before they meet.
+    began = time.monotonic()
+    cluster.start("b again", "--nodes", "1:2")
+    cluster.until_said("b again", "2 nodes train")
+    print(f"back: met after {time.monotonic() - began:.1f} s, with starting it")
+    saved = records(tmp_path / "run")[-1]
+    at = cluster.step()
+    cluster.until_step_after(at + 3)
+    print(f"back: three new steps after {time.monotonic() - began:.1f} s")
+    # It is told to leave: it does, and the other goes on.
+    cluster.processes["b again"].send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert cluster.wait("b again") == REQUEUE
+    assert "stopped and saved; the same command goes on from" in cluster.said("b again")
+    at = cluster.step()
+    cluster.until_step_after(at + 3)
+    print(f"left: three new steps after {time.monotonic() - began:.1f} s")
+    (tmp_path / "hurry").touch()
+    assert cluster.wait("a") == 0, cluster.said("a")
+    assert saved in records(tmp_path / "run")  # not done a second time
+    check_against_undisturbed(tmp_path, store_path)
+
+
+@pytest.mark.slow
+def test_train_killed_rank_restarts_all_nodes(
+    cluster: Cluster, store_path: Path, tmp_path: Path
+) -> None:
+    fault = '[{kind = "kill", rank = 1, passing = 15}, {kind = "kill", rank = 0, passing = 8}]'
+    more = ("--nodes", "2", "--resilience.faults", fault, "--resilience.max_restarts_per_hour", "4")
+    (tmp_path / "hurry").touch()
+    cluster.start("a", *more)
+    cluster.until_hosting()
+    cluster.start("b", *more)
+    assert (cluster.wait("a"), cluster.wait("b")) == (0, 0), cluster.said("a") + cluster.said("b")
+    said = cluster.said("a") + cluster.said("b")
+    assert "rank 1 failed: SIGKILL" in said
+    assert "rank 0 failed: SIGKILL" in said
+    check_against_undisturbed(tmp_path, store_path)
+
+
+@pytest.mark.slow
+def test_train_permanent_failure_ends_all_nodes(cluster: Cluster) -> None:
+    fault = '[{kind = "kill", rank = 1, passing = 5}]'
+    more = (
+        "--nodes",
+        "1:2",
+        "--resilience.faults",
+        fault,
+        "--resilience.max_restarts_per_hour",
+        "0",
+    )
+    cluster.start("a", *more)
+    cluster.until_hosting()
+    cluster.start("b", *more)
+    assert (cluster.wait("a"), cluster.wait("b")) == (1, 1)
+    assert "failed: " in cluster.said("a")
+    assert "failed: " in cluster.said("b")
+
+
+@pytest.mark.slow
+def test_train_lost_rendezvous_ends_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    """Its host dies: the others end, in good order and saying why."""
+    cluster.start("a", "--nodes", "1:2")
+    cluster.until_hosting()
+    cluster.start("b", "--nodes", "1:2")
+    wait_for(tmp_path / "run", 12)
+    cluster.processes["a"].kill()
+    began = time.monotonic()
+    assert cluster.wait("b") == REQUEUE
+    print(f"ended after {time.monotonic() - began:.1f} s")
+    said = cluster.said("b")
+    assert f"the meeting place of the nodes, localhost:{cluster.port}, is gone" in said
+    assert f"the same command goes on from {tmp_path}/run/checkpoints" in said
+
+
+@pytest.mark.slow
+def test_train_killed_launchers_leave_no_processes(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start("a", "--nodes", "2")
+    cluster.until_hosting()
+    cluster.start("b", "--nodes", "2")
+    wait_for(tmp_path / "run", 3)
+    for process in cluster.processes.values():
+        process.kill()
+        process.wait()
+    until(lambda: not processes_in(tmp_path), "that all have ended", 10)
+
+
+@pytest.mark.slow
+def test_train_signal_to_all_nodes_saves_and_ends(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start("a", "--nodes", "1:2")
+    cluster.until_hosting()
+    cluster.start("b", "--nodes", "1:2")
+    wait_for(tmp_path / "run", 12)
+    for process in cluster.processes.values():
+        process.send_signal(signal.SIGTERM)
+    assert (cluster.wait("a"), cluster.wait("b")) == (REQUEUE, REQUEUE)
+    # So is one that waits for others.
+    cluster.start("a", "--nodes", "2")
+    cluster.until_hosting()
+    time.sleep(3)
+    cluster.processes["a"].send_signal(signal.SIGTERM)
+    assert cluster.wait("a") == REQUEUE

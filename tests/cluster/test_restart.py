@@ -1,0 +1,143 @@
+"""A rank dies: all start again, and end with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import WEFT, run_weft
+from tests.cluster.test_launcher import TORCHRUN, run, start_and_wait, wait_for
+from tests.cluster.test_signals import workers
+from tests.harness import run_ranks
+from tests.small import losses, newest_state, records, train_rank
+from weft.cluster.launcher import Failure, judge
+
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
+
+STEPS = ["--train.steps", "60"]
+KILLS = (
+    '[{kind = "kill", rank = 1, passing = 15}, {kind = "kill", rank = 0, passing = 7},'
+    ' {kind = "kill", rank = 1, passing = 12}]'
+)
+
+
+def check_against_undisturbed(folder: Path, store: Path, steps: int = 60) -> None:
+    straight = folder / "straight"
+    overrides = [("run.dir", str(straight)), ("train.steps", str(steps))]
+    run_ranks(train_rank, 2, overrides, str(store))
+    assert losses(folder / "run") == losses(straight)
+    ours, theirs = newest_state(folder / "run"), newest_state(straight)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def lives(folder: Path) -> int:
+    """How often rank 0 has started; all its lives are in one log."""
+    return (folder / "run/logs/rank-0.log").read_text().count("--- ")
+
+
+@pytest.mark.system
+def test_restart_rank_killed_beside_a_suspended_one_ends_with_the_same_bits(
+    arguments: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    """The suspended one is ended at once, and not after the half minute that torch would wait."""
+    faults = (
+        '[{kind = "stop", rank = 0, passing = 12},'
+        ' {kind = "slow", rank = 1, passing = 12, seconds = 0.5},'
+        ' {kind = "kill", rank = 1, passing = 12}]'
+    )
+    done = run_weft([*arguments, "--resilience.faults", faults], tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 failed: SIGKILL: the process was killed by a signal" in done.stderr
+    assert f"starting again from {tmp_path}/run/checkpoints/step-00000010" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert lives(tmp_path) == 2
+    again, before = records(tmp_path / "run")[11]["time"], records(tmp_path / "run")[10]["time"]
+    assert again - before < 60
+    check_against_undisturbed(tmp_path, store_path, 20)
+
+
+@pytest.mark.slow
+def test_restart_third_death_uses_up_the_budget(
+    arguments: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    """And the budget: two restarts are given, the third death ends the run."""
+    command = [
+        *arguments,
+        *STEPS,
+        "--resilience.faults",
+        KILLS,
+        "--resilience.max_restarts_per_hour",
+        "2",
+    ]
+    done = run(command, tmp_path, timeout=200)
+    assert done.returncode == 1
+    assert done.stderr.count("failed: SIGKILL") == 3
+    assert done.stderr.count("starting again from") == 2
+    last = done.stderr[done.stderr.rindex("weft: rank") :]
+    assert last.startswith("weft: rank 1 failed: SIGKILL")
+    assert (
+        "not started again: the 2 restarts an hour of resilience.max_restarts_per_hour are used up"
+        in last
+    )
+    assert f"goes on from {tmp_path}/run/checkpoints" in last
+    assert run(command, tmp_path).returncode == 0
+    check_against_undisturbed(tmp_path, store_path)
+
+
+@pytest.mark.slow
+def test_restart_runtime_error_is_tried_once_more(
+    arguments: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    fault = '[{kind = "raise", rank = 1, passing = 15}]'
+    done = run([*arguments, *STEPS, "--resilience.faults", fault], tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 failed: RuntimeError: injected fault at step" in done.stderr
+    assert "starting again from" in done.stderr
+    check_against_undisturbed(tmp_path, store_path)
+
+
+def failure(kind: str = "SIGKILL", where: str = "", transient: bool = True) -> Failure:
+    return Failure(0, kind, "message", "", Path("log"), transient=transient, where=where)
+
+
+def test_judge_failures_gives_hope_within_the_budget() -> None:
+    hopeful = judge(failure(), [], 3)
+    assert hopeful.transient
+    assert not hopeful.hopeless
+    assert not judge(failure(), [], 0).transient
+    assert not judge(failure(transient=False), [], 3).transient
+    # The same twice in a row is no accident; elsewhere, or something else, may be one.
+    before = [(time.monotonic(), failure("RuntimeError", "in step 7"))]
+    assert judge(failure("RuntimeError", "in step 7"), before[:], 3).hopeless
+    assert not judge(failure("RuntimeError", "in step 8"), before[:], 3).hopeless
+    assert not judge(failure("OSError", "in step 7"), before[:], 3).hopeless
+    # An hour later the budget is whole again.
+    for age, used_up in ((0, True), (3500, True), (3700, False)):
+        past = [(time.monotonic() - age, failure()) for _ in range(3)]
+        assert bool(judge(failure(), past, 3).hopeless) == used_up
+
+
+@pytest.mark.slow
+def test_restart_by_torchrun_ends_with_the_same_bits(
+    arguments: list[str], store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own restarts work, too, where the stale store is disabled."""
+    command = [
+        *TORCHRUN,
+        "--max-restarts=1",
+        "-m",
+        "weft.cli",
+        *arguments[len(WEFT) :],
+        *STEPS,
+    ]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    process = start_and_wait(command, tmp_path, 12)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    assert process.wait(timeout=150) == 0
+    wait_for(tmp_path / "run", 60)
+    check_against_undisturbed(tmp_path, store_path)

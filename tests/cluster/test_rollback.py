@@ -1,0 +1,55 @@
+"""`weft rollback`: a run goes on from an earlier step, on a branch of its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import Finished, run_joined
+from tests.small import newest_state, records
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.cli.main import main
+from weft.cluster.start import rollback
+from weft.config.job import InvalidJob
+
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [checkpoint_step(path) for path in checkpoints(folder / "run/checkpoints")]
+
+
+@pytest.mark.system
+def test_rollback_and_train_again_ends_with_the_same_bits(
+    finished: Finished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
+    before = newest_state(tmp_path / "run")
+
+    with pytest.raises(InvalidJob, match=r"use one of \[0, 5, 10, 15, 20\]"):
+        rollback(tmp_path / "run", 7)
+    monkeypatch.chdir(tmp_path)
+    assert main(["rollback", "run", "10"]) == 0
+    said = capsys.readouterr().out
+    assert "goes on from" in said
+    assert "no longer: [15, 20]" in said
+    assert steps_of(tmp_path) == [5, 10]
+
+    statuses, out = run_joined(finished.command, tmp_path, 2)
+    assert statuses == [0, 0], out
+    assert out.count("tokens/s") == 10  # the steps after 10, and no others
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 21))
+    after = newest_state(tmp_path / "run")
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+
+
+def test_rollback_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match="is not the folder of a run"):
+        rollback(tmp_path / "nothing", 7)

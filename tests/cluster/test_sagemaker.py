@@ -1,0 +1,288 @@
+"""Requests for training jobs, by botocore's model of the interface; the service is on loopback."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.requests import own_recipe, request, said
+from weft.cluster import sagemaker
+from weft.cluster.sagemaker_entry import Container, train_words
+from weft.config.job import WeftError
+
+pytest.importorskip("botocore", reason="needs weft[sagemaker]")
+
+IMAGE = ("launch.image", "1.dkr.ecr.us-east-1.amazonaws.com/weft:1")
+OPTIONS = {
+    "role": "arn:aws:iam::123456789012:role/trainer",
+    "instance_type": "ml.p5.48xlarge",
+    "bucket": "my-bucket",
+}
+REQUESTS = {
+    "one": request(IMAGE, ("train.steps", "5"), options=OPTIONS, devices=8),
+    "two": request(
+        IMAGE,
+        ("launch.time_limit", "2-00:00:00"),
+        options=OPTIONS
+        | {"spot": "true", "subnets": "subnet-a1+subnet-b2", "security_groups": "sg-1"},
+        nodes=(2, 2),
+        devices=8,
+    ),
+    "data": request(IMAGE, ("data.path", "s3://texts/web/"), options=OPTIONS, devices=8),
+    "cpu": request(IMAGE, options=OPTIONS | {"instance_type": "ml.c5.xlarge"}),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_request_is_valid_for_the_service_model(name: str) -> None:
+    assert sagemaker.problems(REQUESTS[name]) == []
+    assert sagemaker.check(sagemaker.render(REQUESTS[name])) == []
+
+
+def test_request_with_mistakes_is_refused_by_the_model() -> None:
+    right = json.loads(sagemaker.render(REQUESTS["two"]))
+
+    def wrong(**changes: Any) -> str:
+        return "\n".join(sagemaker.check(json.dumps(right | changes)))
+
+    assert "Unknown parameter" in wrong(RolArn="x")
+    assert "Missing required parameter" in "\n".join(
+        sagemaker.check(json.dumps({k: v for k, v in right.items() if k != "RoleArn"}))
+    )
+    assert ".RoleArn: " in wrong(RoleArn="arn:aws:iam::1:user/somebody-or-other")
+    assert ".HyperParameters: 101 long, at most 100" in wrong(
+        HyperParameters={str(number): "" for number in range(101)}
+    )
+    assert ".HyperParameters.a: 2501 long" in wrong(HyperParameters={"a": "x" * 2501})
+    resources = right["ResourceConfig"] | {"InstanceType": "ml.p99.xlarge"}
+    assert "'ml.p99.xlarge' is none of" in wrong(ResourceConfig=resources)
+    assert sagemaker.check("{")[0].startswith("no JSON")
+
+
+def test_request_has_what_was_asked_for() -> None:
+    asked = json.loads(sagemaker.render(REQUESTS["one"]))
+    assert re.fullmatch(r"small-run-\d{6}-\d{6}", asked.pop("TrainingJobName"))
+    home = "s3://my-bucket/weft/small-run"
+    assert asked == {
+        "RoleArn": OPTIONS["role"],
+        "AlgorithmSpecification": {
+            "TrainingImage": IMAGE[1],
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["python", "-m", "weft.cluster.sagemaker_entry"],
+        },
+        "HyperParameters": {"recipe": "demo", "train.steps": "5"},
+        "ResourceConfig": {
+            "InstanceType": "ml.p5.48xlarge",
+            "InstanceCount": 1,
+            "VolumeSizeInGB": 100,
+        },
+        "OutputDataConfig": {"S3OutputPath": f"{home}/output"},
+        "CheckpointConfig": {"S3Uri": f"{home}/run", "LocalPath": "/opt/ml/checkpoints"},
+        "StoppingCondition": {"MaxRuntimeInSeconds": 86400},
+    }
+
+
+def test_request_for_spot_instances_has_checkpoints() -> None:
+    asked = json.loads(sagemaker.render(REQUESTS["two"]))
+    checkpoints = "s3://my-bucket/weft/small-run/checkpoints"
+    assert asked["HyperParameters"]["checkpoint.dir"] == checkpoints
+    assert asked["EnableManagedSpotTraining"] is True
+    times = {"MaxRuntimeInSeconds": 172800, "MaxWaitTimeInSeconds": 345600}
+    assert asked["StoppingCondition"] == times
+    vpc = {"Subnets": ["subnet-a1", "subnet-b2"], "SecurityGroupIds": ["sg-1"]}
+    assert asked["VpcConfig"] == vpc
+
+
+def test_request_hyperparameters_make_the_same_job() -> None:
+    """The words that the entry makes of the hyperparameters, on two hosts."""
+    parameters = json.loads(sagemaker.render(REQUESTS["two"]))["HyperParameters"]
+    base = Path("/opt/ml")
+    host = Container(("algo-1", "algo-2"), "algo-2", {}, base, base, base)
+    words = train_words(list(parameters.items()), host)
+    assert dict(zip(words[1::2], words[2::2], strict=True)) == {
+        "--checkpoint.dir": "s3://my-bucket/weft/small-run/checkpoints",
+        "--run.dir": "/opt/ml/checkpoints",
+    }
+
+
+def test_request_data_become_a_channel_unless_a_pattern() -> None:
+    asked = json.loads(sagemaker.render(REQUESTS["data"]))
+    [channel] = asked["InputDataConfig"]
+    assert channel["ChannelName"] == "training"
+    assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://texts/web/"
+    assert asked["HyperParameters"]["data.path"] == "/opt/ml/input/data/training"
+    pattern = request(IMAGE, ("data.path", "s3://texts/*.jsonl"), options=OPTIONS)
+    asked = json.loads(sagemaker.render(pattern))
+    assert "InputDataConfig" not in asked
+    assert asked["HyperParameters"]["data.path"] == "s3://texts/*.jsonl"
+
+
+def test_request_setup_runs_before_training(tmp_path: Path) -> None:
+    asked = json.loads(
+        sagemaker.render(request(IMAGE, ("launch.setup", "pip install x"), options=OPTIONS))
+    )
+    entry = asked["AlgorithmSpecification"]["ContainerEntrypoint"]
+    assert entry[:2] == ["bash", "-c"]
+    assert entry[2] == "set -e\npip install x\nexec python -m weft.cluster.sagemaker_entry"
+
+
+def test_request_mistake_is_reported_for_its_own_key() -> None:
+    asked = request(
+        IMAGE,
+        options=OPTIONS | {"spot": "true", "wait": "2-00:00:00"},
+    )
+    launch = asked.job.launch.model_copy(update={"time": "soon"})
+    asked = replace(asked, job=asked.job.model_copy(update={"launch": launch}))
+    assert [problem.key for problem in sagemaker.problems(asked)] == ["launch.time_limit"]
+
+
+def test_request_each_mistake_is_reported() -> None:
+    options = {"spot": "yes", "volume": "big", "wait": "1", "subnets": "a", "gpu": "8"}
+    text = said(sagemaker.problems(request(options=options, nodes=(1, 2))))
+    for part in ("role: is missing", "instance_type", "bucket", "spot", "volume", "wait"):
+        assert f"launch.options.{part}" in text
+    for part in ("security_groups", "run.nodes", "launch.image", "gpu"):
+        assert part in text
+
+
+# --------------------------------------------------------------------------- the service
+
+
+class Service(http.server.ThreadingHTTPServer):
+    """Notes what it is asked, and answers as it was told: a list of answers for each operation."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, Any]] = []
+        self.answers: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Service
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        operation = self.headers["X-Amz-Target"].partition(".")[2]
+        self.server.asked.append((operation, json.loads(body)))
+        answers = self.server.answers[operation]
+        code, answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        self.answer(code, json.dumps(answer).encode())
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((f"PUT {self.path}", body.decode()))
+        self.answer(200, b"")
+
+    def answer(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Service]:
+    with Service() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        monkeypatch.delenv("AWS_PROFILE", raising=False)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+ARN = "arn:aws:sagemaker:us-east-1:123456789012:training-job/small-run-1"
+
+
+def test_submit_creates_a_training_job(service: Service, tmp_path: Path) -> None:
+    service.answers["CreateTrainingJob"] = [(200, {"TrainingJobArn": ARN})]
+    options = OPTIONS | {"region": "us-east-1"}
+    asked = request(IMAGE, options=options, recipe=own_recipe(tmp_path))
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(asked))
+    assert sagemaker.submit(path, asked) == ARN
+    (put, recipe), (operation, body) = service.asked
+    assert put == "PUT /my-bucket/weft/small-run/recipe/recipe.toml"
+    assert "steps = 7" in recipe
+    assert (operation, body) == ("CreateTrainingJob", json.loads(path.read_text()))
+    assert body["HyperParameters"]["recipe"] == "/opt/ml/input/data/recipe/recipe.toml"
+    assert body["InputDataConfig"][0]["ChannelName"] == "recipe"
+
+
+def test_submit_refusal_of_the_service_is_reported(service: Service, tmp_path: Path) -> None:
+    refused = {"__type": "ResourceInUse", "message": "names must be unique"}
+    service.answers["CreateTrainingJob"] = [(400, refused)]
+    asked = request(IMAGE, options=OPTIONS | {"region": "us-east-1"})
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(asked))
+    with pytest.raises(WeftError, match=r"AWS: .*names must be unique"):
+        sagemaker.submit(path, asked)
+
+
+def test_submit_without_a_region_is_refused(
+    service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    path = tmp_path / "launch.json"
+    path.write_text(sagemaker.render(REQUESTS["one"]))
+    with pytest.raises(WeftError, match="AWS: You must specify a region"):
+        sagemaker.submit(path, REQUESTS["one"])
+
+
+def job(state: str, **more: Any) -> tuple[int, dict[str, Any]]:
+    resources = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 2, "VolumeSizeInGB": 1}
+    return 200, {"TrainingJobStatus": state, "ResourceConfig": resources, **more}
+
+
+def test_status_of_a_job_is_described(service: Service) -> None:
+    for answer, line in (
+        (job("InProgress", SecondaryStatus="Starting"), "waiting for 2 ml.p5.48xlarge: Starting"),
+        (job("InProgress", SecondaryStatus="Training"), "running on 2 ml.p5.48xlarge: Training"),
+        (job("Stopped", SecondaryStatus="Stopped"), "stopped"),
+        (
+            job("Failed", FailureReason="rank 1: OutOfMemoryError"),
+            "failed: rank 1: OutOfMemoryError",
+        ),
+    ):
+        service.answers["DescribeTrainingJob"] = [answer]
+        assert sagemaker.status(ARN) == line
+    assert service.asked[-1] == ("DescribeTrainingJob", {"TrainingJobName": "small-run-1"})
+    service.answers["StopTrainingJob"] = [(200, {})]
+    assert "two minutes to save" in sagemaker.stop(ARN)
+    assert service.asked[-1] == ("StopTrainingJob", {"TrainingJobName": "small-run-1"})
+
+
+def test_logs_are_followed_to_the_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sagemaker, "POLL_SECONDS", 0.01)
+
+    def page(token: str, *lines: str) -> tuple[int, dict[str, Any]]:
+        events = [{"timestamp": 1, "message": line, "ingestionTime": 1} for line in lines]
+        return 200, {"events": events, "nextForwardToken": token, "nextBackwardToken": "x"}
+
+    none = (400, {"__type": "ResourceNotFoundException", "message": "no group"})
+    streams = {"logStreams": [{"logStreamName": "small-run-1/algo-1-1700000000"}]}
+    service.answers = {
+        "DescribeTrainingJob": [job("InProgress"), job("InProgress"), job("Completed")],
+        "DescribeLogStreams": [none, (200, streams)],
+        "GetLogEvents": [
+            *(page("t1", "a", "b"), page("t1")),
+            *(page("t2", "c"), page("t2")),
+        ],
+    }
+    assert list(sagemaker.logs(ARN, follow=True)) == ["algo-1: a", "algo-1: b", "algo-1: c"]

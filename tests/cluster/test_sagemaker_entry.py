@@ -1,0 +1,427 @@
+"""A SageMaker job on loopback: by Amazon's own training toolkit, and as a container's own process.
+
+The toolkit is not among weft's dependencies.  Install it into a folder of its own, beside nothing
+else, and name the folder (`scripts/drill.sh sagemaker` does both):
+
+    pip install --no-deps --target DIR -r tests/cluster/sagemaker-toolkit.txt
+    WEFT_SAGEMAKER_TOOLKIT=DIR pytest tests/cluster/test_sagemaker_entry.py
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import ROOT
+from tests.small import SMALL, records
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.cluster.sagemaker_entry import (
+    Container,
+    as_weft_has_it,
+    cleaned,
+    container_of,
+    first_cause,
+    hyperparameters,
+    pairs_of,
+    train_words,
+    write_failure,
+)
+from weft.config.job import InvalidJob, WeftError
+
+TOOLKIT = os.environ.get("WEFT_SAGEMAKER_TOOLKIT", "")
+HAVE_TOOLKIT = bool(TOOLKIT) or importlib.util.find_spec("sagemaker_training") is not None
+PORT = 7777  # which the toolkit does not let one choose
+HOSTS = ["127.0.0.1", "localhost"]
+TRAIN = """\
+from weft.cluster.sagemaker_entry import main
+
+if __name__ == "__main__":
+    main()
+"""
+SMALL_HYPERPARAMETERS: dict[str, Any] = {key: value for key, value in SMALL if value} | {
+    "recipe": "demo",
+    "monitor.trackers": [],
+    "checkpoint.interval": 10,
+}
+
+
+def configure(
+    base: Path,
+    host: str,
+    hosts: list[str],
+    parameters: dict[str, Any],
+    channels: dict[str, Path] | None = None,
+) -> None:
+    """What SageMaker puts into a container before it starts it."""
+    folder = base / "input/config"
+    for path in (folder, base / "model", base / "output", base / "checkpoints"):
+        path.mkdir(parents=True, exist_ok=True)
+    resources = {
+        "current_host": host,
+        "hosts": hosts,
+        "network_interface_name": "lo",
+        "current_instance_type": "ml.c5.xlarge",
+        "current_group_name": "homogeneousCluster",
+        "instance_groups": [
+            {
+                "instance_group_name": "homogeneousCluster",
+                "instance_type": "ml.c5.xlarge",
+                "hosts": hosts,
+            }
+        ],
+    }
+    values = {name: json.dumps(value) for name, value in parameters.items()}
+    data: dict[str, Any] = {name: {"TrainingInputMode": "File"} for name in channels or {}}
+    for file, content in (
+        ("resourceconfig", resources),
+        ("hyperparameters", values),
+        ("inputdataconfig", data),
+    ):
+        (folder / f"{file}.json").write_text(json.dumps(content))
+    for name, source in (channels or {}).items():
+        place = base / "input/data" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            place.symlink_to(source)
+
+
+# --------------------------------------------------------------------------- what is made of words
+
+
+def alone(base: Path, **channels: Path) -> Container:
+    return Container(("algo-1",), "algo-1", channels, base, base / "model", base / "output/failure")
+
+
+def pairs(words: list[str]) -> dict[str, str]:
+    return dict(zip(words[1::2], words[2::2], strict=True))
+
+
+def test_entry_values_written_by_the_toolkit_are_read() -> None:
+    arguments = [
+        "--recipe",
+        "demo",
+        "--parallel.dp_shard",
+        "2",
+        "--activation_checkpoint.x",
+        "True",
+    ]
+    assert pairs_of(arguments) == [
+        ("recipe", "demo"),
+        ("parallel.dp_shard", "2"),
+        ("activation_checkpoint.x", "true"),
+    ]
+    assert as_weft_has_it("['tensorboard', 'a:b']") == '["tensorboard", "a:b"]'
+    assert as_weft_has_it("[{'kind': 'raise', 'rank': 1}]") == '[{"kind" = "raise", "rank" = 1}]'
+    assert as_weft_has_it("web/=0.7,code/=0.3") == "web/=0.7,code/=0.3"
+    assert as_weft_has_it("[not python") == "[not python"
+
+
+def test_entry_word_without_a_value_is_refused() -> None:
+    with pytest.raises(InvalidJob, match="--b: is not --key value"):
+        pairs_of(["--a", "1", "--b"])
+    with pytest.raises(InvalidJob, match="-k: is not --key value"):
+        pairs_of(["-k", "1"])
+
+
+def test_entry_defaults_come_from_sagemaker(tmp_path: Path) -> None:
+    container = alone(tmp_path, training=tmp_path / "data")
+    words = train_words([("recipe", "demo"), ("train.steps", "5"), ("train.seed", "")], container)
+    assert words[0] == "demo"
+    assert pairs(words) == {
+        "--train.steps": "5",
+        "--data.path": f"{tmp_path}/data",
+        "--run.dir": f"{tmp_path}/checkpoints",
+    }
+
+
+def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "demo"\n[run]\ndir = "/fsx/run"\n')
+    container = alone(tmp_path, training=tmp_path / "data")
+    given = [("recipe", str(recipe)), ("data.path", "s3://bucket/web")]
+    assert pairs(train_words(given, container)) == {"--data.path": "s3://bucket/web"}
+
+
+def test_entry_without_a_recipe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match="recipe: is missing; give the hyperparameter recipe"):
+        train_words([("train.steps", "5")], alone(tmp_path))
+
+
+def test_entry_several_hosts_need_a_shared_checkpoint_dir(tmp_path: Path) -> None:
+    two = Container(("a", "b"), "a", {}, tmp_path, tmp_path / "model", tmp_path / "failure")
+    with pytest.raises(InvalidJob, match=r"checkpoint\.dir = .*each of the 2 hosts has"):
+        train_words([("recipe", "demo")], two)
+    given = [("recipe", "demo"), ("checkpoint.dir", "s3://bucket/run")]
+    assert pairs(train_words(given, two))["--checkpoint.dir"] == "s3://bucket/run"
+
+
+def test_entry_configuration_files_equal_the_variables(tmp_path: Path) -> None:
+    parameters = {"recipe": "demo", "debug.deterministic": True, "sagemaker_program": "train.py"}
+    configure(tmp_path, "algo-2", ["algo-2", "algo-1"], parameters, {"training": tmp_path})
+    base = {"SAGEMAKER_BASE_DIR": str(tmp_path)}
+    found = container_of(base)
+    assert (found.hosts, found.host) == (("algo-1", "algo-2"), "algo-2")
+    assert hyperparameters(tmp_path) == [("recipe", "demo"), ("debug.deterministic", "true")]
+    assert found == container_of(
+        base
+        | {
+            "SM_HOSTS": '["algo-1", "algo-2"]',
+            "SM_CURRENT_HOST": "algo-2",
+            "SM_CHANNEL_TRAINING": f"{tmp_path}/input/data/training",
+            "SM_MODEL_DIR": f"{tmp_path}/model",
+            "SM_OUTPUT_DIR": f"{tmp_path}/output",
+        }
+    )
+    with pytest.raises(WeftError, match="this is no SageMaker training job"):
+        container_of({"SAGEMAKER_BASE_DIR": str(tmp_path / "nowhere")})
+
+
+def test_entry_harmful_exports_of_the_toolkit_are_removed() -> None:
+    toolkit = {"NCCL_IB_DISABLE": "1", "RDMAV_FORK_SAFE": "1", "FI_PROVIDER": "efa"}
+    assert cleaned(toolkit) == (toolkit, [])  # somebody else's: meant so
+    left, harmful = cleaned(toolkit | {"SM_TRAINING_ENV": "{}"})
+    assert left == {"FI_PROVIDER": "efa", "SM_TRAINING_ENV": "{}"}
+    assert harmful == ["NCCL_IB_DISABLE", "RDMAV_FORK_SAFE"]
+
+
+def test_entry_failure_file_begins_with_the_first_cause(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank, when, kind in ((0, 11.0, "RuntimeError"), (1, 10.0, "MemoryError"), (2, 1.0, "Old")):
+        report = {"rank": rank, "time": when, "kind": kind, "message": "m", "traceback": "t"}
+        report |= {"foreseen": False, "transient": True, "where": ""}
+        (tmp_path / f"logs/rank-{rank}.error.json").write_text(json.dumps(report))
+    assert first_cause(tmp_path, 1, ["a warning\n"], 5.0).startswith("rank 1: MemoryError: m\n\nt")
+    assert first_cause(tmp_path, 1, ["last word\n"], 20.0) == "last word"
+    assert first_cause(tmp_path, 1, [], 20.0) == "weft train ended with status 1"
+    tail = ["x\n", "weft: rank 1 failed: SIGKILL: killed\n", "  log: l\n"]
+    assert first_cause(tmp_path, 1, tail, 5.0).startswith("weft: rank 1 failed: SIGKILL")
+    assert "killed by SIGKILL, perhaps" in first_cause(tmp_path, -9, [], 5.0)
+    assert "goes on from its newest checkpoint" in first_cause(tmp_path, 75, [], 5.0)
+    failure = tmp_path / "output/failure"
+    write_failure(failure, "first")
+    write_failure(failure, "second")
+    assert failure.read_text() == "first"
+
+
+# --------------------------------------------------------------------------- whole jobs
+
+
+def environment(base: Path, **more: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (TOOLKIT, str(ROOT))))
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": path,
+        "SAGEMAKER_BASE_DIR": str(base),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **more,
+    }
+
+
+def as_container(base: Path) -> subprocess.Popen[str]:
+    """The container's first process is weft's."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "weft.cluster.sagemaker_entry"],
+        env=environment(base),
+        cwd=base,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def as_toolkit(base: Path, source: Path) -> subprocess.Popen[str]:
+    """The container's first process is the toolkit's, which starts torchrun."""
+    (source / "train.py").parent.mkdir(exist_ok=True)
+    (source / "train.py").write_text(TRAIN)
+    return subprocess.Popen(
+        [sys.executable, "-m", "sagemaker_training.cli.train"],
+        env=environment(
+            base,
+            SAGEMAKER_TRAINING_MODULE="sagemaker_pytorch_container.training:main",
+            TRAINING_JOB_NAME="test",
+            AWS_DEFAULT_REGION="us-east-1",
+            OMP_NUM_THREADS="1",
+        ),
+        cwd=base,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def toolkit_parameters(source: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "sagemaker_program": "train.py",
+        "sagemaker_submit_directory": str(source),
+        "sagemaker_torch_distributed_enabled": True,
+        "sagemaker_instance_type": "ml.c5.xlarge",
+        "sagemaker_distribution_instance_groups": ["homogeneousCluster"],
+        "sagemaker_container_log_level": 20,
+        **SMALL_HYPERPARAMETERS,
+        **more,
+    }
+
+
+def ended(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[tuple[int, str]]:
+    try:
+        said = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+needs_toolkit = pytest.mark.skipif(
+    not HAVE_TOOLKIT, reason="needs Amazon's training toolkit: see this file's head"
+)
+whole_job = pytest.mark.timeout(600, method="signal")
+
+
+@pytest.fixture
+def free_port() -> Iterator[None]:
+    """For one test at a time, whoever runs it."""
+    with (Path(tempfile.gettempdir()) / f"weft-tests-port-{PORT}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", PORT))
+            except OSError:
+                pytest.skip(f"somebody uses port {PORT}, which the toolkit has fixed")
+        yield
+
+
+@needs_toolkit
+@whole_job
+@pytest.mark.slow
+@pytest.mark.usefixtures("free_port")
+def test_entry_two_hosts_by_the_toolkit_train(text_folder: Path, tmp_path: Path) -> None:
+    """Data come from the channel; checkpoints are where both reach them; the first one exports."""
+    from transformers import AutoModelForCausalLM
+
+    shared = tmp_path / "fsx"
+    cache = {"data.cache_dir": str(tmp_path / "cache"), "checkpoint.dir": str(shared)}
+    bases = [tmp_path / "one", tmp_path / "two"]
+    processes = []
+    for base, host in zip(bases, HOSTS, strict=True):
+        parameters = toolkit_parameters(tmp_path / "source", **cache)
+        configure(base, host, HOSTS, parameters, {"training": text_folder})
+        processes.append(as_toolkit(base, tmp_path / "source"))
+    for status, said in ended(processes):
+        assert status == 0, said
+    assert [checkpoint_step(path) for path in checkpoints(shared)] == [10, 20]
+    assert records(bases[0] / "checkpoints")[-1]["step"] == 20
+    assert "data.path" in (bases[0] / "checkpoints/job.toml").read_text()
+    assert [(base / "output/success").exists() for base in bases] == [True, True]
+    assert [(base / "output/failure").exists() for base in bases] == [False, False]
+    model = AutoModelForCausalLM.from_pretrained(bases[0] / "model")
+    assert model.config.hidden_size == 32
+    assert (bases[0] / "model/tokenizer.json").exists()
+    assert not list((bases[1] / "model").glob("*"))
+
+
+@needs_toolkit
+@whole_job
+@pytest.mark.slow
+@pytest.mark.usefixtures("free_port")
+def test_entry_crash_by_the_toolkit_is_reported(store_path: Path, tmp_path: Path) -> None:
+    """The failure's text begins with the error of the rank that had it, not with what followed."""
+    fault = [{"kind": "raise", "rank": 1, "passing": 5}]
+    more = {"resilience.faults": fault, "data.path": str(store_path)}
+    more |= {"checkpoint.dir": str(tmp_path / "fsx")}
+    bases = [tmp_path / "one", tmp_path / "two"]
+    processes = []
+    for base, host in zip(bases, HOSTS, strict=True):
+        configure(base, host, HOSTS, toolkit_parameters(tmp_path / "source", **more))
+        processes.append(as_toolkit(base, tmp_path / "source"))
+    statuses = [status for status, _ in ended(processes)]
+    assert all(statuses)
+    text = (bases[1] / "output/failure").read_text()
+    assert text.startswith("rank 1: RuntimeError: injected fault"), text
+    assert "Traceback" in text
+    assert not (bases[0] / "model/config.json").exists()
+
+
+@needs_toolkit
+@whole_job
+@pytest.mark.slow
+@pytest.mark.usefixtures("free_port")
+def test_entry_restarted_job_resumes(store_path: Path, tmp_path: Path) -> None:
+    """Of a container that is gone only the checkpoints' folder comes back."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    fault = [{"kind": "kill", "rank": 0, "passing": 15}]
+    more = {"data.path": str(store_path), "resilience.faults": fault}
+    configure(first, "127.0.0.1", HOSTS[:1], toolkit_parameters(tmp_path / "source", **more))
+    [(status, said)] = ended([as_toolkit(first, tmp_path / "source")])
+    assert status != 0
+    assert "killed by SIGKILL" in (first / "output/failure").read_text(), said
+    shutil.copytree(first / "checkpoints", again / "checkpoints")
+    more["resilience.faults"] = []
+    configure(again, "127.0.0.1", HOSTS[:1], toolkit_parameters(tmp_path / "source", **more))
+    [(status, said)] = ended([as_toolkit(again, tmp_path / "source")])
+    assert status == 0, said
+    steps = [record["step"] for record in records(again / "checkpoints")]
+    assert steps[-1] == 20
+    assert (again / "model/config.json").exists()
+
+
+@whole_job
+@pytest.mark.slow
+@pytest.mark.usefixtures("free_port")
+def test_entry_two_containers_train(store_path: Path, tmp_path: Path) -> None:
+    """What weft launch asks for: weft is the first process of each, and they find each other."""
+    bases = [tmp_path / "one", tmp_path / "two"]
+    processes = []
+    parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.nproc_per_node": 1}
+    parameters |= {"checkpoint.dir": str(tmp_path / "fsx")}
+    for base, host in zip(bases, HOSTS, strict=True):
+        configure(base, host, HOSTS, parameters)
+        processes.append(as_container(base))
+    for status, said in ended(processes):
+        assert status == 0, said
+    assert len(list((tmp_path / "fsx/step-00000020").glob("shard-*.bin"))) == 2
+    assert (bases[0] / "model/model.safetensors").exists()
+    assert not list((bases[1] / "model").glob("*"))
+
+
+@whole_job
+@pytest.mark.slow
+def test_entry_stopped_container_resumes(store_path: Path, tmp_path: Path) -> None:
+    """SageMaker's SIGTERM reaches the first process of a container: it saves."""
+    parameters = SMALL_HYPERPARAMETERS | {"data.path": str(store_path), "run.nproc_per_node": 2}
+    parameters |= {"train.steps": 3000, "checkpoint.interval": 0}
+    configure(tmp_path, "algo-1", ["algo-1"], parameters)
+    process = as_container(tmp_path)
+    metrics, deadline = tmp_path / "checkpoints/metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 5):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    [(status, said)] = ended([process])
+    assert status == 75, said
+    assert (tmp_path / "output/failure").read_text().startswith("stopped and saved")
+    step = checkpoint_step(checkpoints(tmp_path / "checkpoints/checkpoints")[-1])
+    assert 0 < step < 3000
+    (tmp_path / "output/failure").unlink()
+    parameters |= {"train.steps": step + 5}
+    configure(tmp_path, "algo-1", ["algo-1"], parameters)
+    [(status, said)] = ended([as_container(tmp_path)])
+    assert status == 0, said
+    assert f"going on from {tmp_path}/checkpoints/checkpoints/step-{step:08}" in said
+    assert records(tmp_path / "checkpoints")[-1]["step"] == step + 5
+    assert (tmp_path / "model/model.safetensors").exists()

@@ -1,0 +1,213 @@
+"""Signals to the launcher, a rank or all: the step is finished and saved, the status tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed.elastic.multiprocessing.api as multiprocessing
+
+from tests.cluster.conftest import ONE_RANK, WEFT, Started, run_joined, run_weft
+from tests.cluster.test_launcher import TORCHRUN, run, start_and_wait, undisturbed, wait_for
+from tests.small import losses, newest_state, records
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.cluster import FAILED, REQUEUE
+from weft.cluster.launcher import status
+
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
+
+SLOW = ["--checkpoint.interval", "0"]  # nothing is saved but on the signal
+ENDLESS = [*SLOW, "--train.steps", "100000"]
+
+
+def begin(command: list[str], folder: Path, step: int) -> Started:
+    """Start a run in ``folder``, in a forked process, and return once it has recorded ``step``."""
+    process = Started(command, folder)
+    wait_for(folder / "run", step)
+    return process
+
+
+def workers(process: subprocess.Popen[str] | Started) -> list[int]:
+    """The ranks of a run, in order."""
+    everyone = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    found = [pid for pid in everyone if status(pid).get("PPid") == str(process.pid)]
+
+    def rank(pid: int) -> int:
+        pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        return int(dict(pair.split("=", 1) for pair in pairs if "=" in pair)["RANK"])
+
+    return sorted(found, key=rank)
+
+
+TO: dict[str, Callable[[Started], list[int]]] = {
+    "the launcher": lambda process: [process.pid],
+    "one rank": lambda process: workers(process)[-1:],
+    "all of them": lambda process: [process.pid, *workers(process)],
+}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("number", "to", "more"),
+    [
+        (signal.SIGTERM, "one rank", ONE_RANK),
+        pytest.param(signal.SIGTERM, "one rank", [], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "the launcher", [], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "all of them", [], marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "the launcher", [], marks=pytest.mark.slow),
+    ],
+)
+def test_signal_in_training_saves_and_asks_for_requeue(
+    number: signal.Signals, to: str, more: list[str], arguments: list[str], tmp_path: Path
+) -> None:
+    process = begin([*arguments, *ENDLESS, *more], tmp_path, 5)
+    for pid in TO[to](process):
+        os.kill(pid, number)
+    assert process.wait(timeout=60) == REQUEUE
+    said = process.stdout + process.stderr
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert "Traceback" not in said
+    assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
+
+
+@pytest.mark.system
+def test_ctrl_c_from_a_terminal_saves_and_says_how_to_resume(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """A terminal sends it to every process of the group, and a wrapper may pass it on as well."""
+    process = begin([*arguments, *ONE_RANK, *ENDLESS], tmp_path, 5)
+    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == REQUEUE
+    said = process.stdout + process.stderr
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved) >= 5
+    assert "Traceback" not in said
+    assert "Ctrl-C: the ranks finish the step and save" in said
+    assert f"stopped and saved; the same command goes on from {saved}" in said
+    assert "\n  weft train demo --model.num_layers 2" in said
+
+
+@pytest.mark.system
+def test_time_limit_stops_and_resumes_bit_for_bit(
+    arguments: list[str], store_path: Path, tmp_path: Path
+) -> None:
+    limited = [*arguments, *ONE_RANK, *SLOW, "--train.steps", "4", "--optim.schedule", "linear"]
+    done = run_weft([*limited, "--resilience.time_limit", "0.001"], tmp_path)
+    assert done.returncode == REQUEUE, done.stderr
+    assert "stopped and saved; the same command goes on from" in done.stdout
+    assert len(losses(tmp_path / "run")) < 4
+    statuses, out = run_joined(limited, tmp_path, 1)
+    assert statuses == [0], out
+    whole = undisturbed(limited, tmp_path, store_path)
+    assert losses(tmp_path / "run") == losses(whole)
+    a, b = newest_state(tmp_path / "run"), newest_state(whole)
+    assert all(a[name].equal(b[name]) for name in b)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_second_signal_kills_a_suspended_rank_at_once(
+    number: signal.Signals, arguments: list[str], tmp_path: Path
+) -> None:
+    """Not after the half minute that torch would wait."""
+    process = begin([*arguments, *ONE_RANK, *ENDLESS], tmp_path, 3)
+    os.kill(workers(process)[0], signal.SIGSTOP)
+    process.send_signal(number)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 130
+
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+TIMES = (0.0, 0.3, 1.0, 2.0, 3.0, 4.0)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("seconds", "number"),
+    [
+        (1.5, TERM),
+        pytest.param(1.5, INT, marks=pytest.mark.slow),
+        *(pytest.param(s, n, marks=pytest.mark.slow) for s in TIMES for n in (TERM, INT)),
+    ],
+)
+def test_signal_before_the_first_step_ends_a_run_that_can_start_again(
+    seconds: float,
+    number: signal.Signals,
+    arguments: list[str],
+    tmp_path: Path,
+) -> None:
+    """While text is prepared, the ranks import torch and meet."""
+    arguments = [*arguments, *ONE_RANK, *SLOW]
+    command = [*arguments, "--train.steps", "100000"]
+    process = Started(command, tmp_path)
+    ready = time.monotonic() + 120
+    while not int(status(process.pid)["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1:
+        assert time.monotonic() < ready
+        time.sleep(0.05)
+    time.sleep(seconds)
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=90) == REQUEUE, process.stderr
+    assert "Traceback" not in process.stdout + process.stderr
+    statuses, out = run_joined([*arguments, "--train.steps", "6"], tmp_path, 1)
+    assert statuses == [0], out
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_signal_to_torchrun_saves_the_step(
+    number: signal.Signals,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = start_and_wait(
+        [*command, "--train.steps", "100000"], tmp_path, 5, start_new_session=True
+    )
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=60) == FAILED
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert records(tmp_path / "run")[-1]["step"] == checkpoint_step(saved)
+    said = (tmp_path / "log").read_text()
+    assert f"stopped and saved; the same command goes on from {saved}" in said
+
+
+@pytest.mark.slow
+def test_time_limit_inside_torchrun_stops_with_status_1(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """Its status is 1 until all steps are done, and its report says what happened."""
+    command = ["-m", "weft.cli", *arguments[len(WEFT) :], *SLOW]
+    limited = [*command, "--resilience.time_limit", "0.001"]
+    done = run([*TORCHRUN, *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == FAILED
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    assert f"stopped and saved; the same command goes on from {saved}" in done.stdout
+    assert done.stderr.count("stopped and saved; the same command goes on") == 2
+    assert done.stderr.count(f"exitcode  : {REQUEUE}") == 2
+    done = run([*TORCHRUN, *command], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path / "run")[-1]["step"] == 20
+    # It would not let them end.
+    done = run([*TORCHRUN, "--max-restarts=1", *limited], tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == FAILED
+    assert "resilience.time_limit = 0.001: torchrun would start the ranks again" in done.stderr
+
+
+def test_torch_agent_asks_the_private_function_for_its_signal() -> None:
+    """torch's agent asks this function for the signal that ends the ranks beside a failed one."""
+    assert callable(multiprocessing._get_default_signal)
+    names = multiprocessing.PContext.close.__code__.co_names
+    assert "_get_default_signal" in names

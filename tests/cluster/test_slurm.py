@@ -1,0 +1,296 @@
+"""`weft launch` on a real Slurm of two virtual nodes, on CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import slurm
+from tests.cluster.conftest import WEFT
+from tests.harness import ROOT, run_ranks
+from tests.slurm import Slurm, until
+from tests.small import SMALL, records, train_rank
+from weft.checkpoint.manifest import checkpoint_step, checkpoints
+
+pytestmark = [
+    pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing() or "-"),
+    pytest.mark.timeout(500, method="signal"),  # so that fixtures tidy up
+]
+
+SLEEPY = """
+import os, time
+from weft.optim.optimizer import adamw
+
+def build(groups, optim):
+    optimizer = adamw(groups, optim)
+    def step(*args, **kwargs):
+        if not os.path.exists("hurry"):
+            time.sleep(0.5)
+    optimizer.register_step_pre_hook(step)
+    return optimizer
+"""
+
+
+class Launcher:
+    """Commands as a user gives them, in a folder of their own."""
+
+    def __init__(self, cluster: Slurm, folder: Path, store: Path) -> None:
+        self.cluster, self.folder, self.run = cluster, folder, folder / "run"
+        bin = folder / "bin"
+        bin.mkdir()
+        (bin / "weft").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m weft.cli "$@"\n')
+        (bin / "weft").chmod(0o755)
+        (folder / "sleepy.py").write_text(SLEEPY)
+        path = f"{folder}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        self.environment = os.environ | cluster.environment | {"PYTHONPATH": path}
+        self.environment["PATH"] = f"{bin}:{os.environ['PATH']}"
+        # Two nodes share this machine's cores.
+        self.environment["OMP_NUM_THREADS"] = "1"
+        pairs = [
+            *SMALL,
+            ("run.dir", "run"),
+            ("run.device", "cpu"),
+            ("run.nproc_per_node", "1"),
+            ("data.path", str(store)),
+            ("checkpoint.interval", "10"),
+            ("optim.name", "sleepy:build"),
+            ("launch.time_limit", "00:10:00"),
+        ]
+        self.words = [word for key, value in pairs for word in (f"--{key}", value)]
+
+    def weft(self, *words: str, status: int = 0) -> str:
+        done = subprocess.run(
+            [*WEFT, "launch", *words],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def launch(self, *words: str, status: int = 0) -> str:
+        return self.weft("demo", "--on", "slurm", *self.words, *words, status=status)
+
+    def status(self) -> str:
+        return self.weft("status", "run").strip()
+
+    def until_said(self, text: str, seconds: float = 240) -> str:
+        deadline = time.monotonic() + seconds
+        while text not in (said := self.status()):
+            assert time.monotonic() < deadline, f"in vain waited for {text!r}: {said}\n{self.out()}"
+            time.sleep(1)
+        return said
+
+    def out(self) -> str:
+        return "".join(path.read_text() for path in self.run.glob("slurm-*.out"))
+
+    def step(self) -> int:
+        there = records(self.run) if (self.run / "metrics.jsonl").exists() else []
+        return int(there[-1]["step"]) if there else 0
+
+    def until_step(self, step: int) -> None:
+        deadline = time.monotonic() + 240
+        while self.step() < step:
+            assert time.monotonic() < deadline, f"step {self.step()}: {self.status()}\n{self.out()}"
+            time.sleep(0.5)
+
+    def hurry(self) -> None:
+        (self.folder / "hurry").touch()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Slurm]:
+    with slurm.cluster() as made:
+        yield made
+
+
+@pytest.fixture
+def launcher(cluster: Slurm, tmp_path: Path, store_path: Path) -> Iterator[Launcher]:
+    made = Launcher(cluster, tmp_path, store_path)
+    yield made
+    cluster.run("scancel", "--user=root")
+    until(cluster.free, "that the nodes are free")
+
+
+def check_against_undisturbed(folder: Path, store: Path, steps: int) -> None:
+    """Every step once, and the losses of a run in one process, to rounding."""
+    straight = folder / "straight"
+    overrides = [("run.dir", str(straight)), ("train.steps", str(steps))]
+    run_ranks(train_rank, 1, overrides, str(store), timeout=200)
+    ours, theirs = records(folder / "run"), records(straight)
+    assert [record["step"] for record in ours] == [record["step"] for record in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-4), f"step {a['step']}"
+
+
+def test_slurm_two_nodes_train(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+    launcher.hurry()
+    out = launcher.launch("--nodes", "2", "--launch.options", "comment=it's here,nice=1")
+    number = re.search(r"slurm job (\d+)", out)
+    assert number is not None
+    assert "#SBATCH --nodes=2\n" in out
+    assert "Comment=it's here" in launcher.cluster.run("scontrol", "show", "job", number[1])
+    # A second one would train in the same folder.
+    again = launcher.launch("--nodes", "2", status=2)
+    assert f"job {number[1]} (slurm) is already there" in again
+    followed = launcher.weft("logs", "run", "--follow")
+    assert followed.count("2 nodes train") == 1  # of two nodes the first speaks
+    assert "2 CPU ranks (dp_shard 2)" in followed
+    assert f"job {number[1]}: ended: completed" in launcher.until_said("ended")
+    assert launcher.weft("logs", "run") == followed
+    assert "has ended already" in launcher.weft("stop", "run")
+    check_against_undisturbed(tmp_path, store_path, 20)
+
+
+@pytest.mark.slow
+def test_slurm_ranks_started_by_srun_train(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
+    """A task for each device, where weft joins and starts nothing."""
+    launcher.hurry()
+    words = ["weft", "train", "demo", *launcher.words]
+    for key in ("--run.nproc_per_node", "--launch.time_limit"):
+        at = words.index(key)
+        del words[at : at + 2]
+    srun = ["srun", "-N2", "--ntasks-per-node=2", "--overcommit"]
+    done = subprocess.run(
+        [*srun, *words],
+        cwd=tmp_path,
+        env=launcher.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 CPU ranks (dp_shard 4)" in done.stdout
+    check_against_undisturbed(tmp_path, store_path, 20)
+
+
+@pytest.mark.slow
+def test_slurm_stop_saves_and_is_not_requeued(launcher: Launcher) -> None:
+    launcher.launch("--nodes", "2", "--train.steps", "400")
+    launcher.until_step(12)
+    assert "running on n[0-1]" in launcher.status()
+    assert "is told to save and end" in launcher.weft("stop", "run")
+    assert "ended: stopped and saved" in launcher.until_said("ended")
+    saved = checkpoint_step(checkpoints(launcher.run / "checkpoints")[-1])
+    assert 12 <= saved == launcher.step() < 400
+    time.sleep(10)
+    assert "ended" in launcher.status()
+
+
+@pytest.mark.slow
+def test_slurm_stop_before_the_ranks_ends_the_job(launcher: Launcher) -> None:
+    """The script runs, and no step of its yet that the signal could be for."""
+    slow = ["--launch.setup", '["sleep 15"]']
+    launcher.launch("--nodes", "1", *slow)
+    launcher.until_said("running on")
+    assert "is told to save and end" in launcher.weft("stop", "run")
+    launcher.until_said("ended")
+    time.sleep(5)
+    assert "ended" in launcher.status()
+    assert not list(launcher.run.glob("checkpoints/*"))
+
+
+@pytest.mark.slow
+def test_slurm_sick_node_is_excluded(launcher: Launcher, tmp_path: Path, store_path: Path) -> None:
+    """The first start is on n0, which is not fit; the job comes back and trains on n1."""
+    sick = '[ "$SLURMD_NODENAME" != n0 ] || export NCCL_SOCKET_IFNAME=nowhere'
+    launcher.hurry()
+    preflight = ["--resilience.preflight", "true", "--launch.setup", json.dumps([sick])]
+    launcher.launch("--nodes", "1", *preflight)
+    assert "ended: completed" in launcher.until_said("ended")
+    assert "does not take part (exit status 69)" in launcher.out()
+    assert launcher.out().count("was checked in") == 1
+    assert [path.name for path in (launcher.run / "sick").iterdir()] == ["n0"]
+    number = re.search(r"job (\d+)", launcher.status())
+    assert number is not None
+    told = launcher.cluster.run("scontrol", "show", "job", number[1], "--oneliner")
+    assert "ExcNodeList=n0 " in told
+    assert " NodeList=n1 " in told
+    check_against_undisturbed(tmp_path, store_path, 20)
+
+
+@pytest.mark.slow
+def test_slurm_pending_job_is_cancelled(launcher: Launcher) -> None:
+    launcher.launch("--nodes", "2", "--launch.options", "begin=now+1hour")
+    assert "waiting: pending, BeginTime" in launcher.status()
+    assert "has printed nothing" in launcher.weft("logs", "run", status=1)
+    assert "taken out of the queue" in launcher.weft("stop", "run")
+    assert "ended: cancelled" in launcher.status()
+
+
+@pytest.mark.slow
+def test_slurm_preempted_job_is_requeued_and_resumes(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
+    """The signal before the time limit: it saves, is queued again, and ends as if never stopped."""
+    launcher.launch("--nodes", "2", "--train.steps", "60")
+    launcher.until_step(12)
+    number = re.search(r"job (\d+)", launcher.status())
+    assert number is not None
+    # As Slurm does some minutes before the limit, which is in whole minutes.
+    launcher.cluster.run("scancel", "--signal=TERM", number[1])
+    said = launcher.until_said("started again 1 times")
+    assert number[0] in said
+    launcher.hurry()
+    assert "ended: completed" in launcher.until_said("ended")
+    assert launcher.out().count("going on from") == 1  # of two nodes the first speaks
+    assert "stopped and saved" in launcher.out()
+    check_against_undisturbed(tmp_path, store_path, 60)
+
+
+@pytest.mark.slow
+def test_slurm_time_limit_requeues_and_resumes(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
+    """Slurm's own signal: of a limit of 2 minutes some time in the last one and a half.
+
+    On a busy machine it comes more than once.
+    """
+    launcher.launch("--nodes", "1", "--train.steps", "160", "--launch.time_limit", "00:02:00")
+    launcher.until_said("started again 1 times")
+    launcher.hurry()
+    assert "ended: completed" in launcher.until_said("ended", 400)
+    assert "going on from" in launcher.out()
+    check_against_undisturbed(tmp_path, store_path, 160)
+
+
+@pytest.mark.slow
+def test_slurm_mistake_is_not_requeued(launcher: Launcher) -> None:
+    launcher.launch("--nodes", "1", "--data.path", "/no/such/file")
+    assert "ended: failed, exit status 2" in launcher.until_said("ended")
+    assert "/no/such/file" in launcher.weft("logs", "run")
+
+
+@pytest.mark.slow
+def test_slurm_killed_node_of_an_elastic_job_leaves_the_others_training(
+    launcher: Launcher, tmp_path: Path, store_path: Path
+) -> None:
+    """Last, for the node is gone then: the other one goes on in the same job."""
+    # The meeting place is on the first node.  Here both are the host of that name: it comes first.
+    setup = ["--launch.setup", '["sleep $((SLURM_NODEID * 15))"]']
+    launcher.launch("--nodes", "1:2", "--train.steps", "80", *setup)
+    until(lambda: "2 nodes train" in launcher.out(), "both nodes", 120)
+    launcher.until_step(launcher.step() + 5)
+    assert "running on n[0-1]" in launcher.status()
+    launcher.cluster.kill("n1")
+    step = launcher.step()
+    launcher.until_step(step + 15)
+    assert "1 node train" in launcher.out()
+    assert "started again" not in launcher.status()
+    launcher.hurry()
+    assert "ended: completed" in launcher.until_said("ended")
+    check_against_undisturbed(tmp_path, store_path, 80)

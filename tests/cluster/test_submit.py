@@ -1,0 +1,395 @@
+"""What is asked of a cluster, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT
+from weft.cli.main import main
+from weft.cluster import slurm
+from weft.cluster.submit import Launched, Request, request
+from weft.config.job import InvalidJob, Job, Problem, WeftError, read_job
+from weft.plan.resolve import Machine
+
+DOCS = ROOT / "docs" / "slurm.md"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands may be there, but no cluster."""
+    monkeypatch.chdir(tmp_path)
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (bin / "bash").symlink_to("/bin/bash")
+    monkeypatch.setenv("PATH", str(bin))
+
+
+def launch(*words: str) -> int:
+    return main(["launch", *words])
+
+
+def script(*words: str, recipe: str = "demo") -> str:
+    overrides = [(k.removeprefix("--"), v) for k, v in zip(words[::2], words[1::2], strict=True)]
+    return slurm.render(request("slurm", recipe, overrides, (), lambda _: Machine("cpu", 2)))
+
+
+def test_launch_several_mistakes_are_reported_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--nodes", "2", "--run.cluster", "2x8xH100", "--train.step", "5", "--optim.lr", "x"]
+    more = ["--launch.time_limit", "1 day", "--launch.image", "a/b", "--follow"]
+    options = ["--launch.options", "nodes=3,Partition=gpu,comment=a", "--parallel.tp", "3"]
+    assert launch("demo", "--on", "slum", *words) == 2
+    assert "did you mean 'slurm'?" in capsys.readouterr().err
+    assert launch("demo", "--on", "slurm", *words, *more, *options) == 2
+    message = capsys.readouterr().err
+    for each in (
+        "--follow = true: is for weft launch logs",
+        "train.step = 5: unknown key",
+        'optim.lr = "x"',
+        "parallel.tp = 3",
+        'launch.time_limit = "1 day": must be D-HH:MM:SS',
+        'launch.image = "a/b"',
+        'launch.options.nodes = "3": is for weft to say; use --nodes',
+        "launch.options.Partition",
+    ):
+        assert each in message
+    assert "launch.options.comment" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["demo"], "--on: is missing; known: kubernetes"),
+        (["dem", "--on", "slurm"], "no such recipe"),
+        (["demo", "--on", "slurm"], "does not tell what a node has; use --run.cluster"),
+        (["demo", "--on", "slurm", "--run.cluster", "8xH100"], "is not a cluster"),
+        (["demo", "--on", "slurm", "--run.device", "cpu", "--nodes", "0"], "neither a number"),
+        (["demo", "x", "--on", "slurm"], "did you mean 'weft launch status x'?"),
+        (["status"], "RUN: is missing"),
+        (["status", "."], "has no launch.json"),
+        (["stop", ".", "--train.steps", "5"], 'train.steps = "5": is not for this'),
+        (["status", ".", "--follow"], "--follow = true: is for weft launch logs"),
+    ],
+)
+def test_launch_each_mistake_is_reported(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "kubernetes", "sagemaker", "skypilot"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "does not tell what a node has"),
+        (["--run.cluster", "1x8xH100", "--parallel.tp", "3"], "parallel.tp = 3"),
+    ],
+)
+def test_mistake_that_leaves_no_run_directory_is_reported_alone(
+    cluster: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("demo", "--on", cluster, *words) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "run.dir" not in said
+
+
+def test_launched_damaged_record_is_reported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for text in ("{", "[]", "{}", '{"on": "lsf", "id": "7"}'):
+        (tmp_path / "launch.json").write_text(text)
+        assert launch("status", ".") == 2
+        assert "launch.json is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.system
+def test_submit_without_slurm_commands_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A script can be had anywhere, and nothing is left of one that cannot be handed in."""
+    words = ["demo", "--on", "slurm", "--run.device", "cpu"]
+    assert launch(*words, "--dry-run") == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=demo\n")
+    assert launch(*words) == 1
+    assert "sbatch is not installed, or not in $PATH: use a host of" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["bin"]
+
+
+def test_script_has_what_was_asked_for(tmp_path: Path) -> None:
+    words = ["--run.cluster", "4x2xH100", "--launch.time_limit", "12:00:00", "--train.steps", "7"]
+    assert (
+        script(*words, "--launch.options", "partition=gpu,account=7,contiguous")
+        == f"""\
+#!/bin/bash
+#SBATCH --job-name=demo
+#SBATCH --chdir={tmp_path}
+#SBATCH --output={tmp_path}/runs/demo/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --nodes=4
+#SBATCH --gpus-per-node=2
+#SBATCH --time=12:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --exclusive
+#SBATCH --partition=gpu
+#SBATCH --account=7
+#SBATCH --contiguous
+
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 \\
+    weft train demo \\
+    --run.cluster 4x2xH100 \\
+    --train.steps 7 \\
+    --run.dir {tmp_path}/runs/demo
+status=$?
+
+# Stopped and saved: the same command goes on.
+if [ $status -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $status
+"""
+    )
+
+
+def test_script_with_a_range_of_nodes_is_elastic() -> None:
+    text = script("--run.nodes", "2:4", "--run.cluster", "4x2xH100")
+    assert "#SBATCH --nodes=2-4\n" in text
+    assert "#SBATCH --no-kill\n" in text
+    assert "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --no-kill " in text
+    assert "    --run.nodes 2:4\n" in text
+
+
+def test_script_for_part_of_a_node_requests_its_gpus() -> None:
+    text = script("--run.device", "cpu", "--launch.options", "cpus-per-task=4,signal=USR1@60")
+    assert "--exclusive" not in text
+    assert "--gpus-per-node" not in text
+    assert "#SBATCH --signal=USR1@60\n" in text
+    assert "TERM" not in text
+    assert " --cpus-per-task=4 " in text  # srun does not read sbatch's
+
+
+def test_launch_keys_do_not_change_the_run(tmp_path: Path) -> None:
+    text = script("--run.device", "cpu", "--launch.time_limit", "01:00:00")
+    assert f"--run.dir {tmp_path}/runs/demo\n" in text
+    assert "launch.time_limit" not in text
+
+
+# What bash makes of a script, with srun, scontrol and weft that only write down how they are
+# called.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+WEFT = """#!/bin/bash
+printf '%s\\n' "$@" > "$FOLDER/words"
+echo "$SAID" > "$FOLDER/said"
+exit $ENDS
+"""
+SCONTROL = """#!/bin/bash
+echo "$@" > "$FOLDER/requeued"
+"""
+
+
+@pytest.mark.parametrize("setup", ["", 'export SAID="it\'s $((40 + 2))"'])
+@pytest.mark.parametrize("ends", [0, 1, 2, 75])
+def test_script_runs_the_command_on_each_node(ends: int, setup: str, tmp_path: Path) -> None:
+    odd = 'it\'s $HOME `x` "y" \\ *'
+    words = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.text_field", odd]
+    more = ["--launch.setup", json.dumps([setup])] if setup else []
+    text = script(*words, *more)
+    for name, what in (("srun", SRUN), ("weft", WEFT), ("scontrol", SCONTROL)):
+        (tmp_path / "bin" / name).write_text(what)
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    environment = {"PATH": path, "FOLDER": str(tmp_path), "ENDS": str(ends), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
+    assert done.returncode == ends
+    pairs = ["--run.device", "cpu", "--run.dir", str(tmp_path / odd), "--data.text_field", odd]
+    assert (tmp_path / "words").read_text().splitlines() == ["train", "demo", *pairs]
+    assert (tmp_path / "said").read_text().strip() == ("it's 42" if setup else "")
+    again = tmp_path / "requeued"
+    assert (again.read_text() if again.exists() else "") == ("requeue 7\n" if ends == 75 else "")
+
+
+def run_script(text: str, folder: Path) -> set[str]:
+    """Run a batch script with commands that only note their words; the files that appeared."""
+    for name, what in (("srun", SRUN), ("weft", WEFT), ("scontrol", SCONTROL)):
+        (folder / "bin" / name).write_text(what)
+        (folder / "bin" / name).chmod(0o755)
+    sandbox = folder / "sandbox"
+    sandbox.mkdir()
+    path = f"{folder}/bin:/usr/bin:/bin"
+    environment = {"PATH": path, "FOLDER": str(sandbox), "ENDS": "0", "SLURM_JOB_ID": "7"}
+    assert slurm.check(text) == []
+    subprocess.run(
+        ["bash"], input=text, text=True, env=environment, cwd=sandbox, timeout=20, check=True
+    )
+    return {each.name for each in sandbox.iterdir()}
+
+
+HOSTILE = (
+    "x\ntouch pwned\n",
+    "x\rtouch pwned",
+    "x'; touch pwned; '",
+    'x"; touch pwned; "',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "x\n#SBATCH --wrap='touch pwned'",
+    "\x1b]0;title\x07",
+    "a\u2028touch pwned",
+    "a\x85touch pwned",
+    "; touch pwned #",
+    "\\\ntouch pwned",
+)
+TEXT_KEYS = (
+    "run.dir",
+    "data.path",
+    "data.text_field",
+    "checkpoint.dir",
+    "launch.options",
+    "optim.name",
+)
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("key", TEXT_KEYS)
+def test_script_with_a_hostile_value_runs_nothing_else(
+    key: str, value: str, tmp_path: Path
+) -> None:
+    """It is refused, or is a word of the command and nothing else."""
+    given = f"comment={value}" if key == "launch.options" else value
+    if not value.isprintable():
+        with pytest.raises(InvalidJob, match="control characters"):
+            script("--run.device", "cpu", f"--{key}", given)
+        return
+    text = script("--run.device", "cpu", f"--{key}", given)
+    assert run_script(text, tmp_path) == {"words", "said"}
+    words = (tmp_path / "sandbox" / "words").read_text().splitlines()
+    if key not in ("launch.options", "run.dir"):
+        assert words[words.index(f"--{key}") + 1] == value
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_script_from_a_hostile_working_directory_runs_nothing_else(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / value
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    if not value.isprintable():
+        with pytest.raises(InvalidJob, match=r"working directory = .*control characters"):
+            script("--run.device", "cpu")
+        return
+    text = script("--run.device", "cpu")
+    assert run_script(text, tmp_path) == {"words", "said"}
+
+
+def test_script_of_a_recipe_with_a_newline_in_its_name_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "a\ntouch pwned\n.toml"
+    recipe.write_text('extends = "demo"\n')
+    with pytest.raises(InvalidJob, match=r"recipe = .*control characters"):
+        script("--run.device", "cpu", recipe=str(recipe))
+
+
+def test_render_of_a_directory_with_a_newline_raises(tmp_path: Path) -> None:
+    """However a request was made: nothing of it leaves its line."""
+    folder = tmp_path / "x\ntouch pwned"
+    asked = Request("x", ("weft", "train", "demo"), Job(), (1, 1), 0, folder)
+    with pytest.raises(WeftError, match="cannot be written into a line of a batch script"):
+        slurm.render(asked)
+
+
+def test_script_of_a_recipe_with_another_cluster_names_the_effective_one(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "demo"\n[run]\ncluster = "2x8xH100"\n')
+    text = script("--run.cluster", "4x2xH200", recipe=str(recipe))
+    assert "#SBATCH --nodes=4\n#SBATCH --gpus-per-node=2\n" in text
+    command = text[text.index("weft train") : text.index("status=$?")]
+    words = shlex.split(command.replace("\\\n", ""))
+    pairs = [(k.removeprefix("--"), v) for k, v in zip(words[3::2], words[4::2], strict=True)]
+    job, _, problems = read_job(str(recipe), pairs)
+    assert problems == list[Problem]()
+    assert job.run.cluster == "4x2xH200"
+
+
+@pytest.mark.system
+def test_script_in_the_documentation_is_current(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quoted = re.findall(r"```\n\$ weft (.*)\n(#!(?:.*\n)*?)```", DOCS.read_text("utf-8"))
+    ((command, text),) = quoted
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out.strip() == text.strip().replace("/home/me/work", str(tmp_path))
+
+
+@pytest.mark.system
+def test_script_refused_by_bash_is_reported() -> None:
+    assert slurm.check("echo hello\n") == []
+    (message,) = slurm.check("if true; then\n")[:1]
+    assert "bash -n" in message
+
+
+@pytest.mark.parametrize(
+    ("status", "sick", "options", "asked"),
+    [
+        (0, ["n1"], "", []),
+        (2, ["n1"], "", []),
+        (75, [], "", ["requeue 7"]),
+        (69, ["n1", "n3"], "", ["requeue 7", "update JobId=7 ExcNodeList=n1,n3"]),
+        (75, ["n1"], "exclude=n[5-6]", ["requeue 7", "update JobId=7 ExcNodeList=n1,n[5-6]"]),
+    ],
+)
+def test_script_excludes_sick_nodes(
+    status: int, sick: list[str], options: str, asked: list[str], tmp_path: Path
+) -> None:
+    """What a shell makes of the script, with commands of Slurm's that only say what they are."""
+    words = ["--run.device", "cpu", "--resilience.preflight", "true", "--run.dir", "my run"]
+    text = script(*words, *(["--launch.options", options] if options else []))
+    for name in sick:
+        (tmp_path / "my run" / "sick").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "my run" / "sick" / name).touch()
+    fakes = ['scontrol() { echo "$@"; }', f"srun() {{ return {status}; }}", "SLURM_JOB_ID=7"]
+    done = subprocess.run(
+        ["/bin/bash"],
+        input="\n".join([*fakes, text]),
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (status, asked, "")
+
+
+def test_script_without_preflight_excludes_no_node() -> None:
+    assert "sick" not in script("--run.device", "cpu")
+
+
+@pytest.mark.system
+def test_launch_preflight_shorthand_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["demo", "--on", "slurm", "--preflight", "--run.device", "cpu", "--dry-run"]
+    assert launch(*words) == 0
+    message = capsys.readouterr().out
+    assert "    --resilience.preflight true \\\n" in message
+    assert "ExcNodeList" in message
+
+
+def test_launch_status_refuses_options_of_submission(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all one that would seem to make 'stop' harmless."""
+    monkeypatch.setattr(Launched, "of", lambda folder: pytest.fail("it was looked for"))
+    assert launch("stop", "run", "--dry-run", "--on", "slurm") == 2
+    said = capsys.readouterr().err
+    assert "--dry-run = true: is for handing in only" in said
+    assert '--on = "slurm": is for handing in only' in said

@@ -1,0 +1,336 @@
+"""A rank that hangs, in every way: named within its limit and 2 s, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import WEFT, run_weft
+from tests.cluster.test_launcher import TORCHRUN, run, start_and_wait, wait_for
+from tests.cluster.test_signals import workers
+from tests.harness import run_ranks
+from tests.small import losses
+from weft.cli.main import main
+from weft.cluster import FAILED, HUNG, REQUEUE
+from weft.cluster.watchdog import Call, Seen, Watched, main_stack, verdict
+from weft.monitor.heartbeat import Contact, beat, measured, start, step_limit
+
+pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
+
+LIMIT = 3.0
+LONG = ["--train.steps", "100000", "--checkpoint.interval", "5"]
+WATCHED = [
+    *LONG,
+    "--resilience.max_restarts_per_hour",
+    "0",
+    "--resilience.step_timeout",
+    str(LIMIT),
+]
+WAITS = r"the other waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\)"
+IN_FAULT = r"at weft/monitor/faults\.py:\d+ in _happen"
+
+
+def faults(**fields: object) -> list[str]:
+    pairs = ", ".join(f"{name} = {json.dumps(value)}" for name, value in fields.items())
+    return ["--resilience.faults", f"[{{{pairs}}}]"]
+
+
+def check_sentence(pattern: str, tmp_path: Path, stderr: str, since: float) -> None:
+    """It is told, at the right time, in the log and on the terminal."""
+    assert re.search(f"weft: the run hangs: {pattern}", stderr), stderr
+    assert "the same command goes on from" in stderr
+    logs = tmp_path / "run" / "logs"
+    reports = [json.loads((logs / f"rank-{rank}.error.json").read_text()) for rank in (0, 1)]
+    assert LIMIT < min(report["time"] for report in reports) - since < LIMIT + 2
+    log = re.search(r"log: (\S*rank-\d\.log)", stderr)
+    assert log is not None
+    assert re.search(f"the watchdog: {pattern}", Path(log[1]).read_text())
+    host = socket.gethostname()
+    names = {path.name for path in logs.iterdir()} - {"fault-0.happened"}
+    assert names == {"launcher.log", f"ranks-{host}.json", f"hang-{host}.json"} | {
+        f"rank-{n}.{x}" for n in (0, 1) for x in ("log", "error.json")
+    }
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (
+            {"site": "step", "kind": "stop", "rank": 1},
+            rf"rank 1 is missing: it is stopped \(SIGSTOP\) in step 8, waiting for data; {WAITS}",
+        ),
+        pytest.param(
+            {"site": "step", "kind": "lock", "rank": 1, "seconds": 1000},
+            "rank 1 is missing: it does not answer: something keeps the interpreter lock, "
+            f"{IN_FAULT}, in step 8, waiting for data; {WAITS}",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # as if its data never came
+            {"site": "step", "kind": "slow", "rank": 1, "seconds": 1000},
+            f"rank 1 is missing: it is in no collective, {IN_FAULT}, in step 8, "
+            f"waiting for data; {WAITS}",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # the watchdog's own parent
+            {"site": "gradients", "kind": "stop", "rank": 0},
+            rf"rank 0 is missing: it is stopped \(SIGSTOP\) in step 8, updating the weights; "
+            f"{WAITS}",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["stopped", "interpreter lock", "loader", "first rank"],
+)
+def test_watchdog_missing_rank_is_named_and_the_run_ends(
+    fault: dict[str, object],
+    sentence: str,
+    arguments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = run_weft([*arguments, *WATCHED, *faults(**fault, passing=8)], tmp_path)
+    assert done.returncode == HUNG, done.stderr
+    check_sentence(
+        sentence, tmp_path, done.stderr, (tmp_path / "run/logs/fault-0.happened").stat().st_mtime
+    )
+    assert f"log: {tmp_path}/run/logs/rank-{fault['rank']}.log" in done.stderr
+    # Afterwards, from the evidence that the watchdog has left.
+    capsys.readouterr()
+    assert main(["debug", "hang", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert re.match(sentence, shown), shown
+    assert f"by the watchdog of {socket.gethostname()}: 2 of 2 ranks; the run was ended" in shown
+    assert main(["debug", "hang", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == [fault["rank"]]
+
+
+MISMATCH = """
+import time
+import torch, torch.distributed as dist
+from weft.optim.optimizer import OPTIMIZERS
+
+def build(groups, section):
+    optimizer, steps = OPTIMIZERS["adamw"](groups, section), []
+    def before(*arguments):
+        steps.append(None)
+        if len(steps) == 30 and dist.get_rank() == 1:
+            print("now", time.time(), flush=True)
+            dist.broadcast(torch.zeros(3), 0)
+    optimizer.register_step_pre_hook(before)
+    return optimizer
+"""
+
+
+@pytest.mark.slow
+def test_watchdog_mismatched_collectives_are_named(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MISMATCH)
+    done = run([*arguments, *WATCHED, "--optim.name", "mine:build"], tmp_path)
+    assert done.returncode == HUNG, done.stderr
+    log = (tmp_path / "run/logs/rank-1.log").read_text()
+    since = re.search(r"now (\S+)", log)
+    assert since is not None
+    one = r"rank 0 waits in \w+ no\. \d+ of dp_shard \(ranks 0, 1\) \(step \d+, [a-z ]+\)"
+    other = r"rank 1 waits in broadcast no\. \d+ of dp_shard \(ranks 0, 1\) \(step 30, updating"
+    check_sentence(f"the ranks are at odds: {one}, {other}", tmp_path, done.stderr, float(since[1]))
+
+
+@pytest.mark.slow
+def test_watchdog_in_a_pipeline_names_the_stopped_rank(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """gloo records no sending and receiving; who waits there is known by its stack."""
+    fault = faults(site="step", kind="stop", rank=0, passing=30)
+    pipeline = ["--parallel.pp", "2", "--model.tied_embeddings", "false"]
+    command = [*arguments, *WATCHED, *fault, *pipeline]
+    done = run(command, tmp_path)
+    assert done.returncode == HUNG, done.stderr
+    assert "rank 0 is missing: it is stopped (SIGSTOP) in step 30" in done.stderr
+    assert "rank 1 is missing" not in done.stderr
+    # The fault happens once: the same command goes on.
+    done = run([*command, "--train.steps", "40"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_watchdog_inside_torchrun_ends_the_run(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun shows the sentence; its own status is 1."""
+    command = [*TORCHRUN, "-m", "weft.cli", *arguments[len(WEFT) :], *WATCHED]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = start_and_wait(command, tmp_path, 30)
+    os.kill(workers(process)[1], signal.SIGSTOP)
+    assert process.wait(timeout=30 + LIMIT) == FAILED
+    text = (tmp_path / "run/logs/rank-1.log").read_text()
+    assert "the watchdog: rank 1 is missing: it is stopped (SIGSTOP) in step" in text
+
+
+@pytest.mark.slow
+def test_watchdog_suspended_and_continued_ranks_are_not_late(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """All of them, the watchdog too, one after another as a batch system does."""
+    process = start_and_wait([*arguments, *WATCHED], tmp_path, 30)
+    ranks = workers(process)
+    (watchdog,) = workers_of(ranks[0])
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.4)  # it sees that they stand still
+    os.kill(watchdog, signal.SIGSTOP)
+    time.sleep(2 * LIMIT)
+    os.kill(watchdog, signal.SIGCONT)
+    time.sleep(0.4)
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(tmp_path / "run", len(losses(tmp_path / "run")) + 20)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == REQUEUE
+
+
+def workers_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# --------------------------------------------------------------------------- the pieces
+
+
+def seen(rank: int, **changes: object) -> Seen:
+    """A rank that waits in all_reduce no. 42."""
+    values = {
+        "step": 7,
+        "site": "forward_backward",
+        "seconds": 5.0,
+        "state": "S (sleeping)",
+        "channel": "futex_wait",
+        "calls": [Call("all ranks", 42, "all_reduce", [[8]])],
+        "stack": ['File "/site/torch/distributed/distributed_c10d.py", line 3 in all_reduce'],
+    }
+    return Seen(rank, **(values | changes))  # type: ignore[arg-type]
+
+
+HERE = ['File "/home/me/mine/loader.py", line 12 in __next__']
+VERDICTS = [
+    (
+        [seen(0), seen(1, state="T (stopped)", calls=None, stack=[]), seen(2)],
+        [1],
+        "rank 1 is missing: it is stopped (SIGSTOP) in step 7, forward and backward; "
+        "the others wait in all_reduce no. 42 of all ranks",
+    ),
+    (
+        [seen(0), seen(1, state="", calls=None, stack=[])],
+        [1],
+        "rank 1 is missing: it has ended, in step 7, forward and backward; "
+        "the other waits in all_reduce no. 42 of all ranks",
+    ),
+    (
+        [seen(0, state="D (disk sleep)", channel="nfs_wait", site="checkpoint.manifest", stack=[])],
+        [0],
+        "rank 0 is missing: it waits in the kernel for a disk or device (nfs_wait) in step 7, "
+        "saving a checkpoint",
+    ),
+    (
+        [seen(0, calls=[], stack=HERE, site="step"), seen(1)],
+        [0],
+        "rank 0 is missing: it is in no collective, at me/mine/loader.py:12 in __next__, "
+        "in step 7, waiting for data; the other waits in all_reduce no. 42 of all ranks",
+    ),
+    (
+        [seen(0), seen(1), seen(2, calls=[Call("all ranks", 42, "broadcast", [[8]])])],
+        [2],
+        "the ranks are at odds: "
+        "rank 0 waits in all_reduce no. 42 of all ranks (step 7, forward and backward), "
+        "rank 1 waits in all_reduce no. 42 of all ranks (step 7, forward and backward), "
+        "rank 2 waits in broadcast no. 42 of all ranks (step 7, forward and backward)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "missing", "sentence"), VERDICTS)
+def test_verdict_names_the_missing_ranks(
+    ranks: list[Seen], missing: list[int], sentence: str
+) -> None:
+    assert verdict(ranks, len(ranks)) == (missing, sentence)
+
+
+def test_verdict_missing_rank_on_another_host_accuses_nobody() -> None:
+    """A host whose ranks wait accuses nobody, not even one that waits outside the recorder."""
+    waits = seen(1, calls=[])
+    missing, sentence = verdict([seen(0), waits], 4)
+    assert missing == []
+    assert "every rank of this host waits" in sentence
+    assert "who is missing is on another host" in sentence
+    assert "no rank is missing" in verdict([seen(0), waits], 2)[1]
+
+
+def test_step_limit_depends_on_the_measured_step() -> None:
+    assert step_limit(5.0, 100.0, 10) == 5.0
+    assert step_limit(None, 0.1, 10) == 60.0
+    # On a GPU the host may wait for ten steps at once, and that is ordinary.
+    assert step_limit(None, 30.0, 10) == 600.0
+
+
+def say_where() -> list[tuple[int, float, str]]:
+    """What others read of this process, after some sites."""
+    contact = start(0, 5.0, 10)
+    heard = []
+
+    def look() -> None:
+        line = Path(f"/proc/self/fd/{contact.line}").read_text().split()
+        assert 0 <= time.monotonic() - float(line[0]) < 60
+        heard.append((int(line[1]), float(line[2]), line[3]))
+
+    look()
+    beat("step", 7)
+    look()
+    measured(0.1)
+    beat("forward_backward")
+    look()
+    beat("checkpoint.rename")
+    look()
+    beat("step", 8)
+    look()
+    return heard
+
+
+def test_beat_writes_step_limit_and_site() -> None:
+    (heard,) = run_ranks(say_where, 1)
+    assert heard == [
+        (0, 600.0, "start"),
+        (7, 600.0, "step"),  # the first one may compile
+        (7, 5.0, "forward_backward"),
+        (7, 600.0, "checkpoint.rename"),
+        (8, 5.0, "step"),
+    ]
+
+
+def watch_myself() -> list[bool]:
+    contact = start(0, 5.0, 10)
+    measured(0.1)
+    watched = Watched(Contact(*contact))
+    late = []
+    for seconds in (0.0, 0.2, 4.9, 0.2):
+        beat("step", 1) if not late else None
+        late.append(watched.look(seconds))
+    beat("step", 2)
+    late.append(watched.look(100.0))  # a new line is never late
+    return late
+
+
+def test_watched_only_observed_time_counts() -> None:
+    assert run_ranks(watch_myself, 1) == [[False, False, True, True, False]]
+
+
+def test_main_stack_is_read_from_faulthandler_output() -> None:
+    text = (
+        'Thread 0x01 (most recent call first):\n  File "other.py", line 1 in f\n\n'
+        'Current thread 0x02 (most recent call first):\n  File "a b.py", line 3 in g\n'
+        '  File "x.py", line 4 in <module>\n'
+    )
+    assert main_stack(text) == ['File "a b.py", line 3 in g', 'File "x.py", line 4 in <module>']

@@ -1,0 +1,243 @@
+"""Stores of tokens that others made: Megatron-LM's, llm.c's and nanoGPT's, byte for byte."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.config.job import DataSection, InvalidJob
+from weft.data.loader import IGNORE, samples_of
+from weft.data.prepare import prepare, prepare_text
+from weft.data.prepared_cache import Progress, open_verified
+from weft.data.token_store import Store, open_store
+from weft.data.tokenizer import separator_id, train_tokenizer
+
+CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(["some words to learn from, and some more words"] * 3, 290).save(str(path))
+    return path
+
+
+def separator(tokenizer: Path) -> int:
+    from weft.data.tokenizer import load_tokenizer
+
+    return separator_id(load_tokenizer(tokenizer)[0], "")
+
+
+def documents(count: int, end: int | None, top: int = 280) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    found = [rng.integers(1, top, rng.integers(1, 40)).tolist() for _ in range(count)]
+    return [each + ([] if end is None else [end]) for each in found]
+
+
+def write_megatron(
+    path: Path, given: list[list[int]], dtype: str, sentences: int = 1, shuffled: bool = False
+) -> None:
+    """As Megatron-LM's IndexedDatasetBuilder does; ``sentences``: sequences in each document."""
+    sequences = [p.tolist() for d in given for p in np.array_split(np.array(d), sentences)]
+    order = list(range(len(sequences)))
+    if shuffled:
+        order = order[::-1]
+    places, data = {}, b""
+    for n in order:
+        places[n] = len(data)
+        data += np.array(sequences[n], dtype).tobytes()
+    path.with_suffix(".bin").write_bytes(data)
+    sizes = np.array([len(s) for s in sequences], "<i4")
+    pointers = np.array([places[n] for n in range(len(sequences))], "<i8")
+    firsts = np.arange(0, len(sequences) + 1, sentences, dtype="<i8")
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, CODES[dtype], len(sizes), len(firsts))
+    index = head + sizes.tobytes() + pointers.tobytes() + firsts.tobytes()
+    path.with_suffix(".idx").write_bytes(index)
+
+
+def silent(progress: Progress) -> None:
+    pass
+
+
+def open_it(path: Path | str, tokenizer: Path, tmp_path: Path, **more: object) -> Store:
+    given = {"path": str(path), "tokenizer": str(tokenizer)} | more
+    return prepare(DataSection.model_validate(given), tmp_path / "c")
+
+
+def ids(store: Store) -> list[int]:
+    """Of both splits, in the order of the files."""
+    streams = [store.tokens("train"), store.tokens("validation")]
+    return [i for s in streams for i in s.window(np.array([0]), len(s))[0].tolist()]
+
+
+def flat(given: list[list[int]]) -> list[int]:
+    return [i for each in given for i in each]
+
+
+@pytest.mark.parametrize("sentences", [1, 3])
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_prepare_megatron_tokens_are_used_in_place(
+    dtype: str, sentences: int, tokenizer: Path, tmp_path: Path
+) -> None:
+    given = documents(300, separator(tokenizer))
+    write_megatron(tmp_path / "m_document", given, dtype, sentences)
+    for name in ("m_document", "m_document.bin"):
+        store = open_it(tmp_path / name, tokenizer, tmp_path)
+        assert ids(store) == flat(given)
+        assert not list(store.path.glob("*.bin"))  # nothing was copied
+    manifest = store.manifest
+    assert manifest.train.documents + manifest.validation.documents == 300
+    assert 0.04 < manifest.validation.tokens / len(flat(given)) < 0.06
+    assert ids(store)[manifest.train.tokens - 1] == manifest.separator  # cut between documents
+    assert open_verified(store.path, tmp_path / "c", silent) == store
+    # A copy of the same tokens would have the same content, wherever it lies.
+    with (tmp_path / "m_document.bin").open("r+b") as file:
+        file.write(b"\1")
+    with pytest.raises(InvalidJob, match=r"m_document\.bin is damaged.* restore .*m_document\.bin"):
+        open_verified(store.path, tmp_path / "c", silent)
+    (tmp_path / "m_document.bin").write_bytes(b"short")
+    with pytest.raises(InvalidJob, match="has 5 bytes"):
+        open_store(store.path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sentences", "shuffled", "end"),
+    [
+        ("uint16", 1, False, False),
+        ("uint16", 2, False, False),
+        ("int64", 1, False, True),
+        ("uint16", 2, True, True),
+        ("int32", 3, True, False),
+        ("uint8", 1, False, False),
+    ],
+)
+def test_prepare_megatron_tokens_are_copied(
+    dtype: str,
+    sentences: int,
+    shuffled: bool,
+    end: bool,
+    tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.data.foreign_tokens.CHUNK_TOKENS", 77)
+    last = separator(tokenizer)
+    given = documents(100, last if end else None, 200)
+    write_megatron(tmp_path / "m", given, dtype, sentences, shuffled)
+    store = open_it(tmp_path / "m.bin", tokenizer, tmp_path)
+    assert ids(store) == flat([each if end else [*each, last] for each in given])
+    assert list(store.path.glob("train-*.bin"))
+    assert store.manifest.train.documents + store.manifest.validation.documents == 100
+    assert open_it(tmp_path / "m.bin", tokenizer, tmp_path) == store
+
+
+def write_llm_c(path: Path, tokens: list[int], magic: int = 20240520) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, len(tokens)
+    dtype = {20240520: "<u2", 20240801: "<u4"}[magic]
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype).tobytes())
+
+
+@pytest.mark.parametrize("magic", [20240520, 20240801])
+def test_prepare_llm_c_tokens_are_read(magic: int, tokenizer: Path, tmp_path: Path) -> None:
+    end = separator(tokenizer)
+    given = flat([[end, *each] for each in documents(200, None)])  # it puts the separator first
+    folder = tmp_path / "fineweb"
+    folder.mkdir()
+    write_llm_c(folder / "x_train_000001.bin", given[:2000], magic)
+    write_llm_c(folder / "x_train_000002.bin", given[2000:], magic)
+    write_llm_c(folder / "x_val_000000.bin", given[:500], magic)
+    store = open_it(folder, tokenizer, tmp_path)
+    assert ids(store) == given + given[:500]
+    assert store.manifest.validation.tokens == 500
+    store = open_it(folder / "x_train_000001.bin", tokenizer, tmp_path)
+    assert ids(store) == given[:2000]
+    assert 0 < store.manifest.validation.tokens < 250
+    globbed = open_it(folder / "*train*.bin", tokenizer, tmp_path)
+    assert globbed.manifest.train.tokens + globbed.manifest.validation.tokens == len(given)
+
+
+def test_best_fit_takes_what_comes_after_the_last_separator(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    end = separator(tokenizer)
+    given = [[end, *each] for each in documents(50, None)]
+    for name, part in (("train", given), ("val", [[5, 6, 7, 8]])):  # which has no separator at all
+        write_llm_c(tmp_path / f"{name}.bin", flat(part))
+    chosen = {"path": str(tmp_path / "*.bin"), "tokenizer": str(tokenizer), "packing": "best_fit"}
+    section = DataSection.model_validate(chosen)
+    text = prepare_text(section, tmp_path / "c")
+    for split, every in (("train", flat(given)), ("validation", [5, 6, 7, 8])):
+        [samples] = samples_of(text, split, 64, section, 0).sources  # type: ignore[arg-type]
+        targets = samples.rows(np.arange(len(samples))).targets_BT
+        # Each token but the first of a document is a target, once.
+        firsts = [0] + [place + 1 for place, token in enumerate(every[:-1]) if token == end]
+        rest = [token for place, token in enumerate(every) if place not in firsts]
+        assert sorted(targets[targets != IGNORE].tolist()) == sorted(rest)
+
+
+def test_prepare_too_few_tokens_are_refused(tokenizer: Path, tmp_path: Path) -> None:
+    np.array([1, 2, 3, 4, separator(tokenizer)], "<u2").tofile(tmp_path / "x.bin")
+    with pytest.raises(InvalidJob, match=r"too few tokens \(5\): nothing is left to hold out"):
+        open_it(tmp_path / "x.bin", tokenizer, tmp_path)
+
+
+def test_loader_nanogpt_tokens_are_read(tokenizer: Path, tmp_path: Path) -> None:
+    """To the loader it is a store like any other; in a mixture, too."""
+    given = flat(documents(200, separator(tokenizer)))
+    folder = tmp_path / "shakespeare"
+    folder.mkdir()
+    for name, part in (("train", given), ("val", given[:300])):
+        np.array(part, "<u2").tofile(folder / f"{name}.bin")
+    (folder / "meta.pkl").write_bytes(b"is not read")
+    (tmp_path / "words.txt").write_text("some words\n" * 900)
+    section = DataSection(
+        mixture={str(folder): 1.0, str(tmp_path / "words.txt"): 1.0}, tokenizer=str(tokenizer)
+    )
+    text = prepare_text(section, tmp_path / "c")
+    mixture = samples_of(text, "train", 16, section, 0)
+    rows = mixture.sources[0].rows(np.arange(4)).tokens_BT
+    assert rows.flatten().tolist() == given[:64]
+    assert text.sources[0].store.manifest.validation.tokens == 300
+
+
+def test_prepare_tokens_without_a_tokenizer_are_refused(tokenizer: Path, tmp_path: Path) -> None:
+    np.array([1, 2, 289, 300, 5], "<u2").tofile(tmp_path / "x.bin")
+    with pytest.raises(InvalidJob) as caught:
+        prepare(DataSection(path=str(tmp_path / "x.bin")), tmp_path / "c")
+    assert "data.tokenizer" in str(caught.value)
+    assert "must be the one that made the tokens" in str(caught.value)
+    with pytest.raises(InvalidJob) as caught:
+        open_it(tmp_path / "x.bin", tokenizer, tmp_path)
+    assert "data.tokenizer" in str(caught.value)
+    assert "token 2 of x.bin is 289" in str(caught.value)
+    assert not list((tmp_path / "c").glob("stores/*/store.json"))
+
+
+def test_prepare_malformed_token_files_are_refused(tokenizer: Path, tmp_path: Path) -> None:
+    def told(name: str) -> str:
+        with pytest.raises(InvalidJob) as caught:
+            open_it(tmp_path / name, tokenizer, tmp_path)
+        return str(caught.value)
+
+    (tmp_path / "odd.bin").write_bytes(b"odd")
+    assert "not of 16-bit tokens either" in told("odd.bin")
+    write_llm_c(tmp_path / "cut.bin", [1, 2, 3, 4])
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-2])
+    assert "lacks 2 bytes of the 4 tokens" in told("cut.bin")
+    write_megatron(tmp_path / "m", documents(10, None), "uint16")
+    index = (tmp_path / "m.idx").read_bytes()
+    for change, rule in (
+        (index[:50], "is cut off"),
+        (b"x" + index[1:], "not an index of Megatron-LM's"),
+        (index[:9] + struct.pack("<Q", 2) + index[17:], "has version 2, not 1"),
+        (index[:17] + b"\x07" + index[18:], "tokens are of type 7: float32"),
+    ):
+        (tmp_path / "m.idx").write_bytes(change)
+        assert rule in told("m.bin")
+    (tmp_path / "m.idx").write_bytes(index)
+    (tmp_path / "m.bin").write_bytes((tmp_path / "m.bin").read_bytes()[:-2])
+    assert "names tokens up to byte" in told("m.bin")

@@ -1,0 +1,190 @@
+"""Text files: whether they are text, where they are cut, and what of them is held out."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from weft.config.job import DataSection, InvalidJob
+from weft.data import text_files as textfiles
+from weft.data.source import look
+from weft.data.source_files import local_file
+from weft.data.text_files import Part, Scan, keep_text, read_piece, read_texts, scan, split
+from weft.data.token_shards import PIECE_BYTES
+
+
+def scan_all(path: Path, holdout: float = 0.1) -> list[Scan]:
+    return [scan(document, holdout) for document in look(str(path)).files]
+
+
+def text_of(parts: list[Part]) -> str:
+    return "".join(read_piece(part.scan, *piece) for part in parts for piece in part.pieces())
+
+
+def write_documents(folder: Path, count: int, lines: int = 20) -> None:
+    for index in range(count):
+        text = "".join(f"document {index} line {line}\n" for line in range(lines))
+        (folder / f"{index:03d}.txt").write_text(text)
+
+
+# ------------------------------------------------------------------ scanning
+
+
+@pytest.mark.parametrize("newlines", [True, False])
+def test_pieces_make_up_the_text_and_never_cut_a_character(tmp_path: Path, newlines: bool) -> None:
+    rng = random.Random(0)
+    alphabet = "a é€😀" + ("\n" if newlines else "")
+    text = "".join(rng.choices(alphabet, k=PIECE_BYTES * 3 // 2))
+    (tmp_path / "x").write_bytes(text.encode())
+    [found] = scan_all(tmp_path)
+    assert found.fault is None
+    train, validation = split([found], 0.1)
+    assert text_of(train) + text_of(validation) == text
+    pieces = list(Part(found, 0, found.cuts[-1]).pieces())
+    assert len(pieces) > 2
+    assert all(end - begin <= PIECE_BYTES for begin, end in pieces)
+    if newlines:
+        assert all(read_piece(found, *piece).endswith("\n") for piece in pieces[:-1])
+
+
+def test_windows_newlines_stay_and_byte_order_mark_goes(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    [found] = scan_all(tmp_path)
+    assert read_piece(found, found.cuts[0], found.cuts[-1]) == "one\r\ntwo\r\n"
+    assert found.text_bytes == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "offset", "line"),
+    [
+        (b"good\nbad \xff here\n", 9, 2),
+        (b"ends inside a character \xe2\x82", 24, 1),
+        (b"a\n\nb\0\xff", 4, 3),
+        (b"\xff\0", 0, 1),
+        (b"\n" * (textfiles.BLOCK_BYTES - 1) + b"\xf0" + b"a", textfiles.BLOCK_BYTES - 1, 1 << 20),
+        (b"a" * (textfiles.BLOCK_BYTES - 1) + b"\n\n\xc3\xa9\xed\xa0\x80", (1 << 20) + 3, 3),
+    ],
+)
+def test_first_bad_byte_is_located(tmp_path: Path, data: bytes, offset: int, line: int) -> None:
+    (tmp_path / "x").write_bytes(data)
+    [found] = scan_all(tmp_path)
+    assert found.fault is not None
+    assert (found.fault.offset, found.fault.line) == (offset, line)
+
+
+def test_character_over_a_block_border_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"a" * (textfiles.BLOCK_BYTES - 2) + "😀é".encode())
+    [found] = scan_all(tmp_path)
+    assert found.fault is None
+
+
+def test_error_lists_every_bad_file_once(tmp_path: Path) -> None:
+    write_documents(tmp_path, 3)
+    for index in range(14):
+        (tmp_path / f"bad{index:02d}").write_bytes(b"one\n\xff")
+    with pytest.raises(InvalidJob) as caught:
+        keep_text(scan_all(tmp_path), "error", str(tmp_path))
+    message = str(caught.value)
+    assert len(caught.value.problems) == 1
+    assert "14 files" in message
+    assert "bad00: byte 4, line 2" in message
+    assert "bad09" in message
+    assert "bad10" not in message
+    assert "and 4 more" in message
+    assert "--data.invalid_utf8 replace" in message
+    assert "--data.invalid_utf8 skip" in message
+
+
+def test_invalid_utf8_is_replaced_or_skipped(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"a\xffb\0c")
+    (tmp_path / "empty").touch()
+    (tmp_path / "good").write_bytes(b"good")
+    scans = scan_all(tmp_path)
+    assert [s.file.name for s in keep_text(scans, "skip", "")] == ["good"]
+    replaced = keep_text(scans, "replace", "")
+    assert [s.file.name for s in replaced] == ["bad", "good"]
+    assert read_piece(replaced[0], 0, 5) == "a\ufffdb\ufffdc"
+
+
+def test_file_that_changes_after_its_scan_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("before\n")
+    [found] = scan_all(tmp_path)
+    (tmp_path / "x").write_text("after, and longer\n")
+    with pytest.raises(InvalidJob, match="changed while"):
+        read_piece(found, 0, 5)
+
+
+def test_file_that_vanishes_before_its_scan_is_refused(tmp_path: Path) -> None:
+    write_documents(tmp_path, 3)
+    files = look(str(tmp_path)).files
+    (tmp_path / "001.txt").unlink()
+    with pytest.raises(InvalidJob, match=r'001\.txt": cannot be read: No such file'):
+        read_texts(DataSection(), files, tmp_path / "cache", 1000, lambda progress: None)
+
+
+# ------------------------------------------------------------------ holding out
+
+
+def ranges(parts: list[Part]) -> dict[str, tuple[int, int]]:
+    return {part.scan.file.name: (part.begin, part.end) for part in parts}
+
+
+def test_whole_documents_are_held_out_by_name(tmp_path: Path) -> None:
+    write_documents(tmp_path, 100)
+    scans = scan_all(tmp_path)
+    train, validation = split(scans, 0.1)
+    assert not ranges(train).keys() & ranges(validation).keys()
+    assert len(train) + len(validation) == 100
+    held = sum(p.end - p.begin for p in validation) / sum(s.text_bytes for s in scans)
+    assert 0.08 < held < 0.13
+    backwards = split(scans[::-1], 0.1)
+    assert ranges(backwards[1]) == ranges(validation)
+    # Chosen by a hash, not the first ones, and hardly different with one document more.
+    assert sorted(ranges(validation)) != [f"{i:03d}.txt" for i in range(len(validation))]
+    (tmp_path / "new.txt").write_text("new\n" * 100)
+    more = ranges(split(scan_all(tmp_path), 0.1)[1]).keys()
+    assert len(more ^ ranges(validation).keys()) <= 3
+
+
+def test_copies_of_a_document_stay_on_one_side(tmp_path: Path) -> None:
+    write_documents(tmp_path, 40)
+    for index in range(40):
+        (tmp_path / f"copy{index}").write_bytes((tmp_path / f"{index:03d}.txt").read_bytes())
+    train, validation = split(scan_all(tmp_path), 0.2)
+    assert validation
+    sides = [{part.scan.content_hash for part in side} for side in (train, validation)]
+    assert not sides[0] & sides[1]
+
+
+def test_few_documents_lose_their_tails_at_a_line(tmp_path: Path) -> None:
+    write_documents(tmp_path, 5, lines=200)
+    scans = scan_all(tmp_path)
+    train, validation = split(scans, 0.1)
+    assert len(train) == len(validation) == 5
+    for one, scanned in zip(range(5), scans, strict=True):
+        assert train[one].end == validation[one].begin
+        held = (validation[one].end - validation[one].begin) / scanned.text_bytes
+        assert 0.09 < held < 0.2
+        assert text_of([train[one]]).endswith("\n")
+    assert not set(text_of(train).splitlines()) & set(text_of(validation).splitlines())
+
+
+def test_huge_document_is_never_the_validation_text(tmp_path: Path) -> None:
+    write_documents(tmp_path, 30)
+    (tmp_path / "huge").write_text("long line of text\n" * 5000)
+    train, validation = split(scan_all(tmp_path), 0.05)
+    assert "huge" in ranges(train)
+    held = sum(p.end - p.begin for p in validation)
+    assert 0.02 < held / (held + sum(p.end - p.begin for p in train)) < 0.1
+
+
+@pytest.mark.parametrize("text", ["😀" * 50, "a", "", "é" * 7, "\n" * 100, "x" * 99 + "😀"])
+@pytest.mark.parametrize("validation_fraction", [0.01, 0.05, 0.49])
+def test_tails_of_tiny_documents_cut_no_character(
+    tmp_path: Path, text: str, holdout: float
+) -> None:
+    (tmp_path / "x").write_text(text)
+    train, validation = split([scan(local_file(tmp_path / "x", "x"), holdout)], holdout)
+    assert text_of(train) + text_of(validation) == text

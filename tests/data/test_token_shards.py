@@ -1,0 +1,79 @@
+"""Text to shards of tokens, and which of them an interrupted preparation keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from weft.config.job import InvalidJob
+from weft.data import token_shards as shards
+from weft.data.token_shards import (
+    Batches,
+    Encoder,
+    Tokens,
+    entropy_nats,
+    finished_shard,
+    load_encoder,
+    write_shard,
+)
+from weft.data.tokenizer import train_tokenizer
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Encoder:
+    train_tokenizer(["some words, and some more words"], 270).save(str(tmp_path / "t.json"))
+    return load_encoder(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 10, 1 << 20])
+def test_encode_in_batches_changes_no_token(
+    batch_bytes: int, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "BATCH_BYTES", batch_bytes)
+    told: list[int] = []
+    batches, odd, even = Batches(encoder, told.append), list[Tokens](), list[Tokens]()
+    texts = [f"{number} some words" for number in range(9)]
+    for number, text in enumerate(texts):
+        batches.add(text, len(text), number % 3 == 2, odd if number % 2 else even)
+    batches.flush()
+    assert sum(told) == sum(map(len, texts))
+    for first, found in ((0, even), (1, odd)):
+        for number, tokens in zip(range(first, 9, 2), found, strict=True):
+            ids = encoder.tokenizer.encode(texts[number], add_special_tokens=False).ids
+            assert tokens.tolist() == ids + [encoder.separator] * (number % 3 == 2)
+            assert tokens.dtype == encoder.dtype
+
+
+def test_encode_text_unknown_to_the_tokenizer_is_a_problem(encoder: Encoder) -> None:
+    words = Tokenizer(models.WordLevel({"some": 0}, unk_token="[UNK]"))
+    batches = Batches(encoder._replace(tokenizer=words), lambda size: None)
+    batches.add("other", 5, True, [])
+    with pytest.raises(InvalidJob, match=r"data\.tokenizer = .*cannot encode the text"):
+        batches.flush()
+
+
+def test_finished_shard_incomplete_or_of_another_tokenizer_is_none(
+    encoder: Encoder, tmp_path: Path
+) -> None:
+    file = tmp_path / "train-00000.bin"
+    assert finished_shard(file, encoder) is None
+    shard = write_shard(file, np.arange(5, dtype=encoder.dtype), encoder)
+    assert finished_shard(file, encoder) == shard
+    assert (shard.tokens, shard.size_bytes) == (5, 10)
+    assert finished_shard(file, encoder._replace(hash="another")) is None
+    file.write_bytes(file.read_bytes()[:-2])
+    assert finished_shard(file, encoder) is None
+    write_shard(file, np.arange(5, dtype=encoder.dtype), encoder)
+    receipt = file.with_suffix(".json")
+    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"tokens": 4}))
+    assert finished_shard(file, encoder) is None
+
+
+def test_unigram_entropy_is_right() -> None:
+    assert entropy_nats(np.array([3, 0, 3])) == pytest.approx(math.log(2))
+    assert entropy_nats(np.array([7])) == 0.0

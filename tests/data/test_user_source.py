@@ -1,0 +1,115 @@
+"""Documents that a function of the user's makes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_documents import decoded, section
+from weft.cli.main import main
+from weft.config.job import InvalidJob
+from weft.data.prepare import prepare
+from weft.data.source import check_path, look
+
+TEXTS = [f"document {number} of many, with some more words in it" for number in range(200)]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the user's ``mine.py``, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(body: str) -> None:
+        (tmp_path / "mine.py").write_text(body)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    return write
+
+
+ROWS = f"def rows():\n    yield from {TEXTS!r}\n"
+
+
+def test_own_function_texts_and_mappings_are_prepared(
+    module: Callable[[str], None], tmp_path: Path
+) -> None:
+    module(ROWS)
+    assert look("mine:rows").kind == "own"
+    store = prepare(section("mine:rows"), tmp_path / "c", shard_bytes=2000)
+    assert len(store.manifest.train.shards) > 1
+    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(TEXTS)
+    assert prepare(section("mine:rows"), tmp_path / "c", shard_bytes=2000).path == store.path
+    module(f"def rows():\n    return [{{'body': text, 'n': 1}} for text in {TEXTS!r}]\n")
+    other = prepare(section("mine:rows", text_field="body"), tmp_path / "c", shard_bytes=2000)
+    assert other.path != store.path  # its file has changed
+    assert decoded(other, "train") == decoded(store, "train")
+
+
+def test_own_callable_object_is_prepared(module: Callable[[str], None], tmp_path: Path) -> None:
+    module(f"from functools import partial\nrows = partial(iter, {TEXTS!r})\n")
+    store = prepare(section("mine:rows"), tmp_path / "c")
+    assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(TEXTS)
+    module(f"from functools import partial\nrows = partial(iter, {TEXTS[:99]!r})\n")
+    assert prepare(section("mine:rows"), tmp_path / "c").path != store.path
+    with pytest.raises(InvalidJob, match="neither text nor a mapping"):
+        prepare(section("itertools:count"), tmp_path / "c")
+
+
+def test_own_function_named_like_a_file_is_the_file(
+    module: Callable[[str], None], tmp_path: Path
+) -> None:
+    module(ROWS)
+    (tmp_path / "mine:rows").write_text("text")
+    assert look("mine:rows").kind == "text"
+
+
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ("", "cannot be imported: AttributeError"),
+        ("import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
+        ("rows = 3", "is no function"),
+    ],
+)
+def test_own_function_that_cannot_be_called_is_refused(
+    body: str, rule: str, module: Callable[[str], None]
+) -> None:
+    module(body)
+    (problem,) = check_path("mine:rows")
+    assert rule in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ("def rows():\n    yield 'a'\n    raise KeyError('x')", "after row 1: KeyError: 'x'"),
+        ("def rows():\n    yield 'a'\n    yield 3", "row 2: is a int, neither text nor a mapping"),
+        (
+            "def rows():\n    yield {'tekst': 'a'}",
+            "row 1: has no field 'text'; did you mean 'tekst'",
+        ),
+        ("def rows():\n    yield {'text': 3}", "row 1: the column 'text' is no text"),
+    ],
+)
+def test_own_function_mistakes_are_reported(
+    body: str, rule: str, module: Callable[[str], None], tmp_path: Path
+) -> None:
+    module(body)
+    with pytest.raises(InvalidJob) as caught:
+        prepare(section("mine:rows"), tmp_path / "c")
+    assert rule in str(caught.value)
+    assert not list((tmp_path / "c").glob("stores/*/store.json"))
+
+
+def test_own_function_by_the_command_line_is_prepared(
+    module: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module(ROWS)
+    words = ["--data.vocab_size", "300", "--data.cache_dir", str(tmp_path / "c")]
+    assert main(["data", "inspect", "mine:rows", *words]) == 0
+    assert "documents" in capsys.readouterr().out
+    assert main(["data", "prepare", "mine:rwos", *words]) == 2
+    assert "mine:rwos" in capsys.readouterr().err

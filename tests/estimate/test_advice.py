@@ -1,0 +1,254 @@
+"""What is advised helps as much as is said, and can be done."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from weft.config.job import Job
+from weft.estimate.advice import Advice, advise, changed_by, changes
+from weft.estimate.forecast import Forecast, forecast
+from weft.plan.devices import Device, device_called
+from weft.plan.plan_text import plan_recipe
+from weft.plan.resolve import Machine, Plan, resolve
+
+slow = pytest.mark.slow
+
+
+def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machine, Device]:
+    """``text``: overrides, as ``train.microbatch_size=2 activation_checkpoint.mode=full``."""
+    overrides = [(name, value) for name, _, value in (o.partition("=") for o in text.split())]
+    here = Machine("cpu", devices=2)
+    job, plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: here)
+    device = device_called(machine.device_name, machine.memory_bytes)
+    assert device is not None
+    return job, plan, machine, device
+
+
+def advised(recipe: str, cluster: str, text: str = "") -> tuple[Forecast, list[Advice], Any]:
+    """What is predicted, what is advised, and what is predicted of a change."""
+    job, plan, machine, device = planned(recipe, cluster, text)
+    seen = forecast(job, plan, machine, device)
+
+    def after(advice: Advice) -> Forecast:
+        changed = changed_by(job, advice.change)
+        assert changed is not None
+        return forecast(changed, resolve(changed, machine), machine, device)
+
+    return seen, advise(job, plan, machine, device, seen), after
+
+
+# --------------------------------------------------------------------------- what does not fit
+
+# The plan, and the first thing that is advised.
+REMEDIES = [
+    # Too many sequences at once.
+    pytest.param(
+        "llama3-8b", "1x8xH100", "train.microbatch_size=8", "--train.microbatch_size 1", marks=slow
+    ),
+    # A replica on each GPU: more of them must share.
+    pytest.param(
+        "llama3-8b",
+        "1x8xH100",
+        "parallel.dp_shard=2 parallel.dp_replicate=4",
+        "--parallel.dp_replicate 1 --parallel.dp_shard auto",
+        marks=slow,
+    ),
+    # Several things are wrong: a pair.
+    pytest.param(
+        "llama3-8b",
+        "1x8xA100-40GB",
+        "train.seq_len=4096 parallel.dp_shard=1 parallel.dp_replicate=8",
+        "--parallel.dp_replicate 1 --parallel.dp_shard auto --activation_checkpoint.mode selective",
+        marks=slow,
+    ),
+    # Activations are all there is to save.
+    pytest.param(
+        "llama3-70b",
+        "32x8xH100",
+        "activation_checkpoint.mode=none",
+        "--activation_checkpoint.mode full",
+        marks=slow,
+    ),
+    pytest.param(
+        "llama3-405b",
+        "64x8xH100",
+        "activation_checkpoint.mode=none",
+        "--activation_checkpoint.mode full",
+        marks=slow,
+    ),
+    # Long rows.
+    pytest.param(
+        "llama3-8b",
+        "2x8xH100",
+        "train.seq_len=32768 model.max_seq_len=32768 train.global_batch_size=64",
+        "--parallel.cp 4",
+        marks=slow,
+    ),
+    # States are too large: activations are computed again already.
+    pytest.param(
+        "llama3-70b",
+        "1x8xH200",
+        "parallel.tp=1 parallel.dp_shard=8 train.microbatch_size=1 train.seq_len=2048",
+        "--optim.state_dtype 8bit",
+        marks=slow,
+    ),
+    # Adapters and experts, of which the twin knows nothing.
+    pytest.param(
+        "llama3-8b-lora",
+        "1x1xH100",
+        "train.global_batch_size=8",
+        "--train.microbatch_size 1",
+        marks=slow,
+    ),
+    pytest.param(
+        "qwen3-30b-a3b",
+        "8x8xH100",
+        "train.microbatch_size=4 activation_checkpoint.mode=none",
+        "--activation_checkpoint.mode full",
+        marks=slow,
+    ),
+    # Nothing helps.
+    ("llama3-8b", "1x1xH100", "train.seq_len=1024 train.global_batch_size=1", None),
+    pytest.param(
+        "llama3-70b",
+        "1x8xH100",
+        "parallel.dp_shard=1 train.microbatch_size=1 train.seq_len=2048",
+        None,
+        marks=slow,
+    ),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("recipe", "cluster", "text", "first"), REMEDIES)
+def test_advise_plan_that_does_not_fit_has_the_cheapest_remedy_first(
+    recipe: str, cluster: str, text: str, first: str | None
+) -> None:
+    seen, found, after = advised(recipe, cluster, text)
+    assert seen.fits is False
+    if first is None:
+        assert found == []
+        return
+    assert str(found[0]) == first
+    assert found[0].traced
+    told = after(found[0])
+    assert told.fits
+    assert told.needed == found[0].bytes
+    assert seen.step_seconds / told.step_seconds - 1 == pytest.approx(found[0].faster)
+
+
+# --------------------------------------------------------------------------- is it true?
+
+FASTER = [
+    ("llama3-8b", "16x8xH100", "train.global_batch_size=128"),
+    pytest.param("llama3-8b", "16x8xH100", "", marks=slow),
+    pytest.param("llama3-8b", "1x8xA100-80GB", "model.num_layers=8", marks=slow),
+    pytest.param("llama3-70b", "32x8xH100", "", marks=slow),
+    pytest.param("llama3-70b", "32x8xH100", "train.microbatch_size=4", marks=slow),
+    pytest.param(
+        "llama3-8b",
+        "1x2xA100-80GB",
+        "parallel.tp=2 parallel.dp_shard=1 train.seq_len=1024 train.global_batch_size=32",
+        marks=slow,
+    ),
+    pytest.param(
+        "llama3-8b", "1x4xA100-80GB", "train.seq_len=2048 train.global_batch_size=32", marks=slow
+    ),
+    pytest.param(
+        "llama3-8b",
+        "1x8xA100-40GB",
+        "activation_checkpoint.mode=full train.seq_len=4096",
+        marks=slow,
+    ),
+    pytest.param("llama3-8b", "2x8xH200", "parallel.pp=2 train.global_batch_size=64", marks=slow),
+    pytest.param(
+        "llama3-8b", "1x8xA100-40GB", "train.seq_len=8192 train.global_batch_size=32", marks=slow
+    ),
+    pytest.param("llama3-8b", "1x8xH100", "train.microbatch_size=2", marks=slow),
+    pytest.param("llama3-405b", "64x8xH200", "", marks=slow),
+    pytest.param("three-servers", "12x8xH200", "", marks=slow),
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("recipe", "cluster", "text"), FASTER)
+def test_advise_estimates_are_near_those_of_traces(recipe: str, cluster: str, text: str) -> None:
+    """What is estimated of a change is within 15 % of what a trace of the changed job says of its
+    speed, and within 25 % of the memory."""
+    seen, found, after = advised(recipe, cluster, text)
+    assert found
+    for advice in found:
+        told = after(advice)
+        faster = seen.step_seconds / told.step_seconds  # type: ignore[operator]
+        assert math.log((1 + advice.faster) / faster) == pytest.approx(0, abs=0.15), str(advice)
+        assert advice.bytes == pytest.approx(told.needed, rel=0.25), str(advice)
+
+
+def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
+    """On a machine where weft chooses how many ranks it starts, as where a cluster does."""
+    text = {"model.num_layers": "2", "train.microbatch_size": "4", "train.global_batch_size": "8"}
+    overrides = [
+        ("run.nproc_per_node", "auto"),
+        *text.items(),
+    ]  # two ranks, but eight with rows of one
+    here = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
+    job, plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
+    assert (machine.world_size, plan.world_size) == (None, 2)
+    device = device_called(machine.device_name)
+    assert device is not None
+    seen = forecast(job, plan, machine, device)
+    found = advise(job, plan, machine, device, seen)
+    assert found == advise(job, plan, replace(machine, world_size=2), device, seen)
+    assert found
+
+
+# --------------------------------------------------------------------------- what is possible
+
+
+def tried(cluster: str, text: str = "") -> list[dict[str, Any]]:
+    job, plan, machine, _ = planned("llama3-8b", cluster, text)
+    return list(changes(job, plan, machine))
+
+
+def test_changes_are_only_those_that_the_device_supports() -> None:
+    """No float8 on A100, none without compilation, and asynchronous products with it only."""
+    for cluster, float8 in (("1x8xA100-80GB", False), ("1x8xH100", True), ("1x8xB200", True)):
+        for compiled in ("true", "false"):
+            found = tried(cluster, f"compile.enable={compiled} parallel.tp=2 parallel.dp_shard=4")
+            eights = [change for change in found if "precision.float8" in change]
+            alone = {"precision.float8": "tensorwise"}
+            together = alone if compiled == "true" else {"compile.enable": True} | alone
+            assert eights == ([together] if float8 else [])
+            (over,) = [change for change in found if "parallel.async_tp" in change]
+            assert over.get("compile.enable", False) == (compiled == "false")
+    assert not any("parallel.async_tp" in change for change in tried("1x8xH100"))
+
+
+def test_changes_differ_from_the_job() -> None:
+    for text in (
+        "",
+        "activation_checkpoint.mode=full compile.enable=true precision.float8=rowwise optim.state_dtype=8bit",
+        "activation_checkpoint.mode=selective parallel.pp=2 parallel.dp_shard=4 pipeline.schedule=Interleaved1F1B",
+        "parallel.reshard_after_forward=never optim.state_dtype=bfloat16 train.microbatch_size=2",
+    ):
+        job, plan, machine, _ = planned("llama3-8b", "1x8xH200", text)
+        now = job.model_dump()
+        for change in changes(job, plan, machine):
+            changed = changed_by(job, change)
+            assert changed is not None
+            assert changed.model_dump() != now
+            assert "precision.float8" not in change or job.precision.float8 == "none"
+            for key, value in change.items():
+                section, name = key.split(".")
+                assert getattr(getattr(changed, section), name) == value
+
+
+def test_advice_as_text_is_command_line_overrides() -> None:
+    advice = Advice(
+        {"compile.enable": True, "parallel.tp": 2, "activation_checkpoint.mode": "full"}, 0.1, 1.0
+    )
+    assert str(advice) == "--compile.enable true --parallel.tp 2 --activation_checkpoint.mode full"

@@ -1,0 +1,177 @@
+"""What a finished run teaches: one number, where it came from, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.small import SMALL, Overrides
+from weft.config.job import InvalidJob, Job, read_job, to_toml
+from weft.estimate.calibrate import calibrate, read_run, save, told
+from weft.estimate.forecast import device_of, forecast
+from weft.plan.devices import CPU, Cluster, device_named, known_clusters, parse_cluster, user_files
+from weft.plan.plan_text import machine_of
+from weft.plan.resolve import Machine, Plan, resolve
+from weft.train.run_dir import write_plan
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+
+
+@pytest.fixture(autouse=True)
+def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    known_clusters.cache_clear()
+    yield
+    known_clusters.cache_clear()
+
+
+def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, Plan, Machine]:
+    job, _, problems = read_job(recipe, list(overrides))
+    assert not problems
+    where = parse_cluster("1x8xH100")
+    assert isinstance(where, Cluster)
+    machine = replace(machine_of(where), device_name="NVIDIA H100 80GB HBM3")
+    return job, resolve(job, machine), machine
+
+
+def finished(folder: Path, job: Job, plan: Plan, seconds: list[float], **more: Any) -> Path:
+    """The folder of a run that took so long for its steps."""
+    write_plan(folder, plan)
+    (folder / "job.toml").write_text(to_toml(job, "llama3-8b", job))
+    environment = json.loads((folder / "environment.json").read_text())
+    environment["devices"] = ["NVIDIA H100 80GB HBM3"] * 8
+    (folder / "environment.json").write_text(json.dumps(environment | more))
+    records = [
+        {
+            "step": step,
+            "step_seconds": each + 0.5,
+            "data_seconds": 0.5,
+            "memory_peak_gib": 40.0,
+            "seconds": {"restarting": 0.0},
+        }
+        for step, each in enumerate(seconds, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+FEW: Overrides = [
+    ("model.num_layers", "2"),
+    ("train.seq_len", "2048"),
+    ("train.microbatch_size", "4"),
+]
+FEW += [("train.global_batch_size", "32"), ("compile.enable", "true")]
+
+
+def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
+    """The run's own time comes out; other layouts move as far; other devices do not move."""
+    job, plan, machine = h100(*FEW)
+    before = forecast(job, plan, machine, device_of(plan, machine))
+    assert before.step_seconds is not None
+    assert before.seconds is not None
+    wanted = 1.3 * before.step_seconds
+    run = finished(tmp_path / "run", job, plan, [90.0, 80.0, wanted, 0.9 * wanted, 1.1 * wanted])
+    found = calibrate(read_run(run))
+    assert (found.device, found.what) == ("H100", "software")
+    assert found.before == pytest.approx(before.step_seconds)
+    assert found.after == pytest.approx(wanted, rel=1e-6)
+    hidden = before.seconds.total() - before.seconds["compute"]
+    # What does not compute is as fast as before.
+    assert found.value == pytest.approx(before.seconds["compute"] / (wanted - hidden), rel=0.02)
+    path = save(found)
+    assert path == user_files()[1]
+    after = forecast(job, plan, machine, device_of(plan, machine))
+    assert after.step_seconds == pytest.approx(wanted, rel=1e-3)
+    assert after.error < before.error
+    h200 = replace(machine, device_name="NVIDIA H200", memory_bytes=None)
+    known = device_of(plan, h200)
+    assert known is not None
+    assert (known.software, known.calibrated) == (1.0, "")
+    # It is fitted anew each time, and says how far off the last one was.
+    again = calibrate(read_run(run))
+    assert again.before == pytest.approx(wanted, rel=1e-3)
+    assert again.value == pytest.approx(found.value)
+    said = told(again, path)
+    assert str(run) in said
+    assert f"software = {found.value:.4g}" in said
+    assert "40.00 GiB measured" in said
+
+
+def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
+    tiny: Overrides = [("model.dim", "512"), ("model.num_heads", "8"), ("model.ffn_dim", "1024")]
+    tiny += [("model.num_kv_heads", "8"), ("model.vocab_size", "4096"), ("data.vocab_size", "4096")]
+    rows: Overrides = [("train.seq_len", "128"), ("train.global_batch_size", "8")]
+    job, plan, machine = h100(*tiny, *rows, ("model.num_layers", "2"), ("compile.enable", "false"))
+    before = forecast(job, plan, machine, device_of(plan, machine))
+    assert before.step_seconds is not None
+    run = finished(tmp_path / "run", job, plan, [2 * before.step_seconds] * 9)
+    found = calibrate(read_run(run))
+    assert found.what == "launch"
+    assert 1.5 * 12e-6 < found.value < 6 * 12e-6
+    assert found.after == pytest.approx(found.run.seconds, rel=1e-6)
+
+
+def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
+    job, plan, _machine = h100(*FEW)
+    file = user_files()[1]
+    file.parent.mkdir(parents=True)
+    file.write_text('[devices.A10G]\nsoftware = 0.5\ncalibrated = "mine"\n')
+    run = finished(tmp_path / "run", job, plan, [0.7] * 6)
+    save(calibrate(read_run(run)))
+    assert device_named("A10G").software == 0.5
+    assert device_named("H100").calibrated.startswith(str(run))
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
+    def problem(folder: Path) -> str:
+        with pytest.raises(InvalidJob) as caught:
+            calibrate(read_run(folder))
+        return str(caught.value.problems[0])
+
+    job, plan, _ = h100(*FEW)
+    assert "is not the folder of a run" in problem(tmp_path)
+    short = finished(tmp_path / "short", job, plan, [1.0, 1.0, 1.0])
+    assert "has 1 records after the first 2" in problem(short)
+    unknown = finished(tmp_path / "unknown", job, plan, [1.0] * 9, devices=["Abacus"])
+    assert "ran on 'Abacus', of which nothing is known" in problem(unknown)
+    fast = finished(tmp_path / "fast", job, plan, [1e-9] * 9)
+    assert "with any software it is at least" in problem(fast)
+    slow = finished(tmp_path / "slow", job, plan, [1e9] * 9)
+    assert "with any software it is at most" in problem(slow)
+    assert not user_files()[1].exists()
+
+
+@pytest.mark.slow
+def test_calibrate_real_run_predicts_times_of_this_cpu(tmp_path: Path, store_path: Path) -> None:
+    """Without one, no time is predicted for CPUs; with it this run's is, and another layout's."""
+    pairs = [
+        *SMALL,
+        ("run.dir", "run"),
+        ("run.nproc_per_node", "1"),
+        ("data.path", str(store_path)),
+    ]
+    words = [f"--{key}={value}" for key, value in [*pairs, ("monitor.log_interval", "1")]]
+
+    def weft(*arguments: str) -> str:
+        done = subprocess.run(
+            [*WEFT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    plan = ["plan", "demo", "--cluster", "1x2xCPU", *words, "--json"]
+    assert json.loads(weft(*plan))["step_seconds"] is None
+    weft("train", "demo", *words)
+    found = json.loads(weft("plan", "--calibrate", "run", "--json"))
+    assert found["device"] == CPU
+    assert found["step_seconds_after"] == pytest.approx(found["measured_step_seconds"], rel=1e-6)
+    seen = json.loads(weft(*plan))
+    assert seen["step_seconds"] > 0
+    assert any("CPU" in limit for limit in seen["limits"])

@@ -1,0 +1,452 @@
+"""The cost model: identities, limits and directions; and its errors on a few published runs."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.estimate.analytic import memory_of, step_of
+from weft.estimate.cost import (
+    COLLECTIVE_START,
+    CONTENTION,
+    Collective,
+    Hardware,
+    Matmul,
+    Step,
+    Work,
+    collective_seconds,
+    matmul_seconds,
+    spans,
+    step_seconds,
+    work_seconds,
+)
+from weft.estimate.decoder import Layout, Sizes, layers_of_stages
+from weft.models import llama
+from weft.plan.devices import Network, device_named, known_clusters, read_clusters
+from weft.plan.pipeline_schedule import Action, Timetable, timetable
+
+ROOT = Path(__file__).parent.parent.parent
+LLAMA_8B = Sizes(32, 4096, 32, 8, 14336, 128256)
+LAYOUT = Layout(seq_len=8192, microbatch=1, global_batch=256, dp_shard=8)
+LAYOUTS = {
+    "fsdp": LAYOUT,
+    "tp": replace(LAYOUT, tp=8, dp_shard=4),
+    "tp-async": replace(LAYOUT, tp=8, dp_shard=4, tp_overlap="async"),
+    "cp": replace(LAYOUT, cp=4, dp_shard=8),
+    "pp": replace(LAYOUT, pp=4, zero=2),
+    "interleaved": replace(LAYOUT, pp=4, zero=2, stages_per_rank=2, schedule="Interleaved1F1B"),
+    "replicas": replace(LAYOUT, zero=0, dp_replicate=8, dp_shard=1),
+    "float8": replace(LAYOUT, precision="float8", fusion="compiled", activation_checkpoint="full"),
+}
+
+
+def h100(**changes: float) -> Hardware:
+    device = replace(device_named("H100"), **changes)  # type: ignore[arg-type]
+    return Hardware(device, 8, device.network)
+
+
+def seconds(layout: Layout, hardware: Hardware) -> float:
+    return step_seconds(step_of(LLAMA_8B, layout), hardware).total()
+
+
+def flops(step: Step) -> float:
+    """Of all microbatches of one rank of each stage."""
+    works = [w for stage in step.stages for w in (*stage.forward, *stage.backward)]
+    return step.microbatches * sum(work.flops * count for work, count in works)
+
+
+# --------------------------------------------------------------------------- what is done
+
+
+@pytest.mark.parametrize("preset", ["8b", "70b", "405b"])
+def test_sizes_are_the_models(preset: str) -> None:
+    config = llama.PRESETS[preset]
+    sizes = Sizes(
+        config.num_layers,
+        config.dim,
+        config.num_heads,
+        config.num_kv_heads,
+        config.ffn_dim,
+        config.vocab_size,
+    )
+    assert sizes.params == llama.num_params(config)
+    # FLOPs are the model's, but of attention only the half that a causal mask leaves: forward 1,
+    # backward 2.5 instead of 2 times, for the kernel computes the scores again.
+    lay = replace(LAYOUT, microbatch=2, dp_shard=4)
+    weights = 6.0 * llama.num_matmul_params(config)
+    whole = llama.flops_per_token(config, lay.seq_len) - weights
+    tokens = lay.global_batch * lay.seq_len / lay.dp
+    assert flops(step_of(sizes, lay)) / tokens == pytest.approx(weights + whole / 2 * 3.5 / 3)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_layout_loses_flops(name: str) -> None:
+    """Ranks share the work: all of them together do what one would."""
+    lay = replace(LAYOUTS[name], activation_checkpoint="none")
+    ranks = lay.tp * lay.cp * lay.dp
+    one = flops(step_of(LLAMA_8B, replace(LAYOUT, dp_shard=1)))
+    assert ranks * flops(step_of(LLAMA_8B, lay)) == pytest.approx(one)
+
+
+def test_recomputation_is_another_forward() -> None:
+    plain, full = (replace(LAYOUT, activation_checkpoint=kind) for kind in ("none", "full"))
+    layers = [step_of(LLAMA_8B, lay).stages[0] for lay in (plain, full)]
+    forward = sum(work.flops * count for work, count in layers[0].forward[1:2])
+    back = [sum(work.flops * count for work, count in stage.backward) for stage in layers]
+    assert back[1] - back[0] == pytest.approx(forward)
+    times = [
+        seconds(replace(LAYOUT, activation_checkpoint=kind), h100())
+        for kind in ("none", "selective", "full")
+    ]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (126, 8, [15, 16, 16, 16, 16, 16, 16, 15]),
+        (8, 4, [2, 2, 2, 2]),
+        (9, 4, [2, 2, 3, 2]),
+        (1, 1, [1]),
+    ],
+)
+def test_layers_of_stages_are_all_layers(layers: int, stages: int, expected: list[int]) -> None:
+    assert layers_of_stages(layers, stages) == expected
+
+
+# --------------------------------------------------------------------------- what it costs
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("better", ["bandwidth", "flops", "attention", "link", "network", "nodes"])
+def test_better_hardware_is_never_slower(name: str, better: str) -> None:
+    base = h100()
+    device = base.device
+    hardware = {
+        "bandwidth": h100(bandwidth=2 * device.bandwidth),
+        "flops": h100(achieved={k: 2 * v for k, v in device.achieved.items()}),  # type: ignore[arg-type]
+        "attention": h100(flash=tuple(2 * rate for rate in device.flash)),  # type: ignore[arg-type]
+        "link": h100(link=replace(device.link, bandwidth=2 * device.link.bandwidth)),  # type: ignore[arg-type]
+        "network": replace(base, network=replace(base.network, bandwidth=100e9)),
+        "nodes": replace(base, devices=64),
+    }[better]
+    before, after = (seconds(LAYOUTS[name], h) for h in (base, hardware))
+    assert after <= before * (1 + 1e-9)
+    if better in ("bandwidth", "flops", "attention"):
+        assert after < before
+
+
+def test_tokens_of_a_rank_do_not_change_what_a_token_costs_much() -> None:
+    """A matrix product of many tiles has its device's rate, one of a few has less."""
+    device = device_named("H100")
+    rate = device.flops("bf16") * device.sustained
+    big = Matmul(32768, 8192, 28672)
+    assert 0.9 < 2 * big.m * big.k * big.n / rate / matmul_seconds(big, device) < 1
+    small = Matmul(256, 256, 256)
+    assert 2 * 256**3 / rate / matmul_seconds(small, device) < 0.1
+    # Of one row only the weights' way through memory counts.
+    thin = Matmul(1, 8192, 8192)
+    assert matmul_seconds(thin, device) >= 2 * 8192**2 / device.bandwidth
+
+
+def test_an_all_reduce_is_both_its_halves() -> None:
+    for ranks, stride in ((8, 1), (64, 1), (16, 8)):
+        halves, whole = (
+            sum(
+                collective_seconds(Collective(kind, 1e9, "dp", ranks, stride), h100()) for kind in k
+            )  # type: ignore[arg-type]
+            for k in (("all_gather", "reduce_scatter"), ("all_reduce",))
+        )
+        assert whole == pytest.approx(halves - COLLECTIVE_START)
+
+
+def test_where_a_group_sits() -> None:
+    def gather(ranks: int, stride: int) -> float:
+        op = Collective("all_gather", 1e9, "tp", ranks, stride)
+        return collective_seconds(op, h100())
+
+    assert gather(1, 1) == 0
+    inside, all_adapters, one_adapter = gather(8, 1), gather(64, 1), gather(8, 8)
+    assert inside < all_adapters < one_adapter
+    # Bytes over bus bandwidth, plus latency: one adapter of eight is eight times slower.
+    network = device_named("H100").network
+    assert one_adapter == pytest.approx(1e9 * 7 / 8 / network.busbw(8), rel=0.05)
+
+
+def test_a_prefetch_hides_as_far_as_it_can() -> None:
+    compute = Work((Matmul(8192, 8192, 8192),))
+    alone = work_seconds(compute, h100()).total()
+    for size in (1e6, 1e8, 1e10):
+        op = Collective("all_gather", size, "dp", 8, 1, "prefetch")
+        taken = collective_seconds(op, h100())
+        both = work_seconds(compute + Work(collectives=(op,)), h100())
+        assert both.total() == pytest.approx(max(alone + CONTENTION * taken, taken))
+        exposed = work_seconds(
+            compute + Work(collectives=(op._replace(overlap="exposed"),)), h100()
+        )
+        assert exposed.total() == pytest.approx(alone + taken)
+
+
+def test_a_slow_host_is_waited_for() -> None:
+    spent = work_seconds(Work(kernels=1000), h100())
+    assert spent["host"] > 0
+    assert spent.total() == pytest.approx(1000 * 12e-6)
+
+
+# --------------------------------------------------------------------------- pipelines
+
+
+def makespan(table: Timetable, seconds: dict[tuple[int, str], float], hop: float = 0.0) -> float:
+    return max(span.end for span in spans(table, seconds, hop))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 12)])
+def test_bubble_of_plain_schedules(schedule: str, pp: int, microbatches: int) -> None:
+    """(m + pp - 1)(f + b), the formula of both."""
+    table = timetable(schedule, pp, 1, microbatches)
+    each = {(s, kind): {"F": 1.0, "B": 2.0}[kind] for s in range(pp) for kind in "FB"}
+    assert makespan(table, each) == 3 * (microbatches + pp - 1)
+
+
+@pytest.mark.parametrize("stages_per_rank", [2, 4])
+def test_interleaving_divides_the_bubble(stages_per_rank: int) -> None:
+    pp, microbatches = 4, 8
+    table = timetable("Interleaved1F1B", pp, stages_per_rank, microbatches)
+    part = 1 / stages_per_rank
+    each = {(s, kind): part for s in range(pp * stages_per_rank) for kind in "FB"}
+    end = makespan(table, each)
+    assert end == pytest.approx(2 * microbatches + 2 * (pp - 1) * part)
+
+
+def test_hops_between_ranks_cost_time() -> None:
+    table = timetable("1F1B", 4, 1, 4)
+    each = {(s, kind): 1.0 for s in range(4) for kind in "FB"}
+    ends = [makespan(table, each, hop) for hop in (0.0, 0.5)]
+    # There and back once, for the first microbatch at least.
+    assert ends[1] >= ends[0] + 2 * 3 * 0.5
+
+
+def test_spans_timetable_with_a_deadlock_is_refused() -> None:
+    table = {0: [Action(0, "B", 0), Action(0, "F", 0)]}
+    with pytest.raises(ValueError, match="never ends"):
+        spans(table, {(0, "F"): 1.0, (0, "B"): 1.0}, 0.0)
+
+
+def test_a_step_with_a_pipeline_has_its_bubble() -> None:
+    lay = replace(LAYOUTS["pp"], global_batch=64)
+    spent = step_seconds(step_of(LLAMA_8B, lay), h100())
+    share = spent["bubble"] / spent.total()
+    ideal = 3 / (lay.microbatches + 3)  # and the head's stage is the slowest
+    assert ideal / 2 < share < 1.5 * ideal
+    gpus = [seconds(LAYOUTS[name], h100()) for name in ("pp", "interleaved")]
+    assert gpus[1] < gpus[0]
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def gib(**changes: object) -> float:
+    held = memory_of(LLAMA_8B, replace(LAYOUT, **changes))  # type: ignore[arg-type]
+    return sum(held.values()) / 2**30
+
+
+def test_memory_has_its_directions() -> None:
+    kinds = ("none", "block", "selective", "full")
+    found = [gib(activation_checkpoint=kind) for kind in kinds]
+    assert found == sorted(found, reverse=True)
+    assert gib(dp_shard=64) < gib(dp_shard=8) < gib(dp_shard=2)
+    assert gib(microbatch=2) > gib() > gib(tp=8)
+    assert gib(zero=2) > gib()
+    assert gib(chunked_loss=True) < gib()
+    # Interleaved, the first rank keeps the activations of more microbatches.
+    assert gib(pp=4, zero=2) < gib(pp=4, zero=2, stages_per_rank=2, schedule="Interleaved1F1B")
+
+
+def test_what_a_pipeline_keeps_beside_activations() -> None:
+    """Logits until they are joined, and a buffer for whatever a stage will ever receive."""
+    lay = replace(LAYOUT, pp=4, zero=2, reserved=False)  # 32 microbatches of 8192 tokens
+    whole, plain = (memory_of(LLAMA_8B, replace(lay, output_bytes=b), 3) for b in (2, 0))
+    assert whole["outputs"] == 2 * 2 * 32 * 8192 * LLAMA_8B.vocab  # and joined, once more
+    assert whole["activations"] == whole["temporaries"] == 0 < plain["activations"]
+    assert whole["state"] == plain["state"]
+    assert memory_of(LLAMA_8B, replace(LAYOUT, output_bytes=2)) == memory_of(LLAMA_8B, LAYOUT)
+    hidden = 8192 * LLAMA_8B.hidden * 2
+    buffers = [memory_of(LLAMA_8B, lay, rank)["buffers"] / hidden for rank in range(4)]
+    # Of 32 gradients and 32 inputs, of which 4 - rank in flight are the saved inputs themselves.
+    assert buffers == [32, 64 - 3, 64 - 2, 32 - 1]
+    assert "buffers" not in memory_of(LLAMA_8B, replace(lay, recv_buffers=False))
+
+
+def test_in_a_v_one_rank_has_both_tables() -> None:
+    """The first stage and the last: embedding, head, and the logits."""
+    lay = replace(LAYOUTS["interleaved"], schedule="ZBVZeroBubble")
+    first, *others = (memory_of(LLAMA_8B, lay, rank) for rank in range(4))
+    tables = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden
+    for other in others:
+        assert first["state"] - other["state"] == pytest.approx(16 * tables / 8)
+        assert first["temporaries"] > other["temporaries"]
+        # Neither receives what nobody sends.
+        assert first["buffers"] < other["buffers"]
+    loop, v = (step_of(LLAMA_8B, some).once for some in (LAYOUTS["interleaved"], lay))
+    assert v.swept_bytes - loop.swept_bytes == pytest.approx(40 * tables / 2 / 8)
+
+
+def test_gradients_of_a_stage_that_is_done_are_reduced() -> None:
+    """With as many microbatches as ranks, a rank's second stage is through before its first."""
+    lay = replace(LAYOUT, pp=4, zero=2, global_batch=32, activation_checkpoint="full")
+    twice = replace(lay, stages_per_rank=2, schedule="Interleaved1F1B")
+    layer = LLAMA_8B.layer_params
+    plain, interleaved = (memory_of(LLAMA_8B, some, 1)["gathered"] for some in (lay, twice))
+    assert plain == (2 + 4) * 8 * layer
+    assert interleaved == (2 + 4 / 2) * 8 * layer
+    # Many microbatches later, both have gradients.
+    many = memory_of(LLAMA_8B, replace(twice, global_batch=128), 1)["gathered"]
+    assert many == plain
+    alone = replace(lay, pp=1, dp_shard=8, global_batch=16)
+    assert memory_of(LLAMA_8B, alone)["gathered"] == pytest.approx(6 * LLAMA_8B.params, rel=1e-4)
+
+
+def test_what_a_collective_reads_is_free_late() -> None:
+    """Two whole outputs of each layer of a stage, but of no more layers than the queue holds."""
+    late = replace(LAYOUTS["tp"], late_frees=True)
+    layer = 2 * 2 * late.tokens * LLAMA_8B.hidden
+
+    def waits(lay: Layout) -> float:
+        return memory_of(LLAMA_8B, lay)["late"] / layer
+
+    assert waits(replace(late, pp=4, zero=2)) == LLAMA_8B.layers / 4
+    assert waits(late) == pytest.approx(1024 / 70)
+    assert waits(replace(late, fusion="compiled")) == LLAMA_8B.layers
+    assert "late" not in memory_of(LLAMA_8B, LAYOUTS["tp"])
+    assert "late" not in memory_of(LLAMA_8B, replace(LAYOUT, late_frees=True))
+
+
+def test_layers_as_they_are_dealt() -> None:
+    lay = replace(LAYOUTS["pp"], stage_layers=(14, 8, 6, 4))
+    assert gib(pp=4, zero=2, stage_layers=(14, 8, 6, 4)) > gib(pp=4, zero=2)
+    assert seconds(lay, h100()) > seconds(LAYOUTS["pp"], h100())
+    assert flops(step_of(LLAMA_8B, lay)) == pytest.approx(flops(step_of(LLAMA_8B, LAYOUTS["pp"])))
+
+
+def test_offloading_trades_memory_for_the_way_to_the_host() -> None:
+    parts = (0.0, 0.5, 1.0)
+    held = [memory_of(LLAMA_8B, replace(LAYOUT, offload_part=part)) for part in parts]
+    assert held[1]["activations"] == held[0]["activations"] / 2
+    assert held[2]["activations"] == 0
+    times = [seconds(replace(LAYOUT, offload_part=part), h100()) for part in parts]
+    assert times == sorted(times)
+    assert times[0] < times[2]
+
+
+def test_hop_scattered_has_a_part_of_the_bytes() -> None:
+    lay = replace(LAYOUTS["pp"], tp=4, dp_shard=2, sequence_parallel=False)
+    hops = [step_of(LLAMA_8B, replace(lay, scattered_hops=some)).hop for some in (False, True)]
+    assert hops[0]
+    assert hops[1]
+    assert hops[0].bytes == 4 * hops[1].bytes
+
+
+def test_memory_state_is_16_bytes_a_parameter() -> None:
+    held = memory_of(LLAMA_8B, LAYOUT)
+    assert held["state"] == pytest.approx(16 * LLAMA_8B.params / 8, rel=1e-3)
+
+
+# --------------------------------------------------------------------------- hardware
+
+
+def test_networks_are_curves() -> None:
+    network = Network(100.0, 1e-6, ((2, 1.0), (32, 0.25)))
+    assert [network.busbw(n) for n in (1, 2, 8, 32, 1000)] == pytest.approx([100, 100, 50, 25, 25])
+
+
+def test_users_add_and_change_devices(tmp_path: Path) -> None:
+    mine = tmp_path / "clusters.toml"
+    mine.write_text(
+        '[devices."H100"]\nsustained = 0.7\n'
+        '[devices."Lab H100"]\nlike = "H100"\nnetwork = "lab"\nmemory_gib = 64\n'
+        "[networks.lab]\nbandwidth = 12e9\nlatency = 1e-5\nachieved = { 2 = 1.0 }\n"
+    )
+    shipped = Path(ROOT / "weft/plan/clusters.toml")
+    devices, networks = read_clusters(shipped, mine)
+    assert devices["H100"].sustained == 0.7
+    assert devices["H100"].bf16 == device_named("H100").bf16
+    lab = devices["Lab H100"]
+    assert (lab.memory_gib, lab.network, lab.sustained) == (64, networks["lab"], 0.7)
+
+
+def test_every_device_can_be_priced() -> None:
+    for device in known_clusters()[0].values():
+        hardware = Hardware(device, 8, device.network)
+        for name in ("fsdp", "float8"):
+            assert 0 < seconds(LAYOUTS[name], hardware) < float("inf"), device.name
+
+
+# --------------------------------------------------------------------------- published runs
+
+
+PUBLISHED = (ROOT / "benchmarks/published_runs.csv").read_text().splitlines()
+
+
+def figures(rows: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    """What the benchmark says of rows of published runs."""
+    file.write_text("\n".join([PUBLISHED[0], *rows]) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["plan_accuracy.py", str(file), "--json"])
+        runpy.run_path(str(ROOT / "benchmarks/plan_accuracy.py"), run_name="__main__")
+    found: dict[str, float] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_published_runs_some_rows_are_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part of them nearly as well as all; rows that cannot be read are left out."""
+    odd = [PUBLISHED[1].split(",") for _ in range(4)]
+    odd[0][9] = "Abacus-3000"
+    odd[1][10] = "."
+    odd[2][3] = "-1"
+    odd[3] = ["torn"]
+    some = PUBLISHED[1::6]
+    found = figures([*some, *(",".join(row) for row in odd)], tmp_path / "runs.csv", capsys)
+    assert set(found) == {
+        "throughput_median_error",
+        "throughput_p90_error",
+        "throughput_median_error_calibrated",
+        "throughput_p90_error_calibrated",
+        "memory_median_error",
+        "memory_worst_error",
+        "rank_correlation",
+        "top1_regret",
+        "fits_accuracy",
+        "rows",
+        "skipped",
+    }
+    assert (found["rows"], found["skipped"]) == (len(some), 4)
+    assert found["throughput_median_error"] < 0.07
+    assert found["throughput_p90_error"] < 0.2
+    assert found["memory_median_error"] < 0.04
+    assert found["fits_accuracy"] > 0.9
+
+
+@pytest.mark.slow
+def test_published_runs_have_the_figures_of_the_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = figures(PUBLISHED[1:], tmp_path / "runs.csv", capsys)
+    assert (found["rows"], found["skipped"]) == (293, 1)
+    seen = {name: f"{100 * found[name]:.1f} %" for name in found if "error" in name}
+    for page in ("README.md", "docs/results.md", "docs/planner.md"):
+        text = (ROOT / page).read_text()
+        for name in ("throughput_median_error", "throughput_p90_error", "memory_median_error"):
+            assert seen[name] in text, (page, name, seen[name])
+    results = (ROOT / "docs/results.md").read_text()
+    assert [value for value in seen.values() if value not in results] == []
+    assert f"rank correlation in nine choice sets {found['rank_correlation']:.2f}" in results
+    assert f"loses {100 * found['top1_regret']:.1f} %" in results
+    assert f"{100 * found['fits_accuracy']:.1f} %" in results

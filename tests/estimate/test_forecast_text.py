@@ -1,0 +1,136 @@
+"""The screen of a plan: it fits, narrowly, not; the device is unknown, or its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weft.config.job import Job
+from weft.estimate.advice import Advice
+from weft.estimate.forecast import Forecast, priced
+from weft.estimate.forecast_text import screen
+from weft.estimate.trace import Trace, traces
+from weft.plan.devices import GIB, device_called
+from weft.plan.plan_text import plan_recipe
+from weft.plan.resolve import Machine, Plan
+
+
+@pytest.fixture(scope="module")
+def eight() -> tuple[Job, Plan, Machine, Forecast, list[Trace]]:
+    """A step of a small Llama on eight H100."""
+    small = [
+        ("model.num_layers", "4"),
+        ("model.dim", "384"),
+        ("model.tied_embeddings", "false"),
+        ("parallel.tp", "2"),
+    ]
+    here = Machine("cpu", devices=2)
+    job, plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: here)
+    device = device_called(machine.device_name, machine.memory_bytes)
+    of_ranks = traces(job, plan)
+    return job, plan, machine, priced(job, plan, machine, device, of_ranks), of_ranks
+
+
+Eight = tuple[Job, Plan, Machine, Forecast, list[Trace]]
+
+
+def lines_of(eight: Eight, seen: Forecast, *advice: Advice) -> list[str]:
+    job, plan, machine, *_ = eight
+    return screen(job, plan, machine, "demo", seen, advice).splitlines()
+
+
+def column(lines: list[str], head: str) -> dict[str, float]:
+    """Names and numbers below a line that begins so."""
+    start = next(place for place, line in enumerate(lines) if line.startswith(head))
+    cells = [line.split() for line in lines[start + 1 :]]
+    found = {}
+    for row in cells:
+        if not row:
+            break
+        found[row[0]] = float(row[1])
+    return found
+
+
+def test_screen_of_a_plan_that_fits_has_memory_speed_and_exchanges(eight: Eight) -> None:
+    seen = eight[3]
+    lines = lines_of(eight, seen)
+    assert lines[0] == "demo on 8 H100"
+    assert lines[1].startswith("  memory     fits: ")
+    assert lines[1].endswith("on the fullest rank, of 80.0 GiB")
+    assert "tokens/s a device (within 25%)" in lines[3]
+    assert seen.mfu is not None
+    assert f"MFU {seen.mfu:.1%}" in lines[3]
+    memory = column(lines, "memory")
+    assert memory.pop("together") == pytest.approx(seen.needed / GIB, abs=0.005)
+    assert sum(memory.values()) == pytest.approx(seen.needed / GIB, abs=0.05)
+    exchanges = column(lines, "a rank's exchanges")
+    assert exchanges == {axis: each.collectives for axis, each in seen.exchanges.items()}
+    assert not any(line.startswith("what would") for line in lines)
+
+
+def test_screen_times_add_up_to_the_step(eight: Eight) -> None:
+    lines = lines_of(eight, eight[3])
+    start = next(place for place, line in enumerate(lines) if "time of a step" in line)
+    at = lines[start].index("time of a step")
+    rows = [line[at:].split() for line in lines[start + 1 :] if line[at:].strip()]
+    rows = rows[: 1 + [row[0] for row in rows].index("together")]
+    told = [float(next(word for word in row if word[0].isdigit()).replace(",", "")) for row in rows]
+    assert eight[3].step_seconds is not None
+    assert told[-1] == pytest.approx(1000 * eight[3].step_seconds, abs=0.05)
+    assert sum(told[:-1]) == pytest.approx(told[-1], abs=0.05 * len(told))
+
+
+@pytest.mark.parametrize(
+    ("share", "word"),
+    [(0.5, "fits: "), (0.94, "fits: "), (0.96, "fits, narrowly: "), (1.01, "does not fit: ")],
+)
+def test_screen_verdict_follows_the_share_of_the_capacity(
+    eight: Eight, share: float, word: str
+) -> None:
+    """``share``: of the capacity, what is needed."""
+    seen = replace(eight[3], capacity=int(eight[3].needed / share))
+    assert lines_of(eight, seen)[1].startswith(f"  memory     {word}")
+    assert seen.fits == (share <= 1)
+
+
+def test_screen_of_a_plan_that_does_not_fit_has_the_advice(eight: Eight) -> None:
+    """With what to do, or that nothing alone helps."""
+    seen = replace(eight[3], capacity=GIB)
+    text = "\n".join(lines_of(eight, seen))
+    assert "--search looks among all layouts" in text
+    lines = lines_of(eight, seen, Advice({"activation_checkpoint.mode": "full"}, -0.2, 0.9 * GIB))
+    assert any(line.startswith("what would make it fit") for line in lines)
+    (advice,) = [line.split() for line in lines if line.startswith("--")]
+    assert advice == ["--activation_checkpoint.mode", "full", "-20%", "921.6", "MiB"]
+
+
+def test_screen_of_a_plan_that_fits_has_what_would_be_faster(eight: Eight) -> None:
+    change = {"compile.enable": True, "precision.float8": "tensorwise"}
+    lines = lines_of(eight, eight[3], Advice(change, 0.35, 2 * GIB))
+    assert any(line.startswith("what would make it faster") for line in lines)
+    (advice,) = [line for line in lines if line.startswith("--")]
+    assert advice.startswith("--compile.enable true --precision.float8 tensorwise")
+    assert advice.endswith("+35%  2.0 GiB")
+
+
+def test_screen_of_an_unknown_device_predicts_memory_only(eight: Eight) -> None:
+    job, plan, machine, _, of_ranks = eight
+    seen = priced(job, plan, machine, None, of_ranks)
+    lines = lines_of(eight, seen)
+    assert lines[3] == "  speed      not predicted: nothing is known of this device"
+    assert not any("time of a step" in line for line in lines)
+    assert seen.memory == eight[3].memory
+
+
+def test_screen_of_unknown_memory_has_what_is_needed(eight: Eight) -> None:
+    job, plan, machine, _, of_ranks = eight
+    seen = priced(job, plan, replace(machine, memory_bytes=None), None, of_ranks)
+    assert seen.fits is None
+    (line,) = [line for line in lines_of(eight, seen) if "how much there is" in line]
+    assert line.startswith("  memory     needs ")
+
+
+def test_screen_doubts_are_warnings(eight: Eight) -> None:
+    seen = replace(eight[3], doubts=("low confidence: so it is",))
+    assert "warning: low confidence: so it is" in lines_of(eight, seen)

@@ -1,0 +1,213 @@
+"""Before a run starts: does it fit?  And when memory runs out all the same: what is said."""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import RankError, run_ranks
+from tests.small import SMALL, Overrides, records, train_rank
+from tests.test_extending import MINE
+from weft.cli.main import main
+from weft.config.job import InvalidJob, Job, read_job
+from weft.estimate.memory_check import expect
+from weft.monitor.device_memory import EXPECTED, OTHERS, gib, knobs
+from weft.plan.devices import Cluster, parse_cluster
+from weft.plan.plan_text import machine_of
+from weft.plan.resolve import Machine, Plan, resolve
+
+SHORT = [("train.seq_len", "2048"), ("model.num_layers", "2")]
+
+
+def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machine]:
+    job, _, problems = read_job(recipe, list(overrides))
+    where = parse_cluster(cluster)
+    assert not problems
+    assert isinstance(where, Cluster)
+    return job, resolve(job, machine_of(where)), machine_of(where)
+
+
+def refused(job: Job, plan: Plan, machine: Machine) -> str:
+    with pytest.raises(InvalidJob) as caught:
+        expect(job, plan, machine, force=False)
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def test_expect_far_from_full_is_by_arithmetic() -> None:
+    job, plan, machine = planned("llama3-8b", "1x8xH200", *SHORT, ("train.global_batch_size", "8"))
+    expected, doubt = expect(job, plan, machine, force=False)
+    assert expected is not None
+    assert doubt == ""
+    assert expected.by == "arithmetic"
+    assert 0 < expected.memory_gib < 0.5 * 141
+    assert expected.step_seconds is not None
+    assert expected.step_seconds > 0
+    assert expected.seconds is not None
+    assert expected.step_seconds == pytest.approx(sum(expected.seconds.values()))
+    assert expected.seconds["compute"] > 0.5 * expected.step_seconds
+    assert expected.memory_gib == pytest.approx(sum(expected.categories_gib.values()))
+
+
+@pytest.mark.slow
+def test_expect_nearly_full_is_traced_and_beyond_is_refused() -> None:
+    """The remedy is one: with it the run is not refused any more."""
+    rows = [("train.global_batch_size", "1536"), ("train.microbatch_size", "48")]
+    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
+    expected, _ = expect(job, plan, machine, force=False)
+    assert expected is not None
+    assert expected.by == "a trace"
+    rows[1] = ("train.microbatch_size", "96")
+    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, *rows)
+    said = refused(job, plan, machine)
+    assert said.startswith("memory: does not fit: rank 0 needs ")
+    assert "for activations" in said or "for temporaries" in said or "for allocator" in said
+    key, value = said.split("use --")[1].split(" (")[0].split()
+    changed = planned("llama3-8b", "1x8xH100", *SHORT, *rows, (key, value))
+    expect(*changed, force=False)
+    forced, doubt = expect(job, plan, machine, force=True)
+    assert forced is not None
+    assert "may run out of memory" in doubt
+
+
+def test_expect_remedy_is_for_the_ranks_that_will_run() -> None:
+    """Those that weft starts itself, on as many nodes as the recipe says."""
+    rows = [("train.global_batch_size", "64"), ("train.microbatch_size", "32")]
+    job, _, problems = read_job("demo", [*rows, ("run.nproc_per_node", "2")])
+    assert not problems
+    machine = Machine("cpu", devices=8, memory_bytes=2 * 2**30)
+    plan = resolve(job, machine)
+    assert plan.world_size == 2
+    said = refused(job, plan, machine)
+    key, value = said.split("use --")[1].split(" (")[0].split()
+    job = read_job("demo", [*rows, ("run.nproc_per_node", "2"), (key, value)])[0]
+    expected, _ = expect(job, resolve(job, machine), machine, force=False)
+    assert expected is not None
+    assert expected.memory_gib < 1
+
+
+def test_expect_without_a_remedy_names_none() -> None:
+    job, plan, machine = planned("llama3-8b", "1x8xH100", *SHORT, ("train.global_batch_size", "8"))
+    small = replace(machine, memory_bytes=2**30)
+    assert refused(job, plan, small).endswith("; use --force to try it all the same")
+
+
+@pytest.mark.slow
+def test_expect_range_of_nodes_must_fit_on_the_fewest() -> None:
+    overrides = [("optim.state_dtype", "float32"), ("train.global_batch_size", "64")]
+    job, plan, machine = planned("llama3-8b", "4x8xH100", *overrides, ("train.seq_len", "512"))
+    less = replace(machine, memory_bytes=18 * 2**30)
+    expect(job, plan, less, force=False)
+    assert "rank 0 needs" in refused(job, replace(plan, node_counts=(1, 2, 4)), less)
+
+
+# No fake tensor has a value.
+FORWARD = "        return self.out"
+ODD = MINE.replace(FORWARD, "        assert tokens_BT.sum().item() >= 0\n" + FORWARD)
+
+
+def test_expect_model_that_cannot_be_traced_is_allowed_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_model.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = [("model.kind", "odd_model:FAMILY"), ("model.preset", "small")]
+    mine += [("data.vocab_size", "512"), ("train.seq_len", "32")]
+    job, _, problems = read_job("demo", mine)
+    assert not problems
+    machine = Machine("cpu", devices=1, world_size=1, memory_bytes=2**34)
+    expected, doubt = expect(job, resolve(job, machine), machine, force=False)
+    assert expected is None
+    assert doubt.startswith("whether this fits is not known: ")
+
+
+# --------------------------------------------------------------------------- as a user
+
+
+def test_train_plan_that_cannot_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is prepared, nothing is left."""
+    wide = ["--model.dim", "8192", "--model.ffn_dim", "28672", "--model.num_layers", "48"]
+    wide += ["--model.num_heads", "64", "--model.num_kv_heads", "8"]
+    places = ["--run.dir", "run", "--data.cache_dir", "cache"]
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main(["train", "demo", *places, *wide, "--run.device", "cpu", "--run.nproc_per_node", "2"])
+        == 2
+    )
+    said = capsys.readouterr().err
+    assert "1 problem, nothing was started:\n  memory: does not fit: rank " in said
+    assert list(tmp_path.iterdir()) == []
+
+
+# --------------------------------------------------------------------------- in the run
+
+
+def train_with_little_memory(overrides: Overrides, store: str, more: int) -> None:
+    """In no more address space than there is now, and ``more``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmSize"):
+            limit = int(line.split()[1]) * 1024 + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    train_rank(overrides, store)
+
+
+@pytest.mark.parametrize(
+    ("more", "keys", "told"),
+    [
+        (
+            200 * 2**20,
+            [("train.microbatch_size", "512"), ("train.global_batch_size", "512")],
+            [
+                "in step 1",
+                f"less for {OTHERS}: --train.microbatch_size 256 or --activation_checkpoint.mode full",
+            ],
+        ),
+        (
+            2**28,
+            [("model.dim", "2048"), ("model.ffn_dim", "16384")],
+            ["building the model", "less for parameters: shards over more ranks"],
+        ),
+    ],
+)
+def test_out_of_memory_is_explained(
+    tmp_path: Path, store_path: Path, more: int, keys: Overrides, told: list[str]
+) -> None:
+    (tmp_path / EXPECTED).write_text('{"memory_gib": 1.25}')
+    job: Overrides = [("run.dir", str(tmp_path)), *keys]
+    with pytest.raises(RankError) as caught:
+        run_ranks(train_with_little_memory, 1, job, str(store_path), more, timeout=120)
+    said = str(caught.value)
+    assert "OutOfMemory: out of memory: at most " in said
+    assert "expected were 1.25 GiB" in said
+    for part in told:
+        assert part in said
+
+
+def test_records_of_a_forecast_run_have_what_was_expected(tmp_path: Path, store_path: Path) -> None:
+    (tmp_path / EXPECTED).write_text(json.dumps({"memory_gib": 1.25, "step_seconds": None}))
+    job: Overrides = [("run.dir", str(tmp_path)), ("train.steps", "2")]
+    run_ranks(train_rank, 2, job, str(store_path))
+    for record in records(tmp_path):
+        assert record["expected_memory_gib"] == 1.25
+        assert "expected_step_seconds" not in record
+
+
+def test_gib_shared_storage_is_counted_once() -> None:
+    whole = torch.zeros(2**18)
+    assert gib([whole, whole[:100], whole.view(2, -1)], torch.device("cpu")) == 2**20 / 2**30
+
+
+def test_knobs_offer_only_possible_changes() -> None:
+    job, plan, _ = planned("llama3-8b", "1x8xH100", ("train.microbatch_size", "1"), *SHORT)
+    assert not any("microbatch" in knob for knob in knobs(OTHERS, job, plan))
+    assert "--optim.state_dtype 8bit" in knobs("optimizer", job, plan)
+    small: Overrides = [*SMALL, ("optim.state_dtype", "8bit")]
+    job = read_job("demo", small)[0]
+    assert "--optim.state_dtype 8bit" not in knobs("optimizer", job, plan)

@@ -1,0 +1,78 @@
+"""Every shipped recipe fits on the cluster that it is made for: by arithmetic, and traced as
+`weft plan` does it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from weft.config.job import Job, recipe_names
+from weft.estimate.forecast import device_of, forecast
+from weft.estimate.memory_check import by_arithmetic
+from weft.plan.plan_text import plan_recipe
+from weft.plan.resolve import Machine, Plan
+
+GIB = 2**30
+LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
+# Traced in the default tests, some of them with few microbatches; all, of which a trace takes up to
+# half a minute, in the slow ones.  Arithmetic, which sees all of them, is a matter of milliseconds.
+TRACED_OFTEN: dict[str, list[tuple[str, str]]] = {
+    "demo": [],
+    "llama3-70b": [],
+    "llama3-8b-qlora": [("train.global_batch_size", "1")],
+    "moe-demo": [],
+}
+# On CPUs, of experts, or not trained whole: of these arithmetic does not tell.
+NO_ARITHMETIC = {
+    "demo",
+    "three-servers-small",
+    "moe-demo",
+    "qwen3-30b-a3b",
+    "llama3-8b-lora",
+    "llama3-8b-qlora",
+}
+
+
+@cache
+def planned(recipe: str) -> tuple[Job, Plan, Machine]:
+    return plan_recipe(recipe, [], [], None, lambda device: LAPTOP)
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_recipe_on_its_cluster_can_be_planned(recipe: str) -> None:
+    """Its keys agree, its layout and schedule are possible, and arithmetic, which is rougher than a
+    trace, sees nothing far off."""
+    job, plan, machine = planned(recipe)
+    expected = by_arithmetic(job, plan, machine)
+    assert (expected is None) == (recipe in NO_ARITHMETIC)
+    if expected is not None:
+        capacity = machine.memory_of_rank(plan.local_world_size)
+        assert capacity is not None
+        assert expected.memory_gib < 1.1 * capacity / GIB
+        assert expected.step_seconds is not None
+        assert plan.peak_flops is not None
+        flops = plan.tokens_per_step * plan.flops_per_token
+        assert 0.25 < flops / expected.step_seconds / plan.world_size / plan.peak_flops < 0.75
+
+
+@pytest.mark.parametrize("recipe", TRACED_OFTEN)
+def test_recipe_on_its_cluster_fits(recipe: str) -> None:
+    fits(*plan_recipe(recipe, TRACED_OFTEN[recipe], [], None, lambda device: LAPTOP))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_recipe_in_full_on_its_cluster_fits(recipe: str) -> None:
+    fits(*planned(recipe))
+
+
+def fits(job: Job, plan: Plan, machine: Machine) -> None:
+    seen = forecast(job, plan, machine, device_of(plan, machine))
+    assert seen.fits
+    if plan.device == "cuda":
+        assert seen.mfu is not None
+        # Small products and an exchange of tokens twice a layer: a mixture of experts has less.
+        routed = seen.plan.num_active_params < seen.plan.num_params
+        assert (0.15 if routed else 0.25) < seen.mfu < 0.75

@@ -1,0 +1,183 @@
+"""What the planner says of a run stands beside what the run measured, of a run that was trained."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.estimate.test_charts import actions, parsed, picture
+from tests.estimate.test_memory_check import ODD
+from tests.small import SMALL, records
+from weft.cli.main import main
+from weft.config.job import read_job, replace, to_toml
+from weft.estimate.calibrate import planned_again
+from weft.estimate.forecast import forecast
+from weft.estimate.report_sections import sections, timeline
+from weft.monitor.html import document
+from weft.monitor.run_reader import History
+from weft.monitor.run_report import FILE
+from weft.plan.devices import GIB
+from weft.plan.resolve import Machine, Plan, resolve
+from weft.train.run_dir import write_plan
+
+PIPELINE = [
+    ("parallel.pp", "2"),
+    ("model.tied_embeddings", "false"),
+    ("train.microbatch_size", "4"),
+    ("train.steps", "6"),
+    ("monitor.log_interval", "1"),
+    ("monitor.report", "true"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, store_path: Path) -> tuple[Path, str]:
+    """A run of a pipeline of two ranks, and what its command said."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    pairs = [*SMALL, *PIPELINE, ("run.dir", str(folder)), ("data.path", str(store_path))]
+    words = [word for key, value in pairs for word in (f"--{key}", value)]
+    done = subprocess.run(
+        [sys.executable, "-m", "weft.cli", "train", "demo", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"NO_COLOR": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_train_finished_run_leaves_a_report(trained: tuple[Path, str]) -> None:
+    folder, said = trained
+    assert f"report: {folder / FILE}" in said
+    page = (folder / FILE).read_text()
+    assert '<span class="state finished">finished</span>' in page
+    assert f'id="fact-loss">{records(folder)[-1]["loss"]:.4f}<' in page
+    assert "<code>weft report</code>" in page  # six steps are not worth a forecast
+
+
+def test_report_predicted_memory_is_of_the_runs_plan(
+    trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = trained
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / FILE}\n"
+    page = (folder / FILE).read_text()
+    job, plan, machine = planned_again(folder, "run")
+    assert (plan.pp, plan.world_size) == (2, 2)
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    assert machine.memory_bytes == pytest.approx(pages * page_bytes)
+    seen = forecast(job, plan, machine, None)
+    measured = records(folder)[-1]["memory_peak_gib"]
+    predicted = seen.measured / GIB
+    row = "".join(
+        f'<td class="number">{text}</td>'
+        for text in (f"{predicted:.2f}", f"{measured:.2f}", f"{predicted / measured - 1:+.1%}")
+    )
+    assert f'<th scope="row">memory of the fullest rank, GiB</th>{row}' in page
+    assert "seconds of a step</th>" not in page  # of a CPU that nothing was learnt of
+    assert "weft plan --calibrate" in page
+    for picture_name in ("memory", "ranks"):
+        assert f'<svg xmlns="http://www.w3.org/2000/svg" id="{picture_name}"' in page
+    assert 'class="limit measured"' in page
+
+
+def spans(plan: Plan, steps: list[int], folder: Path, cut: int = 0) -> None:
+    """Traces in which action n of rank r begins at 1000 step + 10 n + r milliseconds."""
+    (folder / "spans").mkdir(exist_ok=True)
+    for rank, order in plan.timetable.items():
+        events: list[dict[str, Any]] = []
+        for step in steps:
+            events.append({"name": "waiting for data", "ph": "X", "ts": 0, "args": {"step": step}})
+            for n, (stage, kind, microbatch) in enumerate(order):
+                args = {"step": step, "stage": stage, "kind": kind, "microbatch": microbatch}
+                ts = 1_700_000_000_000_000 + 1_000_000 * step + 10_000 * n + 1000 * rank
+                events.append({"name": "", "ph": "X", "ts": ts, "dur": 5000, "args": args})
+        text = "[\n" + ",\n".join(json.dumps(event) for event in events)
+        (folder / "spans" / f"rank-{rank}.json").write_text(text[: len(text) - cut * rank])
+
+
+def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> None:
+    folder, _ = trained
+    _, plan, _ = planned_again(folder, "run")
+    # What the run itself has noted: on each rank its actions, in their order.
+    found = timeline(folder, plan)
+    assert found is not None
+    assert found[0] == 6
+    for rank, order in plan.timetable.items():
+        mine = sorted((s for s in found[1] if s.rank == rank), key=lambda span: span.start)
+        assert [span[1:4] for span in mine] == [tuple(action) for action in order]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+    # Step 3 was done again after a failure, and the end of rank 1's step 6 is not written.
+    spans(plan, [1, 2, 3, 3, 4, 5, 6], folder, cut=200)
+    found = timeline(folder, plan)
+    assert found is not None
+    step, drawn = found
+    assert step == 5
+    table = plan.timetable
+    expected = {
+        (rank, *action): pytest.approx((0.01 * n + 0.001 * rank, 0.01 * n + 0.001 * rank + 0.005))
+        for rank, order in table.items()
+        for n, action in enumerate(order)
+    }
+    assert {s[:4]: s[4:] for s in drawn} == expected
+    by_heading = dict(sections([History(folder)]))
+    svg = by_heading["The pipeline, measured in step 5"]
+    page = document("", svg).decode().replace("pipeline-measured", "pipeline")
+    boxes = actions(picture(parsed(page), "pipeline"))
+    assert len(boxes) == sum(map(len, table.values()))
+    (folder / "spans" / "rank-1.json").unlink()
+    assert timeline(folder, plan) is None
+
+
+def test_sections_profile_is_averaged_over_ranks(trained: tuple[Path, str]) -> None:
+    folder, _ = trained
+    for steps, compute in (("2-3", 0.1), ("12-13", 0.3)):
+        of_ranks = [
+            {"rank": 0, "steps": 2, "seconds": {"compute": compute, "pp": 0.05}},
+            {"rank": 1, "steps": 2, "seconds": {"compute": 0.1, "host": 0.05}},
+            {"rank": 2, "error": "no trace"},
+        ]
+        (folder / "traces" / f"step-{steps}").mkdir(parents=True)
+        summary = folder / "traces" / f"step-{steps}" / "summary.json"
+        summary.write_text(json.dumps({"ranks": of_ranks, "expected": None}))
+    by_heading = dict(sections([History(folder)]))
+    drawn = by_heading["Where a step's time went, measured: step-12-13"]
+    assert "Of 250 ms, 80.0% is compute" in drawn
+    assert "pp: communication that nothing hides: 25.0 ms, 10.0%" in drawn
+    assert "host: kernels start later than they could: 25.0 ms, 10.0%" in drawn
+
+
+def test_sections_without_a_forecast_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_of_mine.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = [("model.kind", "odd_of_mine:FAMILY"), ("model.preset", "small")]
+    job, base, problems = read_job("demo", [*mine, ("train.seq_len", "32")])
+    job = replace(job, data={"vocab_size": 512})
+    assert not problems
+    folder = tmp_path / "run"
+    write_plan(folder, resolve(job, Machine("cpu", devices=1, world_size=1)))
+    (folder / "job.toml").write_text(to_toml(job, "demo", base))
+    ((_, told),) = sections([History(folder)])
+    assert told.startswith("<p>There is no forecast: ")
+    gone = (folder / "job.toml").read_text().replace("odd_of_mine", "gone_by_now")
+    (folder / "job.toml").write_text(gone)
+    ((_, told),) = sections([History(folder)])
+    assert "It cannot be planned again: model.kind = &quot;gone_by_now:FAMILY&quot;" in told
+
+
+def test_sections_of_several_runs_are_one_table(trained: tuple[Path, str]) -> None:
+    folder, _ = trained
+    ((heading, content),) = sections([History(folder), History(folder)])
+    assert heading == "Predicted and measured"
+    assert content.count("memory of the fullest rank, GiB") == 2

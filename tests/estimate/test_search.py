@@ -1,0 +1,392 @@
+"""The search finds what tracing everything would find, and says why the others lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli.main import main
+from weft.config.job import InvalidJob, Job, flatten, read_job
+from weft.estimate import search as searching
+from weft.estimate.forecast import OUTSIDE
+from weft.estimate.forecast_text import search_screen
+from weft.estimate.plan_to_analytic import layout_of, sizes_of
+from weft.estimate.search import (
+    MOST_TRACED,
+    TRACED,
+    Candidate,
+    Found,
+    candidates,
+    impossible,
+    named,
+    precisions,
+    search,
+    traced,
+    written,
+)
+from weft.plan.plan_text import plan_recipe
+from weft.plan.resolve import Machine, Plan
+
+Overrides = list[tuple[str, str]]
+
+# A Llama of 0.2 billion parameters with long rows: on two to four devices most of its memory is
+# activations, which is what layouts differ in.
+SMALL: Overrides = [
+    ("model.num_layers", "4"),
+    ("model.dim", "1024"),
+    ("model.num_heads", "8"),
+    ("model.num_kv_heads", "4"),
+    ("model.ffn_dim", "4096"),
+    ("model.vocab_size", "32768"),
+    ("model.max_seq_len", "8192"),
+    ("model.tied_embeddings", "false"),
+    ("train.seq_len", "4096"),
+    ("train.global_batch_size", "8"),
+    ("train.eval_interval", "0"),
+]
+
+
+def planned(cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machine]:
+    here = Machine("cpu", devices=2)
+    return plan_recipe("demo", [*SMALL, *overrides], [], cluster, lambda device: here)
+
+
+def everything(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
+    device = machine.known
+    assert device is not None
+    sizes, base = sizes_of(plan), layout_of(job, plan, device)
+    assert sizes is not None
+    assert base is not None
+    return list(candidates(job, sizes, base, plan, machine))
+
+
+def with_room(machine: Machine, gib: float) -> Machine:
+    return replace(machine, memory_bytes=OUTSIDE["cuda"] + int(gib * 2**30))
+
+
+def check_sums(found: Found, job: Job, plan: Plan, machine: Machine) -> None:
+    """Everything that there is was considered once, and has a reason."""
+    told = [*(each.candidate for each in found.best), *(each.candidate for each in found.losers)]
+    assert found.considered == len(told)
+    assert Counter(map(key_of, told)) == Counter(map(key_of, everything(job, plan, machine)))
+    assert all(loser.detail for loser in found.losers)
+
+
+def key_of(candidate: Candidate) -> str:
+    return json.dumps(candidate.changes, sort_keys=True)
+
+
+# --------------------------------------------------------------------------- one search
+
+
+@pytest.fixture(scope="module")
+def tight() -> tuple[Job, Plan, Machine, Found, list[str]]:
+    """Two H100 with little memory, searched in this process as where there is one core:
+    `test_plan_search_winner_has_its_forecast_when_planned_again` has processes that trace."""
+    job, plan, machine = planned("1x2xH100", ("train.global_batch_size", "4"))
+    machine = with_room(machine, 4.7)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: 1)
+        return job, plan, machine, search(job, plan, machine, said.append), said
+
+
+Tight = tuple[Job, Plan, Machine, Found, list[str]]
+
+
+def test_search_every_layout_is_ranked_or_has_a_reason(tight: Tight) -> None:
+    job, plan, machine, found, said = tight
+    check_sums(found, job, plan, machine)
+    assert said[0].endswith("layouts reckoned")
+    assert any(text.startswith("0 of 6 found; tracing") for text in said)
+
+
+def test_search_best_layouts_fit_and_are_sorted_by_speed(tight: Tight) -> None:
+    found, machine = tight[3], tight[2]
+    seconds = [each.seen.step_seconds for each in found.best]
+    assert seconds == sorted(seconds)  # type: ignore[type-var]
+    assert machine.memory_bytes is not None
+    assert all(each.seen.fits for each in found.best)
+    assert all(each.seen.needed <= machine.memory_bytes for each in found.best)
+    assert {loser.reason for loser in found.losers} == {"memory", "rule", "slower"}
+
+
+def test_search_winner_keeps_the_recipes_precision(tight: Tight) -> None:
+    """Float8 is in the ranking only where it is faster, and never written."""
+    found = tight[3]
+    assert {key["precision"]["float8"] for key in (c.changes for c in everything(*tight[:3]))} == {
+        "none",
+        "tensorwise",
+    }
+    assert found.winner is not None
+    assert found.winner.job.precision.float8 == "none"
+    own = [each for each in found.best if each.candidate.precision == "none"]
+    assert own[0] is found.winner
+    assert 0 < len(own) <= TRACED
+
+
+def test_search_screen_has_every_ranked_layout_and_counts_the_others(tight: Tight) -> None:
+    found = tight[3]
+    lines = search_screen(found).splitlines()
+    assert lines[0] == f"{found.considered:,} layouts considered, the best {len(found.best)} traced"
+    ranked = lines[3 : 3 + len(found.best)]
+    assert found.winner is not None
+    assert [line.split()[0].endswith("*") for line in ranked] == [
+        each is found.winner for each in found.best
+    ]
+    for line, each in zip(ranked, found.best, strict=True):
+        assert line.endswith(named(each.candidate.layout))
+    assert sum(int(line.split()[0].replace(",", "")) for line in lines[-3:]) == len(found.losers)
+
+
+def test_search_winner_is_written_as_a_recipe_with_the_same_forecast(
+    tight: Tight, tmp_path: Path
+) -> None:
+    """Its figures are not the twin's, but those of a trace of what is written."""
+    job, _, machine, found, _ = tight
+    path = tmp_path / "best.toml"
+    path.write_text(written(found, job, "demo", "1x2xH100"), "utf-8")
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert head[1] == "# weft plan demo --cluster 1x2xH100 --search"
+    assert "GiB on the fullest rank" in head[2]
+    again, _, problems = read_job(str(path))
+    assert not problems
+    assert found.winner is not None
+    expected = flatten(found.winner.job) | {"run.cluster": "1x2xH100"}
+    assert flatten(again) == expected
+    seen = traced((again, machine))
+    assert not isinstance(seen, searching.Refused)
+    assert (seen.step_seconds, seen.needed) == (
+        found.winner.seen.step_seconds,
+        found.winner.seen.needed,
+    )
+
+
+@pytest.mark.slow
+def test_search_without_enough_memory_traces_the_smallest_and_has_no_winner(tight: Tight) -> None:
+    """The smallest is traced to be sure."""
+    job, plan, machine = tight[:3]
+    machine = with_room(machine, 1.0)
+    found = search(job, plan, machine)
+    check_sums(found, job, plan, machine)
+    assert found.best == ()
+    assert found.winner is None
+    sure = [loser for loser in found.losers if loser.detail.endswith(", as traced")]
+    assert {loser.candidate.precision for loser in sure} == {"none", "tensorwise"}
+    assert "none fits" in search_screen(found)
+
+
+# --------------------------------------------------------------------------- what is tried
+
+
+def test_trace_best_traces_few_and_prunes_their_neighbours(tight: Tight) -> None:
+    """Where the twin says too little, a trace prunes its neighbours; and there is an end."""
+    job, _, machine = tight[:3]
+    some = [c for c in everything(*tight[:3]) if c.precision == "none"]
+    some = [c for c in some if not impossible(job, c.layout)]
+    tried: list[int] = []
+
+    def trace(tasks: Any) -> Any:
+        tried.append(len(tasks))
+        return [traced(task) for task in tasks]
+
+    # As if each needed next to nothing: memory tells of many that they fit, and none does.
+    wrong = [replace(c, seconds=float(place), bytes=2.0**28) for place, c in enumerate(some)]
+    room = 2.0**29
+    best, losers = searching.trace_best(
+        job, with_room(machine, 0.5), wrong, room, 2, trace, lambda text: None
+    )
+    assert best == []
+    assert sum(tried) <= MOST_TRACED // 3
+    assert len(losers) == len(some)
+    details = [loser.detail for loser in losers]
+    assert any(detail.endswith("as traced neighbours show") for detail in details)
+    assert {loser.reason for loser in losers} <= {"memory", "untried"}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "own", "expected"),
+    [
+        ("1x2xH100", "none", ["none", "tensorwise"]),
+        ("1x2xH100", "rowwise", ["rowwise", "none"]),
+        ("1x2xB200", "none", ["none", "tensorwise"]),
+        ("1x2xA100-80GB", "none", ["none"]),
+        ("1x2xMI300X", "none", ["none"]),
+    ],
+)
+def test_precisions_follow_the_device(cluster: str, own: str, expected: list[str]) -> None:
+    job, plan, machine = planned(
+        cluster, ("precision.float8", own), ("precision.float8_small", "true")
+    )
+    if cluster == "1x2xMI300X":
+        expected = precisions(job, plan, machine)  # whatever the table says of it
+        assert expected[0] == "none"
+    assert precisions(job, plan, machine) == expected
+
+
+def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
+    """Keys that fit the recipe's own layout only are given up with it."""
+    job, plan, machine = planned(
+        "1x4xH100",
+        ("parallel.tp", "2"),
+        ("parallel.async_tp", "true"),
+        ("compile.enable", "true"),
+    )
+    some = everything(job, plan, machine)
+    assert {c.layout.tp for c in some} == {1, 2, 4}
+    for candidate in some:
+        assert candidate.changes["parallel"]["async_tp"] == (candidate.layout.tp > 1)
+    job, plan, machine = planned(
+        "1x4xH100", ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[2, 2]")
+    )
+    assert all(c.changes["pipeline"]["layers_per_stage"] == () for c in everything(job, plan, machine))
+
+
+def test_impossible_split_backward_excludes_remat_and_float8() -> None:
+    job, plan, machine = planned("1x4xH100")
+    kinds = {
+        (c.layout.activation_checkpoint, c.precision, bool(impossible(job, c.layout)))
+        for c in everything(job, plan, machine)
+        if c.layout.schedule == "ZBVZeroBubble"
+    }
+    assert ("none", "none", False) in kinds
+    assert all(
+        lost
+        for activation_checkpoint, precision, lost in kinds
+        if (activation_checkpoint, precision) != ("none", "none")
+    )
+
+
+def test_candidates_on_several_axes_are_unique() -> None:
+    for cluster in ("1x8xH100", "2x4xA100-80GB"):
+        keys = [key_of(c) for c in everything(*planned(cluster))]
+        assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "overrides", "key", "rule"),
+    [
+        ("1x2xCPU", [], "--search", "no device that is known"),
+        (
+            "1x2xH100",
+            [("parallel.pp", "2"), ("pipeline.schedule", "{folder}/order.csv")],
+            "pipeline.schedule",
+            "comes from a file",
+        ),
+    ],
+)
+def test_search_unknown_device_or_schedule_file_is_refused(
+    cluster: str, overrides: Overrides, key: str, rule: str, tmp_path: Path
+) -> None:
+    rows = [",".join(f"{rank}{kind}{m}" for m in range(4) for kind in "FB") for rank in range(2)]
+    (tmp_path / "order.csv").write_text("\n".join(rows) + "\n")
+    some = [(name, value.format(folder=tmp_path)) for name, value in overrides]
+    batch = [("train.microbatch_size", "2")] if some else []
+    with pytest.raises(InvalidJob) as caught:
+        search(*planned(cluster, *some, *batch))
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert rule in problem.rule
+
+
+# --------------------------------------------------------------------------- is it true?
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("cluster", "gib"), [("1x2xH100", 4.7), ("1x4xA100-80GB", 3.5)])
+def test_search_winner_is_as_fast_as_that_of_tracing_all(cluster: str, gib: float) -> None:
+    """Every possible layout in the recipe's precision is traced: the winner is the fastest of
+    them, or as good as it, and what was told to need too much memory does."""
+    job, plan, machine = planned(cluster, ("train.global_batch_size", "8"))
+    machine = with_room(machine, gib)
+    found = search(job, plan, machine)
+    check_sums(found, job, plan, machine)
+    assert found.winner is not None
+    seconds, fitting = [], {}
+    for candidate in everything(job, plan, machine):
+        if candidate.precision == "none" and not impossible(job, candidate.layout):
+            seen = traced((searching.replace_sections(job, **candidate.changes), machine))
+            if not isinstance(seen, searching.Refused):
+                fitting[key_of(candidate)] = bool(seen.fits)
+                if seen.fits:
+                    seconds.append(seen.step_seconds)
+    assert seconds
+    assert found.winner.seen.step_seconds == pytest.approx(min(seconds), rel=0.05)  # type: ignore[type-var]
+    wrong = [
+        loser
+        for loser in found.losers
+        if loser.reason == "memory" and fitting.get(key_of(loser.candidate))
+    ]
+    assert len(wrong) <= 0.1 * len(fitting), [named(loser.candidate.layout) for loser in wrong]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_search_of_512_gpus_winner_has_its_forecast_when_planned_again(tmp_path: Path) -> None:
+    """The best of three thousand layouts of Llama 3.1 405B, with the prediction that its recipe
+    gives when it is planned again."""
+    here = Machine("cpu", devices=2)
+    job, plan, machine = plan_recipe("llama3-405b", [], [], "64x8xH100", lambda device: here)
+    found = search(job, plan, machine)
+    assert found.considered > 2000
+    assert found.winner is not None
+    assert len(found.best) >= TRACED
+    path = tmp_path / "best.toml"
+    path.write_text(written(found, job, "llama3-405b", "64x8xH100"), "utf-8")
+    again = plan_recipe(str(path), [], [], None, lambda device: here)
+    seen = traced((again[0], again[2]))
+    assert not isinstance(seen, searching.Refused)
+    assert seen.step_seconds == found.winner.seen.step_seconds
+    assert seen.needed == found.winner.seen.needed
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@pytest.mark.system
+def test_plan_search_winner_has_its_forecast_when_planned_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Searched, written, and planned again."""
+    best, page = tmp_path / "best.toml", tmp_path / "page.html"
+    small = [*SMALL, ("train.global_batch_size", "1"), ("model.num_layers", "2")]
+    keys = [text for name, value in small for text in (f"--{name}", value)]
+    options = ["--cluster", "1x1xA100-80GB", "--search", "--json", "--write", str(best)]
+    assert main(["plan", "demo", *keys, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (winner,) = (each for each in found["best"] if each["winner"])
+    assert winner is not None
+    assert all(loser["why"] and loser["detail"] for loser in found["lost"])
+    options = ["--json", "--report", str(page)]
+    assert main(["plan", str(best), *options]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    for key in ("fits", "peak_memory_gib", "memory_gib", "step_seconds", "mfu", "communication"):
+        assert seen[key] == winner[key]
+    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--cluster", "8xH100", "--search"], '--cluster = "8xH100": is not a cluster'),
+        (["--cluster", "1x8xH999", "--search"], "is not a known device"),
+        (["--write", "x.toml"], "is for --search; add --search"),
+        (["--cluster", "1x3xH100", "--search"], "train.global_batch_size = 8"),
+        (["--search", "--rank-map"], "not allowed with"),
+    ],
+)
+def test_plan_search_wrong_options_are_refused(options: list[str], told: str, capsys: Any) -> None:
+    keys = [text for name, value in SMALL for text in (f"--{name}", value)]
+    try:
+        status = main(["plan", "demo", *keys, *options])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    assert status == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""What is priced of a trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.config.job import read_job
+from weft.estimate.forecast import setting_of
+from weft.estimate.trace import traces
+from weft.estimate.trace_to_cost import Pricer
+from weft.plan.devices import Cluster, device_named, parse_cluster
+from weft.plan.plan_text import machine_of
+from weft.plan.resolve import resolve
+
+
+@pytest.mark.parametrize(
+    ("states", "least", "most"),
+    [
+        # Weight, gradient and moments are read, weight and moments written; clipping goes over
+        # gradients, too.
+        ("float32", 28, 48),
+        pytest.param("bfloat16", 20, 40, marks=pytest.mark.slow),
+        ("8bit", 16, 36),
+    ],
+)
+def test_pricer_optimizer_reads_and_writes_each_state_once(
+    states: str, least: float, most: float
+) -> None:
+    """Of each parameter, whatever number of operators an update is made of."""
+    keys = [("model.num_layers", "8"), ("train.seq_len", "1024"), ("optim.state_dtype", states)]
+    job, _, problems = read_job("llama3-8b", [*keys, ("train.global_batch_size", "2")])
+    where = parse_cluster("1x2xH100")
+    assert not problems
+    assert isinstance(where, Cluster)
+    plan = resolve(job, machine_of(where))
+    pricer = Pricer(traces(job, plan)[0], setting_of(job, plan, device_named("H100")))
+    swept = pricer.once().swept_bytes / (plan.num_params / 2)
+    assert least <= swept <= most

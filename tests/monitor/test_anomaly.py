@@ -1,0 +1,356 @@
+"""A bad step on one rank: skipped, rewound or computed again on all, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import RankError, run_ranks
+from tests.small import Overrides, losses, newest_state, records, train_rank
+from weft.checkpoint.manifest import checkpoints, manifest_text, read_manifest
+from weft.config.job import ResilienceSection
+from weft.monitor import anomaly
+from weft.monitor.anomaly import AnomalyError, Trial, Watch
+
+STEPS: Overrides = [("model.num_layers", "1"), ("train.steps", "12")]
+SKIP: Overrides = [
+    *STEPS,
+    ("resilience.on_anomaly", "skip"),
+    ("resilience.spike_window", "8"),
+    ("resilience.spike_threshold", "20"),
+]
+REWIND: Overrides = [
+    *SKIP,
+    ("resilience.on_anomaly", "rewind"),
+    ("checkpoint.interval", "5"),
+    ("checkpoint.async_save", "false"),
+]
+REPLICAS: Overrides = [("parallel.dp_replicate", "2")]
+PIPELINE: Overrides = [
+    ("parallel.pp", "2"),
+    ("model.tied_embeddings", "false"),
+    ("model.num_layers", "2"),
+]
+
+
+def faults(*several: dict[str, Any]) -> Overrides:
+    """Faults of the gradients on rank 1, where nothing else is said."""
+    tables = []
+    for one in several:
+        fields = {"site": "gradients", "rank": 1} | one
+        tables.append(", ".join(f"{k} = {v!r}".replace("'", '"') for k, v in fields.items()))
+    return [("resilience.faults", f"[{', '.join(f'{{{table}}}' for table in tables)}]")]
+
+
+def bad(kind: str, *passings: int, **fields: Any) -> list[dict[str, Any]]:
+    return [{"kind": kind, "passing": passing, **fields} for passing in passings]
+
+
+def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> dict[str, Any]:
+    """Train; every tensor of the last checkpoint."""
+    run_ranks(train_rank, ranks, [("run.dir", str(folder)), *overrides], str(store), timeout=120)
+    return newest_state(folder)
+
+
+def train_without_updates(overrides: Overrides, store: str, left_out: list[int]) -> None:
+    """Train, but leave out the updates of these steps."""
+    calls = 0
+    original = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return None if calls in left_out else original(self, *args)
+
+    torch.optim.AdamW.step = step  # type: ignore[method-assign]  # in this rank's process only
+    train_rank(overrides, store)
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit."""
+    assert ours.keys() == theirs.keys()
+    assert any(name.startswith("optim.") for name in ours)
+    return all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+
+
+def anomalies(folder: Path) -> list[dict[str, Any]]:
+    return [one for record in records(folder) for one in record.get("anomalies", [])]
+
+
+# --------------------------------------------------------------------------- skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (REPLICAS, "nan"),  # only rank 1 sees it: without a word from it rank 0 would continue
+        (PIPELINE, "corrupt"),
+        *(
+            pytest.param(layout, kind, marks=pytest.mark.slow)
+            for layout, kind in [
+                ([], "nan"),
+                ([], "corrupt"),
+                (REPLICAS, "corrupt"),
+                (PIPELINE, "nan"),
+                ([("parallel.tp", "2")], "nan"),
+                ([("parallel.tp", "2")], "corrupt"),
+                ([("parallel.cp", "2")], "nan"),
+                ([("parallel.cp", "2")], "corrupt"),
+            ]
+        ),
+    ],
+)
+def test_skip_bad_gradient_of_one_rank_is_skipped_by_all(
+    layout: Overrides, kind: str, store_path: Path, tmp_path: Path
+) -> None:
+    """The run ends as one in which that update is left out, and tells what it did."""
+    again = faults(*bad(kind, 8, 9))  # when it is computed again, too
+    skipped = run(tmp_path / "a", store_path, 2, *SKIP, *layout, *again)
+    (told,) = anomalies(tmp_path / "a")
+    overrides = [("run.dir", str(tmp_path / "b")), *STEPS, *layout]
+    run_ranks(train_without_updates, 2, overrides, str(store_path), [8], timeout=120)
+    assert same(skipped, newest_state(tmp_path / "b"))
+    assert (told["step"], told["first_sample"], told["last_sample"]) == (8, 56, 63)
+    assert (told["what"], told["action"]) == ("gradient norm", "skip")
+    assert told["cause"] == "persistent"
+    before = [record["grad_norm"] for record in records(tmp_path / "a")[:7]]
+    assert min(before) <= told["median"] <= max(before)
+    if kind == "nan":
+        assert told["value"] == told["again"] == "nan"
+    else:
+        assert told["value"] > told["median"] + 100 * (max(before) - min(before))
+    assert [record["step"] for record in records(tmp_path / "a")] == list(range(1, 13))
+    assert (records(tmp_path / "a")[7]["grad_norm"] is None) == (kind == "nan")
+
+
+@pytest.mark.slow
+def test_skip_in_the_first_steps_judges_only_nan(store_path: Path, tmp_path: Path) -> None:
+    # While the learning rate rises from nothing, the first few norms say little of the next.
+    only_nan = ("resilience.spike_threshold", "1e9")
+    change = faults(*bad("nan", 1, 2, 3, 4))
+    state = run(tmp_path / "a", store_path, 2, *SKIP, only_nan, *change)
+    assert [told["step"] for told in anomalies(tmp_path / "a")] == [1, 2]
+    overrides = [("run.dir", str(tmp_path / "b")), *STEPS]
+    run_ranks(train_without_updates, 2, overrides, str(store_path), [1, 2])
+    assert same(state, newest_state(tmp_path / "b"))
+
+
+@pytest.mark.slow
+def test_skip_more_in_a_row_than_the_limit_stop_the_run(store_path: Path, tmp_path: Path) -> None:
+    """Ten may be skipped; the eleventh stops the run."""
+    ten = faults(*bad("nan", *range(2, 22)))
+    run(tmp_path / "a", store_path, 2, *SKIP, *ten)
+    assert [told["step"] for told in anomalies(tmp_path / "a")] == list(range(2, 12))
+    with pytest.raises(RankError, match="9 steps in a row before it were skipped") as caught:
+        run(tmp_path / "b", store_path, 2, *SKIP, *ten, ("resilience.max_anomalies", "9"))
+    assert "in step 11" in str(caught.value)
+    assert not checkpoints(tmp_path / "b/checkpoints")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_skip_in_a_resumed_run_is_decided_the_same(
+    ranks: int, store_path: Path, tmp_path: Path
+) -> None:
+    """Resumed right after a skipped step, it skips a spike that only the old window can tell."""
+    every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
+    first = bad("nan", 6, 7, rank=0)
+    whole = faults(*first, *bad("corrupt", 10, 11, rank=0))
+    straight = run(tmp_path / "a", store_path, ranks, *every, *whole)
+    assert [told["step"] for told in anomalies(tmp_path / "a")] == [6, 9]
+    # The window is not poisoned: what comes after is judged by what was accepted before.
+    assert all(told["median"] < 10 for told in anomalies(tmp_path / "a"))
+
+    killed = [*first, {"site": "step", "kind": "kill", "passing": 7, "rank": 0}]
+    with pytest.raises(RankError, match="SIGKILL"):
+        run(tmp_path / "b", store_path, ranks, *every, *faults(*killed))
+    saved = read_manifest(checkpoints(tmp_path / "b/checkpoints")[-1])
+    assert (saved["step"], saved["samples"], saved["watch"]["in_a_row"]) == (6, 48, 1)
+    more = faults(*killed, *bad("corrupt", 3, 4, rank=0))
+    resumed = run(tmp_path / "b", store_path, ranks, *every, *more)
+    assert same(resumed, straight)
+    assert anomalies(tmp_path / "b") == anomalies(tmp_path / "a")
+    watches = [
+        read_manifest(checkpoints(tmp_path / name / "checkpoints")[-1])["watch"] for name in "ab"
+    ]
+    assert watches[0] == watches[1]
+
+
+@pytest.mark.slow
+def test_skip_window_is_restored_in_another_layout(store_path: Path, tmp_path: Path) -> None:
+    every = [*SKIP, ("checkpoint.interval", "6"), ("checkpoint.async_save", "false")]
+    killed = {"site": "step", "kind": "kill", "passing": 7, "rank": 0}
+    with pytest.raises(RankError, match="SIGKILL"):
+        run(tmp_path, store_path, 2, *every, *faults(killed))
+    run(tmp_path, store_path, 1, *every, *faults(killed, *bad("corrupt", 2, 3, rank=0)))
+    assert [told["step"] for told in anomalies(tmp_path)] == [8]
+
+
+# --------------------------------------------------------------------------- rewind
+
+
+def test_rewind_equals_a_run_without_the_samples(store_path: Path, tmp_path: Path) -> None:
+    state = run(tmp_path / "a", store_path, 2, *REWIND, *faults(*bad("nan", 8, 9)))
+    (told,) = anomalies(tmp_path / "a")
+    assert (told["step"], told["action"], told["back_to"]) == (8, "rewind", 5)
+    assert (told["first_sample"], told["last_sample"]) == (40, 63)
+    assert [record["step"] for record in records(tmp_path / "a")] == list(range(1, 13))
+
+    # Another run, cut off after step 5, whose checkpoint is told that it has seen 64 samples.
+    cut = faults({"site": "step", "kind": "kill", "passing": 6})
+    with pytest.raises(RankError, match="SIGKILL"):
+        run(tmp_path / "b", store_path, 2, *REWIND, *cut)
+    (saved,) = checkpoints(tmp_path / "b/checkpoints")
+    manifest = read_manifest(saved)
+    assert manifest.pop("hash")
+    assert manifest["samples"] == 40
+    (saved / "manifest.json").write_text(manifest_text(manifest | {"samples": 64}))
+    assert same(state, run(tmp_path / "b", store_path, 2, *REWIND))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_rewind_to_the_same_checkpoint_is_limited(store_path: Path, tmp_path: Path) -> None:
+    # Steps 8, 6 and 6, each of them twice.
+    change = faults(*bad("nan", *range(8, 20)))
+    with pytest.raises(RankError, match="went back 2 times to the same checkpoint"):
+        run(tmp_path, store_path, 2, *REWIND, *change, ("resilience.max_anomalies", "2"))
+    # The one that ended the run is the failure.
+    assert [one["step"] for one in anomalies(tmp_path)] == [8, 6]
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000005"]
+
+
+def test_rewind_twice_to_one_checkpoint_records_both(store_path: Path, tmp_path: Path) -> None:
+    # Step 8 twice, and then step 6 twice.
+    run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 8, 9, 10, 11)))
+    found = [(one["step"], one["back_to"], one["last_sample"]) for one in anomalies(tmp_path)]
+    assert found == [(8, 5, 63), (6, 5, 71)]
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 13))
+
+
+def test_rewind_without_a_checkpoint_stops_the_run(store_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="no checkpoint after step 0 to rewind to yet"):
+        run(tmp_path, store_path, 2, *REWIND, *faults(*bad("nan", 3, 4)))
+
+
+# --------------------------------------------------------------------------- once more
+
+
+@pytest.mark.parametrize("layout", [[], pytest.param(REPLICAS, marks=pytest.mark.slow)])
+def test_transient_fault_is_reported_and_leaves_no_trace(
+    layout: Overrides, store_path: Path, tmp_path: Path
+) -> None:
+    undisturbed = run(tmp_path / "a", store_path, 2, *SKIP, *layout)
+    state = run(tmp_path / "b", store_path, 2, *SKIP, *layout, *faults(*bad("flip", 8)))
+    assert same(state, undisturbed)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert not anomalies(tmp_path / "a")
+    (told,) = anomalies(tmp_path / "b")
+    assert (told["cause"], told["action"], told["ranks"]) == ("transient", "none", [1])
+    assert told["step"] == 8
+
+
+# --------------------------------------------------------------------------- stop
+
+
+@pytest.mark.parametrize("kind", ["nan", pytest.param("corrupt", marks=pytest.mark.slow)])
+def test_stop_bad_step_between_two_records_ends_the_run(
+    kind: str, store_path: Path, tmp_path: Path
+) -> None:
+    """It was not applied, and nothing after it is recorded or saved."""
+    often = [("monitor.log_interval", "4"), ("checkpoint.interval", "4"), ("train.steps", "12")]
+    with pytest.raises(RankError, match=r"the gradient norm is (nan|inf) in step 6"):
+        run(tmp_path, store_path, 2, *often, *faults(*bad(kind, 6, factor=1e45)))
+    assert [record["step"] for record in records(tmp_path)] == [1, 4]
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+
+
+# --------------------------------------------------------------------------- the usual
+
+
+def watch(**changes: Any) -> Watch:
+    section = {"on_anomaly": "skip", "spike_window": 16, "spike_threshold": 10.0} | changes
+    return Watch(ResilienceSection.model_validate(section), {})
+
+
+def accept(watch: Watch, values: list[float]) -> None:
+    for value in values:
+        assert watch.judge([value, value]) is None
+        watch._accept([value, value])
+
+
+def test_stop_bad_step_without_a_record_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told of each step does not pile up for ever."""
+    monkeypatch.setattr(anomaly, "UNSEEN", 5)
+    stop, fine, bad = watch(on_anomaly="stop"), [1.0, 2.0], [1.0, float("inf")]
+
+    def examine(step: int, values: list[float]) -> None:
+        told = torch.tensor(values, dtype=torch.float64)
+        stop.examine(step, lambda: Trial(told, told, told))
+
+    for step in range(1, 10):
+        examine(step, bad if step == 8 else fine)
+    with pytest.raises(AnomalyError, match="the gradient norm is inf in step 8:"):
+        examine(10, fine)
+
+
+def test_watch_few_values_judge_only_whether_finite() -> None:
+    young = watch()
+    accept(young, [1.0, 1e6, 1.0, 3.0])
+    assert young.judge([float("nan"), 1.0]) == (0, None, None)
+    assert young.judge([1.0, float("-inf")]) == (1, None, None)
+
+
+def test_watch_equal_values_do_not_make_spikes() -> None:
+    still = watch()
+    accept(still, [2.0] * 16)
+    assert still.judge([2.05, 1.0]) is None
+    assert still.judge([2.2, 2.0]) == (0, 2.0, 2.1)
+
+
+def test_watch_quarter_of_outliers_does_not_hide_a_spike() -> None:
+    values = [2.0 + 0.01 * (i % 5) for i in range(16)]
+    wild = watch()
+    accept(wild, values[:7])  # before anything is judged
+    wild._accept([50.0, 50.0])
+    wild._accept([50.0, 50.0])
+    accept(wild, values[7:14])
+    assert wild.judge([3.0, 2.0]) is not None
+
+
+def test_watch_state_round_trip_is_exact() -> None:
+    one = watch()
+    accept(one, [1 / 3, 0.1, 2 / 7, 0.2, 0.3, 0.25, 0.15, 1 / 9])
+    other = watch()
+    other.restore(json.loads(json.dumps(one.state())))
+    assert other.state() == one.state()
+    assert other._usual("loss") == one._usual("loss") != (None, None)
+
+
+def level_changes() -> tuple[int, str]:
+    """How many steps are skipped after a lasting change, and what is said in the end."""
+    here = watch(max_anomalies=5)
+    accept(here, [2.0 + 0.01 * (i % 5) for i in range(16)])
+    skipped = 0
+
+    def compute() -> Trial:
+        told = torch.tensor([3.0, 2.0], dtype=torch.float64)
+        return Trial(told, told, told[1])
+
+    try:
+        while skipped < 100:
+            _, anomaly = here.examine(skipped, compute)
+            assert anomaly is not None
+            skipped += 1
+    except AnomalyError as error:
+        return skipped, str(error)
+    return skipped, ""
+
+
+def test_watch_lasting_change_of_level_stops_the_run() -> None:
+    ((skipped, said),) = run_ranks(level_changes, 1)
+    assert skipped == 5
+    assert "the loss is 3, and 5 steps in a row before it were skipped" in said
+    assert "raise --resilience.spike_threshold" in said

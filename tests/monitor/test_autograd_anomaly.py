@@ -1,0 +1,96 @@
+"""NaN that the backward pass makes is told with its operator, its layer and its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import RankError, run_ranks
+from tests.layouts import parse
+from tests.small import Overrides, train_rank
+from weft.monitor.autograd_anomaly import BackwardNaN, naming_backward
+
+MODEL: Overrides = [
+    ("model.num_layers", "4"),
+    ("model.tied_embeddings", "false"),
+    ("train.microbatch_size", "2"),
+    ("train.steps", "3"),
+    ("debug.autograd_anomaly", "true"),
+]
+# The slope of the root at zero is infinite: forward is as it was, backward is 0 times infinity.
+MINE = """
+from dataclasses import replace
+from weft.models import FAMILIES
+
+def build(config):
+    model = FAMILIES["llama"].build(config)
+    model.layers["2"].register_forward_hook(lambda block, args, x: x + (x * 0).sqrt())
+    return model
+
+FAMILY = replace(FAMILIES["llama"], build=build)
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard2",
+        pytest.param("dp_shard2 cp2 activation_checkpoint.mode=full", marks=pytest.mark.slow),
+        pytest.param("pp2 pipeline.schedule=1F1B", marks=pytest.mark.slow),
+    ],
+)
+def test_nan_in_backward_names_operator_and_layer(
+    layout: str, store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_nan.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ranks, overrides = parse(f"{layout} model.kind=own_nan:FAMILY")
+    with pytest.raises(RankError) as caught:
+        run_ranks(
+            train_rank,
+            ranks,
+            MODEL + overrides + [("run.dir", str(tmp_path))],
+            str(store_path),
+        )
+    said = str(caught.value)
+    place = f"{tmp_path}/own_nan.py:7"
+    assert (
+        "BackwardNaN: MulBackward0 of layers.2 makes NaN in the backward pass; "
+        f"its forward call is at {place}" in said
+    ), said
+
+
+class Root(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt()
+
+
+@pytest.mark.filterwarnings("ignore:Error detected")
+def test_nan_in_backward_names_what_was_not_finite_in_forward() -> None:
+    layers = {"first": nn.Linear(2, 2), "second": Root(), "third": nn.Linear(2, 2)}
+
+    def step() -> None:
+        out = torch.full((2, 2), -1e6)
+        for layer in layers.values():
+            out = layer(out)
+        out.sum().backward()
+
+    for layer in (layers["first"], layers["third"]):
+        nn.init.ones_(layer.weight)
+    with pytest.raises(BackwardNaN) as caught, naming_backward(layers, [2]):
+        step()
+    said = str(caught.value)
+    assert said.startswith("AddmmBackward0 of third makes NaN")
+    assert said.endswith("in forward the output of second is not finite already")
+
+
+def test_naming_backward_other_errors_are_unchanged() -> None:
+    with pytest.raises(RuntimeError, match="another"), naming_backward({}, []):
+        raise RuntimeError("another")
+    x = torch.tensor(2.0, requires_grad=True)
+    with naming_backward({}, []):
+        (x * 3).backward()
+    assert not torch.is_anomaly_enabled()

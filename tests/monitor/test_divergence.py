@@ -1,0 +1,151 @@
+"""Runs whose every value is finite, and which are lost all the same; and those that are not."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.harness import run_ranks
+from tests.small import Overrides, plan_here, records, small_job, this_rank
+from weft.data.dataset import open_text
+from weft.monitor.anomaly import DivergenceDetector, divergence_of
+from weft.monitor.event_log import read_events
+from weft.monitor.run_reader import History
+from weft.train.loop import train
+
+GUESS = math.log(50_000)  # 10.82
+
+Curve = Callable[[int], tuple[float, float]]  # of a step: loss, gradient norm
+
+
+def judged(curve: Curve, steps: int, every: int = 10, guess: float | None = GUESS) -> list[int]:
+    """The steps of the records at which a divergence begins."""
+    detector = DivergenceDetector(guess)
+    noise = random.Random(0)
+    begins = []
+    for step in [1, *range(every, steps + 1, every)]:
+        loss, norm = curve(step)
+        if norm:  # a model that is dead gives the same loss for any batch
+            loss *= 1 + 0.03 * noise.gauss(0, 1)
+        found = detector.check(step, loss, norm, step == steps)
+        if found is not None and found.begins:
+            begins.append(step)
+    return begins
+
+
+def falling(step: int, start: float = GUESS, end: float = 3.0) -> float:
+    return end + (start - end) * math.exp(-step / 300)
+
+
+HEALTHY: dict[str, tuple[Curve, int]] = {
+    "pretraining": (lambda step: (falling(step), 1.0), 3000),
+    "long warm-up at guessing": (lambda step: (GUESS, 0.4), 1000),
+    "warm-up that overshoots": (lambda step: (GUESS + 0.6 * (step < 200), 2.0), 1000),
+    "initial loss far above guessing": (lambda step: (falling(step, 40.0, 9.0), 30.0), 3000),
+    "a spike that heals": (lambda step: (falling(step) + 6 * (1500 <= step < 1515), 1.0), 3000),
+    "a model that learns little": (lambda step: (GUESS - 0.2, 0.05), 1000),
+    "fine-tuning": (lambda step: (falling(step, 1.5, 0.9), 0.8), 1000),
+    "fine-tuning by heart": (lambda step: (0.002 + 0.3 * (step % 300 < 50), 1e-5), 1000),
+    "converged": (lambda step: (1e-7, 0.0), 1000),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("every", [1, 10])
+def test_divergence_healthy_run_is_not_reported(name: str, every: int) -> None:
+    curve, steps = HEALTHY[name]
+    assert judged(curve, steps, every) == []
+
+
+LOST: dict[str, tuple[Curve, int]] = {
+    "three times guessing": (lambda step: (falling(step) if step < 500 else 32.0, 5.0), 500),
+    "back to the tokens' frequencies": (
+        lambda step: (falling(step) if step < 2000 else 7.6, 1.0),
+        2000,
+    ),
+    "from the beginning": (lambda step: (GUESS if step < 5 else 30.0, 9.0), 10),
+    "collapsed": (lambda step: (GUESS, 1.0 if step < 100 else 0.0), 100),
+    "fine-tuning": (lambda step: (1.0 if step < 200 else 8.0, 3.0), 200),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("every", [1, 10])
+def test_divergence_lost_run_is_reported_once(name: str, every: int) -> None:
+    curve, begins = LOST[name]
+    (found,) = judged(curve, 4000, every)
+    assert begins <= found <= begins + 40
+
+
+@pytest.mark.parametrize("curve", [curve for curve, _ in LOST.values()])
+def test_divergence_other_objectives_are_not_judged(curve: Curve) -> None:
+    assert judged(curve, 4000, guess=None) == []
+
+
+def test_divergence_short_run_needs_fewer_records() -> None:
+    def check(losses: Sequence[float]) -> bool:
+        detector = DivergenceDetector(GUESS)
+        found = [
+            detector.check(10 * n, loss, 1.0, n == len(losses) - 1) for n, loss in enumerate(losses)
+        ]
+        return found[-1] is not None
+
+    assert check([GUESS, 33.0])
+    assert check([GUESS, 9.0, 33.0, 31.0])
+    assert not check([GUESS, 9.0, 8.0, 33.0])  # a spike perhaps
+    assert not check([33.0])
+
+
+def test_divergence_resumed_run_knows_it_from_its_record() -> None:
+    """From its last record, which a rewind may have taken back."""
+    detector = DivergenceDetector(GUESS)
+    detector.back_to({"step": 500, "best_loss": 3.0, "diverged_since": 450})
+    found = detector.check(510, 9.0, 1.0, False)
+    assert found is not None
+    assert (found.since, found.begins, found.best) == (450, False, 3.0)
+    assert "the lowest was 3.00, and guessing gives 10.82" in str(found)
+    detector.back_to({"step": 400, "best_loss": 3.0})
+    assert detector.check(410, 9.0, 1.0, False) is None
+
+
+def test_divergence_damaged_record_is_not_reported() -> None:
+    good = {"diverged_since": 5, "loss": 9.0, "grad_norm": 1.0, "best_loss": 3.0}
+    assert divergence_of(good, "next_token", 100) is not None
+    assert divergence_of(good, "dpo", 100) is None
+    assert divergence_of(None, "next_token", 100) is None
+    for name in good:
+        assert divergence_of(good | {name: "x"}, "next_token", 100) is None
+
+
+def _train(overrides: Overrides, store: str) -> str:
+    out = io.StringIO()
+    job = small_job(*overrides)
+    console = Console(file=out, width=10_000)
+    assert train(job, plan_here(job), open_text(store), this_rank(), console)
+    return out.getvalue()
+
+
+def test_divergence_too_high_learning_rate_is_reported(store_path: Path, tmp_path: Path) -> None:
+    job = [
+        ("train.steps", "60"),
+        ("monitor.log_interval", "5"),
+        ("optim.lr", "10"),
+        ("optim.max_grad_norm", "1e9"),
+        ("run.dir", str(tmp_path)),
+    ]
+    (out,) = run_ranks(_train, 1, job, str(store_path))
+    assert out.count("warning: diverged: the loss ") == 1
+    assert "Try a lower --optim.lr" in out
+    last = records(tmp_path)[-1]
+    assert last["diverged_since"] < 60
+    (event,) = [one for one in read_events(tmp_path)[0] if one["kind"] == "divergence"]
+    assert event["text"].startswith("diverged: ")
+    (tmp_path / "job.toml").write_text("[train]\nsteps = 60\n")
+    state, why = History(tmp_path).state(0.0, running=False)
+    assert (state, why) == ("finished", f"diverged since step {last['diverged_since']}")

@@ -1,0 +1,201 @@
+"""Statistics by name are one process's, in every layout; and name where the first NaN is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import RankError, run_ranks
+from tests.layouts import parse
+from tests.monitor.test_faults import fault
+from tests.small import Overrides, train_rank
+from weft.monitor.layer_stats import (
+    added,
+    first_nonfinite,
+    layers_of,
+    read_statistics,
+    row_of,
+    sums_of,
+    watching,
+)
+
+MODEL: Overrides = [
+    ("model.num_layers", "2"),
+    ("model.tied_embeddings", "false"),
+    ("train.microbatch_size", "2"),
+    ("train.steps", "3"),
+    ("debug.layer_stats_steps", "1-2"),
+]
+LAYOUTS = [
+    "dp_shard2 tp2",
+    "dp_replicate2 cp2 train.microbatch_size=2 activation_checkpoint.mode=full",
+    "pp2 pipeline.schedule=ZBVZeroBubble train.microbatch_size=3",  # 8 rows: the last microbatch has 2
+    "tp4 sequence_parallel=false train.microbatch_size=4 activation_checkpoint.mode=selective",  # two share a key head
+]
+MORE = [
+    "dp_shard3 train.global_batch_size=9",
+    "pp2 tp2 pipeline.schedule=1F1B",
+    "pp2 dp_shard2 pipeline.schedule=Interleaved1F1B",
+    "pp2 pipeline.schedule=DualPipeV",
+    "pp2 cp2 pipeline.schedule=InterleavedZeroBubble",
+    "dp_shard2 cpu_offload=true",
+    "dp_shard2 resilience.on_anomaly=skip",
+    "dp_shard2 train.world_size_invariant=true train.microbatch_size=1",
+    "dp_shard2 optim.name=muon",
+    "dp_shard2 model.tied_embeddings=true",
+]
+KEYS = {"step", "kind", "name", "order", "count", "mean", "rms", "most", "nonfinite"}
+COMPILED = "dp_shard2 compile.enable=true activation_checkpoint.mode=full train.microbatch_size=2"
+
+
+def rows_of(layout: str, store: str, folder: Path) -> list[dict[str, Any]]:
+    ranks, overrides = parse(layout)
+    place = [("run.dir", str(folder))]
+    run_ranks(train_rank, ranks, MODEL + overrides + place, store, timeout=240)
+    return read_statistics(folder)
+
+
+@functools.cache
+def reference(store: str, folder: Path, changes: str) -> list[dict[str, Any]]:
+    return rows_of(changes, store, folder / changes.replace(" ", ","))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one")
+
+
+def check(layout: str, store: Path, folder: Path, tmp_path: Path) -> None:
+    """What changes the numbers of one process, too, is changed there as well."""
+    same = ("train.global_batch_size", "optim.", "model.")
+    changes = " ".join(word for word in layout.split() if word.startswith(same))
+    ones, many = reference(str(store), folder, changes), rows_of(layout, str(store), tmp_path)
+    place = [(row["step"], row["kind"], row["name"], row["order"]) for row in ones]
+    assert [(row["step"], row["kind"], row["name"], row["order"]) for row in many] == place
+    for one, other in zip(ones, many, strict=True):
+        assert set(other) == KEYS
+        assert (other["count"], other["nonfinite"]) == (one["count"], 0), other
+        # AdamW makes steps of full size of gradients that are nearly zero.
+        exact = 1e-3 if other["kind"] == "parameter" else 2e-5
+        assert other["rms"] == pytest.approx(one["rms"], rel=exact), other
+        assert other["most"] == pytest.approx(one["most"], rel=exact), other
+        assert other["mean"] == pytest.approx(one["mean"], abs=exact * one["rms"]), other
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_statistics_of_a_layout_equal_one_process(
+    layout: str, store_path: Path, folder: Path, tmp_path: Path
+) -> None:
+    check(layout, store_path, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*MORE, pytest.param(COMPILED, marks=pytest.mark.timeout(300))])
+def test_statistics_of_further_layouts_equal_one_process(
+    layout: str, store_path: Path, folder: Path, tmp_path: Path
+) -> None:
+    check(layout, store_path, folder, tmp_path)
+
+
+def test_statistics_file_has_activations_gradients_and_parameters(
+    store_path: Path, folder: Path
+) -> None:
+    rows = reference(str(store_path), folder, "")
+    forward = [r["name"] for r in rows if (r["step"], r["kind"]) == (1, "activation")]
+    assert forward == ["embed_tokens", *(f"layers.{n}" for n in range(2)), "norm"]
+    assert {row["step"] for row in rows} == {1, 2}
+    by_name = {(row["step"], row["kind"], row["name"]): row for row in rows}
+    # 8 rows of 32 tokens, 32 wide.
+    assert by_name[1, "activation", "layers.1"]["count"] == 8 * 32 * 32
+    assert by_name[1, "gradient", "lm_head.weight"]["count"] == 512 * 32
+    gain = by_name[1, "parameter", "norm.weight"]
+    assert gain["rms"] == pytest.approx(1.0, abs=0.01)
+    gradients = [r["name"] for r in rows if (r["step"], r["kind"]) == (1, "gradient")]
+    assert gradients[0] == "embed_tokens.weight"
+    assert gradients[-2:] == ["norm.weight", "lm_head.weight"]
+
+
+def test_a_resumed_run_drops_later_rows(store_path: Path, tmp_path: Path) -> None:
+    place: Overrides = [("run.dir", str(tmp_path)), ("checkpoint.interval", "2")]
+    steps: Overrides = [("train.steps", "5"), ("debug.layer_stats_steps", "2,4-5")]
+    run_ranks(train_rank, 2, MODEL + place + steps, str(store_path))
+    before = read_statistics(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000005").rename(tmp_path / "elsewhere")
+    run_ranks(train_rank, 2, MODEL + place + steps, str(store_path))
+    assert read_statistics(tmp_path) == before  # steps 2 and 4 were kept, 5 taken again
+    assert [row["step"] for row in before] == sorted(row["step"] for row in before)
+    assert {row["step"] for row in before} == {2, 4, 5}
+
+
+@pytest.mark.parametrize("chosen", ["3", ""])
+def test_the_error_names_what_is_not_finite_first(
+    chosen: str, store_path: Path, tmp_path: Path
+) -> None:
+    change = fault(site="gradients", kind="nan", rank=0, passing=3)
+    place: Overrides = [("run.dir", str(tmp_path)), ("debug.layer_stats_steps", chosen)]
+    with pytest.raises(RankError) as caught:
+        run_ranks(train_rank, 2, MODEL + place + change, str(store_path))
+    said = str(caught.value)
+    assert "the gradient norm is nan in step 3" in said
+    if chosen:
+        # The fault is in all gradients, and the head's comes first.
+        assert (
+            "first in the gradient of lm_head.weight in backward (8192 of 16384 elements)" in said
+        )
+        assert {row["step"] for row in read_statistics(tmp_path)} == {3}
+    else:
+        assert "--debug.layer_stats_steps 3 says in which layer it begins" in said
+        assert not (tmp_path / "statistics.jsonl").exists()
+
+
+def test_first_nonfinite_is_the_first_in_order_of_computation() -> None:
+    def row(kind: str, name: str, bad: int) -> dict[str, Any]:
+        return {"kind": kind, "name": name, "nonfinite": bad, "count": 8}
+
+    rows = [row("activation", "a", 0), row("activation", "b", 2), row("activation", "c", 8)]
+    grads = [row("gradient", "a.w", 8), row("gradient", "c.w", 1), row("parameter", "a.w", 8)]
+    assert first_nonfinite([*rows, *grads]) == "output of b in forward (2 of 8 elements)"
+    assert first_nonfinite(grads) == "gradient of c.w in backward (1 of 8 elements)"
+    assert first_nonfinite(grads[2:]) == "parameter a.w (8 of 8 elements)"
+    assert first_nonfinite(rows[:1]) == ""
+
+
+def test_row_of_finite_values_is_added_over_ranks() -> None:
+    """Of what is finite; several ranks' parts; several ranks that have seen the same."""
+    tensor = torch.tensor([[1.0, -3.0], [math.nan, math.inf]])
+    assert row_of([added([(2, sums_of(tensor))])], 2) == {
+        "count": 4,
+        "mean": -1.0,
+        "rms": math.sqrt(5.0),
+        "most": 3.0,
+        "nonfinite": 2,
+    }
+    half = added([(1, sums_of(tensor[:1]))])
+    other = added([(1, sums_of(tensor[1:]))])
+    whole = added([(2, sums_of(tensor))])
+    assert row_of([half, other], 2) == row_of([whole], 2) == row_of([whole, whole], 2)
+    empty = row_of([added([(0, sums_of(tensor[:0]))])], 2)
+    assert (empty["count"], empty["mean"], empty["most"]) == (0, 0.0, 0.0)
+    json.dumps(empty, allow_nan=False)
+
+
+def test_watching_hooks_are_removed_afterwards() -> None:
+    part = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 3))
+    layers = layers_of(part, {part[0]})
+    assert list(layers) == ["0", "1"]
+    heard: list[tuple[str, int]] = []
+    x = torch.ones(4, 2)
+    with watching(layers, [4, 3], lambda name, rows, before, after: heard.append((name, rows))):
+        part(x)
+        part(x)
+        part(x)  # once more, for backward
+    part(x)
+    assert heard == [("0", 4), ("1", 4), ("0", 3), ("1", 3)]
+    assert not any(module._forward_hooks for module in part.modules())

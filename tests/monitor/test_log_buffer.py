@@ -1,0 +1,263 @@
+"""Logs that cannot be written: reported once, kept in order, and never the end of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.harness import run_ranks
+from tests.monitor.test_step_record import record
+from tests.small import Overrides, plan_here, small_job, this_rank
+from weft.checkpoint.manifest import checkpoints
+from weft.config.files import append_bytes
+from weft.data.dataset import open_text
+from weft.monitor.event_log import EventLog, read_events
+from weft.monitor.jsonl import read_records
+from weft.monitor.log_buffer import LogBuffer
+from weft.monitor.spans import Spans, read_spans, span, spans_path
+from weft.monitor.tracker_backends import TensorBoard
+from weft.monitor.trackers import Jsonl
+from weft.train.loop import train
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, whose free space a test decides on."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte free; the file that takes the space."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return path
+
+
+def test_append_bytes_on_a_full_disk_leaves_nothing_of_it(small_disk: Path) -> None:
+    path = small_disk / "events.jsonl"
+    append_bytes(path, b"one\n")
+    filler = fill(small_disk)
+    with pytest.raises(OSError, match="No space left"):
+        append_bytes(path, b"two " * 5000 + b"\n")  # a part of it fits into the page
+    assert path.read_bytes() == b"one\n"
+    filler.unlink()
+    append_bytes(path, b"three\n")
+    assert path.read_bytes() == b"one\nthree\n"
+
+
+def test_append_bytes_after_a_torn_line_begins_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"to")
+    append_bytes(tmp_path / "a", b"whole\n")
+    assert (tmp_path / "a").read_bytes() == b"to\nwhole\n"
+
+
+def test_a_log_on_a_full_disk_keeps_its_records_in_order(small_disk: Path) -> None:
+    said: list[str] = []
+    path = small_disk / "metrics.jsonl"
+    sink = Jsonl(path, 0, said.append)
+    sink.write(record(1))
+    filler = fill(small_disk)
+    for step in range(2, 40):
+        sink.write(record(step))
+    filler.unlink()
+    sink.write(record(40))
+    sink.close()
+    assert [line["step"] for line in read_records(path)] == list(range(1, 41))
+    first, second = said
+    assert first.startswith(f"warning: {path} cannot be written: no space left on device. Training")
+    assert second == f"{path} can be written again, and has the records that waited"
+
+
+def test_a_log_that_stays_unwritable_counts_what_is_lost() -> None:
+    said: list[str] = []
+    buffer = LogBuffer.of_file(Path("/dev/full"), said.append)
+    for _ in range(7):
+        buffer.write(b"{}\n")
+    buffer.close()
+    assert len(said) == 2
+    assert said[1] == "warning: /dev/full: 7 records are lost: no space left on device"
+    buffer.write(b"{}\n")  # after the end it is lost at once
+    assert said[2] == "warning: /dev/full: 1 record is lost: no space left on device"
+
+
+def test_a_buffer_that_is_full_drops_the_oldest() -> None:
+    said: list[str] = []
+    written: list[int] = []
+    broken = True
+
+    def write(number: int) -> None:
+        if broken:
+            raise OSError(5, os.strerror(5))
+        written.append(number)
+
+    buffer = LogBuffer[int]("it", write, said.append, limit=10)
+    for number in range(25):
+        buffer.write(number)
+    broken = False
+    buffer.close()
+    assert written == list(range(15, 25))
+    assert said[0].startswith("warning: it cannot be written: input/output error. Training")
+    assert said[-1] == "warning: it: 15 records are lost: input/output error"
+
+
+def test_a_file_that_may_not_grow_is_reported_by_name(tmp_path: Path) -> None:
+    """As a quota does; the limit is of the process, so it is a rank's."""
+    (said, steps) = run_ranks(_limited, 1, str(tmp_path))[0]
+    assert steps == list(range(1, 31))
+    assert said[0].startswith(f"warning: {tmp_path}/metrics.jsonl cannot be written: file too lar")
+
+
+def _limited(folder: str) -> tuple[list[str], list[int]]:
+    said: list[str] = []
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sink = Jsonl(Path(folder) / "metrics.jsonl", 0, said.append)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    for step in range(1, 31):
+        sink.write(record(step))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    sink.close()
+    return said, [line["step"] for line in read_records(Path(folder) / "metrics.jsonl")]
+
+
+def test_events_spans_and_tensorboard_wait_for_space(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    said: list[str] = []
+    events, board = EventLog(small_disk, said.append), TensorBoard(small_disk, small_job(), 0)
+    kept = Spans(spans_path(small_disk, 0), 0)
+    filler = fill(small_disk)
+    for step in (1, 2, 3):
+        events.note("start", step, "x" * 3000)
+        with span(f"named {step}"):
+            pass
+        kept.flush()
+    for step in (1, 2):
+        with pytest.raises(OSError, match="No space left"):
+            board.write(record(step))
+    filler.unlink()
+    for step in (1, 2, 3):
+        board.write(record(step))
+    events.close()
+    kept.close()
+    assert [event["step"] for event in read_events(small_disk)[0]] == [1, 2, 3]
+    names = [event["name"] for event in read_spans(small_disk, 0)]
+    assert [name for name in names if name.startswith("named")] == ["named 1", "named 2", "named 3"]
+    json.loads(spans_path(small_disk, 0).read_text())  # whole
+    found = EventAccumulator(str(small_disk / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
+    assert len(said) == 2
+    assert capsys.readouterr().out.count("no space left on device") == 1
+
+
+# --------------------------------------------------------------------------- a whole run
+
+RUN: Overrides = [
+    ("train.steps", "8"),
+    ("monitor.log_interval", "1"),
+    ("checkpoint.interval", "4"),
+    ("debug.layer_stats_steps", "2,6"),
+    ("monitor.report", "true"),
+    ("monitor.trackers", "tensorboard"),
+]
+
+
+def _train(overrides: Overrides, store: str) -> str:
+    out = io.StringIO()
+    job = small_job(*overrides)
+    console = Console(file=out, width=10_000)
+    assert train(job, plan_here(job), open_text(store), this_rank(), console)
+    return out.getvalue()
+
+
+def test_a_run_on_a_full_disk_trains_to_its_end(
+    small_disk: Path, store_path: Path, tmp_path: Path
+) -> None:
+    folder = small_disk / "run"
+    folder.mkdir()
+    filler = fill(small_disk)
+    job = [*RUN, ("run.dir", str(folder)), ("checkpoint.dir", str(tmp_path / "elsewhere"))]
+    (out,) = run_ranks(_train, 1, job, str(store_path))
+    assert len(checkpoints(tmp_path / "elsewhere")) == 2
+    for name in ("plan.json", "metrics.jsonl", "events.jsonl", "statistics.jsonl", "report.html"):
+        assert out.count(f"{folder / name} cannot be written: no space left on device") == 1, name
+    assert "metrics.jsonl: 8 records are lost: no space left on device" in out
+    assert "tensorboard: 8 records are lost: no space left on device" in out
+    filler.unlink()
+
+
+@pytest.mark.parametrize("trouble", ["deleted", "read-only"])
+def test_a_run_whose_directory_goes_away_trains_to_its_end(
+    trouble: str, small_disk: Path, store_path: Path, tmp_path: Path
+) -> None:
+    folder = small_disk / "run"
+    folder.mkdir()
+    job = [*RUN, ("run.dir", str(folder)), ("checkpoint.dir", str(tmp_path / "elsewhere"))]
+    (out,) = run_ranks(_train_without, 1, job, str(store_path), trouble)
+    assert len(checkpoints(tmp_path / "elsewhere")) == 2
+    why = {"deleted": "no such file or directory", "read-only": "read-only file system"}[trouble]
+    assert out.count(f"{folder / 'metrics.jsonl'} cannot be written: {why}") == 1
+    if trouble == "deleted":  # TensorBoard's file brings the directory back
+        assert [line["step"] for line in read_records(folder / "metrics.jsonl")] == [*range(3, 9)]
+    else:
+        assert f"{folder / 'metrics.jsonl'}: 6 records are lost: {why}" in out
+
+
+def _train_without(overrides: Overrides, store: str, trouble: str) -> str:
+    from weft.monitor import faults
+
+    folder = Path(small_job(*overrides).run.dir)
+
+    def strike(site: str, step: int | None) -> None:
+        if step == 3 and trouble == "deleted":
+            shutil.rmtree(folder)
+        elif step == 3:
+            subprocess.run(["mount", "-o", "remount,ro", str(folder.parent)], check=True)
+
+    faults.listeners.append(strike)
+    return _train(overrides, store)
+
+
+def test_a_resume_over_damaged_records_keeps_them_and_says_so(
+    store_path: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    job = [*RUN, ("run.dir", str(folder)), ("monitor.trackers", ""), ("monitor.report", "false")]
+    run_ranks(_train, 1, job, str(store_path))
+    shutil.rmtree(folder / "checkpoints" / "step-00000008")
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    damage = [b"[" * 100_000 + b"\n", lines[6][:50] + b"\n"]
+    path.write_bytes(b"".join([lines[0][:40] + b"\n", *lines[1:6], *damage, *lines[6:]]))
+    (out,) = run_ranks(_train, 1, job, str(store_path))
+    assert out.count(f"{path}: 2 damaged lines were moved to metrics.damaged.jsonl") == 1
+    assert (folder / "metrics.damaged.jsonl").read_bytes() == b"".join(damage)
+    assert [record["step"] for record in read_records(path)] == [2, 3, 4, 5, 6, 7, 8]
+    assert path.read_bytes().startswith(lines[0][:40] + b"\n" + lines[1])

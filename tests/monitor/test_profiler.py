@@ -1,0 +1,237 @@
+"""Profiles of real runs on gloo: what they leave, when, and whether a planted wait is found."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.harness import RankError, run_ranks
+from tests.small import Overrides, plan_here, small_job, this_rank, train_rank
+from weft.config.job import InvalidJob
+from weft.data.dataset import open_text
+from weft.monitor import profile_breakdown as breakdown
+from weft.monitor import profiler as profiling
+from weft.monitor.faults import DOING
+from weft.monitor.profile_breakdown import axis_between
+from weft.monitor.profiler import table
+from weft.monitor.spans import spans_path
+from weft.plan.resolve import Machine, resolve
+from weft.train.job_checks import prepare_job
+from weft.train.loop import train
+
+UNTIED = ("model.tied_embeddings", "false")
+PIPELINE = [("parallel.pp", "2"), ("train.microbatch_size", "2"), UNTIED]
+
+
+def run(folder: Path, store: Path, ranks: int, *overrides: tuple[str, str]) -> None:
+    job: Overrides = [("train.steps", "4"), ("run.dir", str(folder)), *overrides]
+    run_ranks(train_rank, ranks, job, str(store))
+
+
+def summary_of(folder: Path, steps: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"traces/step-{steps}/summary.json").read_text())
+    return found
+
+
+def trace_of(folder: Path, steps: str, rank: int) -> list[dict[str, Any]]:
+    with gzip.open(folder / f"traces/step-{steps}/rank-{rank}.json.gz", "rt") as file:
+        found: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return found
+
+
+def slow(rank: int, site: str, passing: int) -> tuple[str, str]:
+    fault = f'{{site = "{site}", kind = "slow", seconds = 1.0, rank = {rank}, passing = {passing}}}'
+    return "resilience.faults", f"[{fault}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "axis"),
+    [
+        ([("parallel.tp", "2")], "tp"),
+        pytest.param([("parallel.cp", "2")], "cp", marks=pytest.mark.slow),
+        (PIPELINE, "pp"),
+        pytest.param(
+            [*PIPELINE, ("model.num_layers", "4"), ("pipeline.schedule", "ZBVZeroBubble")],
+            "pp",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_profile_late_rank_is_waited_for_on_the_shared_axis(
+    overrides: Overrides, axis: str, store_path: Path, tmp_path: Path
+) -> None:
+    """It sleeps; the other one waits for it, along the axis that they share."""
+    late = 0 if axis == "pp" else 1  # the last stage waits for the first
+    change = slow(late, "forward_backward", passing=3)
+    run(tmp_path, store_path, 2, ("profile.steps", "3"), change, *overrides)
+    summary = summary_of(tmp_path, "3-3")
+    assert (summary["first_step"], summary["steps"]) == (3, 1)
+    phases = {DOING[site] for site in breakdown.STEP}
+    for rank, told in enumerate(summary["ranks"]):
+        assert told["rank"] == rank
+        seconds = told["seconds"]
+        where = "host" if rank == late else axis
+        assert seconds[where] > 0.6
+        assert max(seconds, key=lambda name: seconds[name]) == where
+        assert seconds["compute"] > 0
+        step = [e["dur"] for e in trace_of(tmp_path, "3-3", rank) if e["name"] in phases]
+        # Between two phases lie some microseconds, which are no part of either.
+        assert sum(seconds.values()) == pytest.approx(sum(step) / 1e6, rel=1e-6)
+
+
+def test_profile_waits_are_attributed_to_each_axis(store_path: Path, tmp_path: Path) -> None:
+    """Rank 3 is late with its data: rank 2 shares its shards, rank 1 is its replica."""
+    layout = [("parallel.dp_replicate", "2"), ("parallel.dp_shard", "2")]
+    change = slow(3, "step", passing=2)
+    run(tmp_path, store_path, 4, ("profile.steps", "2"), change, *layout)
+    of = [told["seconds"] for told in summary_of(tmp_path, "2-2")["ranks"]]
+    assert of[3]["data"] >= 1.0
+    assert of[2]["dp_shard"] > 0.6
+    assert of[1]["dp_replicate"] > 0.6
+    assert max(of[1]["dp_shard"], of[2]["dp_replicate"], of[0]["data"]) < 0.5
+    text = (tmp_path / "traces/step-2-2/summary.txt").read_text()
+    assert "exposed dp_replicate" in text
+
+
+def test_profile_trace_has_the_spans(store_path: Path, tmp_path: Path) -> None:
+    """By the same names, each as long; also where an evaluation and a save come between."""
+    every = [("train.eval_interval", "1"), ("checkpoint.interval", "1")]
+    every += [("train.steps", "3"), ("train.eval_sequences", "2")]
+    run(tmp_path, store_path, 2, ("profile.steps", "2-3"), *PIPELINE, *every)
+    for rank in (0, 1):
+        noted = json.loads(spans_path(tmp_path, rank).read_text())
+        spans = [
+            event
+            for event in noted
+            if event.get("args", {}).get("step") in (2, 3) and event["name"] != DOING["profile"]
+        ]
+        names = {event["name"] for event in spans}
+        assert {DOING["evaluate"], DOING["checkpoint"], "optimizer", f"{rank}B3"} <= names
+        ranges = [e for e in trace_of(tmp_path, "2-3", rank) if e.get("cat") == "user_annotation"]
+        seen = sorted((e for e in ranges if e["name"] in names), key=lambda e: (e["ts"], -e["dur"]))
+        noted = sorted(spans, key=lambda e: (e["ts"], -e["dur"]))
+        assert [e["name"] for e in seen] == [e["name"] for e in noted]
+    assert summary_of(tmp_path, "2-3")["steps"] == 2
+
+
+def test_profile_memory_is_in_the_trace(store_path: Path, tmp_path: Path) -> None:
+    run(tmp_path, store_path, 1, ("profile.steps", "2"), ("profile.memory", "true"))
+    assert any(event["name"] == "[memory]" for event in trace_of(tmp_path, "2-2", 0))
+
+
+def train_and_listen(overrides: Overrides, store: str, said: str) -> None:
+    job = small_job(*overrides)
+    with open(said, "w", encoding="utf-8") as file:
+        console = Console(file=file, width=10_000)
+        train(job, plan_here(job), open_text(Path(store)), this_rank(), console)
+
+
+def test_profile_stopped_run_is_resumed_without_a_second_profile(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """It has its first step profiled; the second start, which begins in the middle, none."""
+    said = tmp_path / "said"
+    overrides = [("run.dir", str(tmp_path)), ("train.steps", "4"), ("profile.steps", "1-3")]
+    limit = ("resilience.time_limit", "1e-6")
+    run_ranks(train_and_listen, 1, [*overrides, limit], str(store_path), str(said))
+    assert summary_of(tmp_path, "1-3")["steps"] == 1
+    text = (tmp_path / "traces/step-1-3/summary.txt").read_text()
+    assert text.startswith("profile of steps 1 to 1")
+    assert text in said.read_text()
+    before = sorted((tmp_path / "traces/step-1-3").iterdir())
+    run_ranks(train_and_listen, 1, overrides, str(store_path), str(said))
+    assert "profile" not in said.read_text()
+    assert sorted((tmp_path / "traces/step-1-3").iterdir()) == before
+
+
+def test_profile_run_that_fails_keeps_its_traces(store_path: Path, tmp_path: Path) -> None:
+    change = ("resilience.faults", '[{site = "gradients", kind = "raise", passing = 3}]')
+    with pytest.raises(RankError, match="injected fault"):
+        run(tmp_path, store_path, 1, ("profile.steps", "2-4"), change)
+    names = [event["name"] for event in trace_of(tmp_path, "2-4", 0)]
+    assert names.count(DOING["step"]) == 2
+    assert names.count(DOING["gradients"]) == 2
+    assert not (tmp_path / "traces/step-2-4/summary.json").exists()
+
+
+def test_a_profile_that_cannot_be_written_costs_itself_only(
+    store_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "traces").write_text("no folder")
+    said = tmp_path / "said"
+    overrides = [("run.dir", str(tmp_path)), ("train.steps", "3"), ("profile.steps", "2")]
+    run_ranks(train_and_listen, 1, overrides, str(store_path), str(said))
+    assert "rank 0: no trace: [Errno 20] Not a directory" in said.read_text()
+
+
+def train_on_a_full_disk(overrides: Overrides, store: str, said: str) -> None:
+    """Of what torch's profiler writes the first 1,000 bytes fit, which it tells in its log only."""
+    export = profiling.profile.export_chrome_trace
+
+    def cut(self: Any, path: str) -> None:
+        export(self, path)
+        os.truncate(path, 1000)
+
+    profiling.profile.export_chrome_trace = cut  # type: ignore[method-assign]
+    train_and_listen(overrides, store, said)
+
+
+def test_a_trace_that_is_cut_short_costs_itself_only(store_path: Path, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    overrides = [("run.dir", str(tmp_path)), ("train.steps", "3"), ("profile.steps", "2")]
+    run_ranks(train_on_a_full_disk, 1, overrides, str(store_path), str(said))
+    assert "rank 0: no trace: " in said.read_text()
+    assert not list((tmp_path / "traces/step-2-2").glob("rank-*"))
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("ten", "must be steps such as 7 or 7,20-30; steps to profile"),
+        ("3-", "must be steps such as 7 or 7,20-30; steps to profile"),
+        ("-3", "must be steps such as 7 or 7,20-30; steps to profile"),
+        ("0-2", "must be steps from 1, the smaller of a range first; steps to profile"),
+        ("5-4", "must be steps from 1, the smaller of a range first; steps to profile"),
+        ("5,7", "is more than one range of steps; use 10, or 10-12"),
+        ("99-101", "ends after the run, which has train.steps = 100; use 100 or less"),
+        ("10-30", "has 21 steps: traces of more than 20 are too large to read; use 10-12"),
+    ],
+)
+def test_profile_steps_invalid_ranges_are_refused(value: str, rule: str, tmp_path: Path) -> None:
+    change = [("run.dir", str(tmp_path)), ("train.steps", "100"), ("profile.steps", value)]
+    with pytest.raises(InvalidJob) as caught:
+        prepare_job("demo", change)
+    (problem,) = caught.value.problems
+    assert problem.key == "profile.steps"
+    assert rule in str(problem)
+
+
+def test_axis_between_ranks_is_the_axis_in_which_they_differ() -> None:
+    layout = [("parallel.pp", "2"), ("parallel.cp", "2"), ("parallel.tp", "2"), UNTIED]
+    job = small_job(*layout, ("parallel.dp_shard", "2"), ("train.microbatch_size", "2"))
+    plan = resolve(job, Machine("cpu", devices=2, world_size=16))
+    found = {axis_between([0, other], plan) for other in range(1, 16)}
+    assert found == {"pp", "dp_shard", "cp", "tp", "world"}
+    assert axis_between([0, 2, 4, 6], plan) == "dp_shard"  # and cp: the shards of a parameter
+    assert axis_between(range(16), plan) == "world"
+
+
+def test_profile_table_has_expected_times_beside_measured_ones() -> None:
+    spent = [(0, {"compute": 2.0, "pp": 1.0}), (1, {"compute": 1.0, "pp": 2.0, "data": 0.5})]
+    lines = table(spent, {"compute": 1.25, "bubble": 0.5, "pp": 0.25, "host": 0.0})
+    rows = [line.rsplit(maxsplit=4) for line in lines[1:]]
+    assert rows == [
+        ["computing", "1.5000", "2.0000", "0", "1.2500"],
+        ["waiting for other stages (pp)", "1.5000", "2.0000", "1", "0.7500"],
+        ["waiting for data", "0.2500", "0.5000", "1", "-"],
+        ["host: nothing computes", "0.0000", "0.0000", "1", "0.0000"],
+        ["a step", "3.2500", "3.5000", "1", "2.0000"],
+    ]
+    assert math.isclose(sum(float(row[1]) for row in rows[:-1]), float(rows[-1][1]))

@@ -1,0 +1,662 @@
+"""The page in a real browser: its numbers are the run's, its controls work, nothing leaves it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.monitor.test_step_record import record
+from tests.small import small_job
+from weft.cli.main import main
+from weft.config.job import InvalidJob, WeftError, to_toml
+from weft.monitor import run_reader as history
+from weft.monitor import run_report as module
+from weft.monitor.report_charts import MOST_POINTS, charts_of, data_of
+from weft.monitor.run_reader import History, columns_of, fewer
+from weft.monitor.run_report import FILE, Report, report_page
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+needs_browser = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver: apt install chromium-driver"
+)
+BEGAN = 1.7e9
+
+
+def values(step: int, **more: Any) -> dict[str, Any]:
+    """A record as JSON values, every number in it another one for each step."""
+    noise = math.sin(step * 12.9898)
+    seconds = {"productive": 0.9 * step, "saving": 0.05 * step, "lost": 0.0}
+    changed = record(
+        step,
+        loss=8.0 / step**0.2 + 0.3 * noise,
+        grad_norm=1.0 + abs(noise) / 3,
+        lr=1e-3 / step,
+        times=(0.5 + 0.1 * noise, 0.01 + 0.001 * noise),
+        memory_peak_gib=1.0 + step / 1000,
+        seconds=seconds,
+    ).to_dict()
+    return changed | {"time": BEGAN + step} | more
+
+
+def make_run(
+    folder: Path,
+    lines: list[dict[str, Any]],
+    *overrides: tuple[str, str],
+    events: list[dict[str, Any]] | None = None,
+) -> Path:
+    """A run's folder with these records, of a job of 100 steps."""
+    folder.mkdir(parents=True)
+    base = small_job(("train.steps", "100"))
+    job = small_job(("train.steps", "100"), *overrides)
+    (folder / "job.toml").write_text(to_toml(job, "demo", base))
+    (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "devices": []}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if events is not None:
+        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return folder
+
+
+def event(step: int, kind: str, text: str = "something") -> dict[str, Any]:
+    return {"time": BEGAN + step, "step": step, "kind": kind, "text": text}
+
+
+class Browser:
+    """Chromium without a screen."""
+
+    def __init__(self) -> None:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.service import Service
+
+        options = webdriver.ChromeOptions()
+        options.binary_location = CHROMIUM
+        for word in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+            options.add_argument(f"--{word}")
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+        self.driver.set_page_load_timeout(60)
+
+    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Show a page; it must draw all that it has, say nothing, and fetch nothing."""
+        self.run("if (location.protocol === 'file:') sessionStorage.clear()")
+        self.driver.get("about:blank")
+        for log in ("browser", "performance"):
+            self.driver.get_log(log)
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.dark(dark)
+        self.driver.get(path.as_uri())
+        charts = self.run("return [...document.querySelectorAll('.chart')].map(c => !!c.data)")
+        assert all(charts)
+        assert self.driver.get_log("browser") == []
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        ]
+        asked = {
+            message["params"]["request"]["url"].partition(":")[0]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        }
+        assert asked <= {"file", "data", "about"}
+
+    def dark(self, dark: bool) -> None:
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
+
+    def set(self, control: str, value: Any) -> None:
+        name = "checked" if isinstance(value, bool) else "value"
+        self.run(
+            f"const c = document.getElementById(arguments[0]); c.{name} = arguments[1];"
+            "c.dispatchEvent(new Event('input'))",
+            control,
+            value,
+        )
+
+    def traces(self, chart: str) -> dict[str, dict[str, Any]]:
+        """What plotly has drawn, by name, without what smoothing leaves pale behind."""
+        drawn = self.run(
+            "return document.getElementById(arguments[0])._fullData.map(t => "
+            "({name: t.name, x: [...t.x], y: [...t.y], opacity: t.opacity, text: t.text}))",
+            f"chart-{chart}",
+        )
+        return {trace["name"]: trace for trace in drawn if trace["opacity"] != 0.25}
+
+    def layout(self, chart: str) -> Any:
+        return self.run(
+            "const l = document.getElementById(arguments[0])._fullLayout;"
+            "return {x: l.xaxis.range, title: l.xaxis.title.text, type: l.yaxis.type,"
+            " color: l.font.color, grid: l.xaxis.gridcolor}",
+            f"chart-{chart}",
+        )
+
+    def text(self, selector: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0]).innerText", selector))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    started = Browser()
+    yield started
+    started.driver.quit()
+
+
+def written(folders: list[Path], **options: Any) -> Path:
+    path = folders[0] / FILE
+    path.write_bytes(report_page(folders, **options))
+    return path
+
+
+@needs_browser
+def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Path) -> None:
+    lines = [values(step) for step in range(1, 61)]
+    for line in lines[19::20]:
+        line["eval_loss"] = line["loss"] - 0.25
+    lines[30] |= {"loss": None, "grad_norm": None}
+    browser.open(written([make_run(tmp_path / "one", lines)]))
+
+    def drawn(key: str) -> tuple[list[int], list[float]]:
+        found = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        return [step for step, _ in found], [value for _, value in found]
+
+    for chart, name, key in (
+        ("loss", "train", "loss"),
+        ("loss", "held out", "eval_loss"),
+        ("speed", "Speed", "tokens_per_second"),
+        ("mfu", "MFU", "mfu"),
+        ("mfu", "attention counted as causal", "mfu_causal"),
+        ("grad_norm", "Gradient norm", "grad_norm"),
+        ("lr", "Learning rate", "lr"),
+        ("step_seconds", "Seconds of a step", "step_seconds"),
+        ("memory", "Memory of the fullest rank", "memory_peak_gib"),
+        ("parts", "waiting for data", "data_seconds"),
+    ):
+        trace = browser.traces(chart)[name]
+        assert (trace["x"], trace["y"]) == drawn(key), key
+    productive = browser.traces("ledger")["productive"]["y"]
+    assert productive == [line["seconds"]["productive"] for line in lines]
+    rest = browser.traces("parts")["computing and communication"]["y"]
+    assert rest == [line["step_seconds"] - line["data_seconds"] for line in lines]
+
+    last = lines[-1]
+    steady = np.median([line["tokens_per_second"] for line in lines[2:]])
+    facts = {
+        "step": "60 of 100",
+        "loss": f"{last['loss']:.4f}",
+        "eval_loss": f"{last['eval_loss']:.4f}",
+        "tokens_per_second": f"{steady:,.0f}",
+        "memory_peak_gib": f"{last['memory_peak_gib']:.2f} GiB",
+        "goodput": f"{0.9 / 0.95:.1%}",
+    }
+    assert {key: browser.text(f"#fact-{key}") for key in facts} == facts
+    assert browser.text(".state") == "stopped"
+
+
+@needs_browser
+def test_report_page_controls_change_the_charts(browser: Browser, tmp_path: Path) -> None:
+    lines = [values(step) for step in range(1, 41)]
+    browser.open(written([make_run(tmp_path / "one", lines)]))
+    losses = [line["loss"] for line in lines]
+
+    browser.set("axis", "token")
+    assert browser.traces("loss")["Loss"]["x"] == [line["tokens"] for line in lines]
+    assert browser.layout("loss")["title"] == "tokens"
+    browser.set("axis", "time")
+    minutes = [(line["time"] - lines[0]["time"]) / 60 for line in lines]
+    assert browser.traces("loss")["Loss"]["x"] == pytest.approx(minutes)
+    assert browser.layout("loss")["title"] == "minutes"
+    browser.set("axis", "step")
+
+    # A mean with weights 0.9^age, which add up to one also at the beginning.
+    browser.set("smooth", 0.9)
+    expected = [
+        sum(0.9 ** (n - i) * losses[i] for i in range(n + 1)) / sum(0.9**i for i in range(n + 1))
+        for n in range(len(losses))
+    ]
+    assert browser.traces("loss")["Loss"]["y"] == pytest.approx(expected)
+    assert browser.text("#weight") == "0.9"
+    browser.set("smooth", 0)
+    assert browser.traces("loss")["Loss"]["y"] == losses
+
+    assert browser.layout("lr")["type"] == "linear"
+    browser.set("log", True)
+    assert [browser.layout(chart)["type"] for chart in ("lr", "parts")] == ["log", "linear"]
+    # A page that is loaded again, as a running one does, keeps what was chosen.
+    browser.driver.refresh()
+    assert browser.layout("lr")["type"] == "log"
+
+
+@needs_browser
+def test_report_page_zoom_is_shared_and_can_be_reset(browser: Browser, tmp_path: Path) -> None:
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+
+    browser.open(written([make_run(tmp_path / "one", [values(step) for step in range(1, 41)])]))
+    assert browser.layout("loss")["x"] == pytest.approx([1, 40], abs=3)
+    plot = browser.driver.find_element(By.CSS_SELECTOR, "#chart-loss .nsewdrag")
+    wide = plot.size["width"]
+    mouse = ActionChains(browser.driver)
+    mouse.move_to_element_with_offset(plot, -wide // 4, 0).click_and_hold()
+    mouse.move_by_offset(wide // 4, 0).move_by_offset(wide // 4, 0).release().perform()
+    zoomed = browser.layout("loss")["x"]
+    assert zoomed == pytest.approx([10.75, 30.25], abs=1.5)
+    browser.set("smooth", 0.5)
+    assert browser.layout("loss")["x"] == zoomed
+    browser.set("axis", "token")  # another axis, another range
+    assert browser.layout("loss")["x"][1] > 1000
+
+
+@needs_browser
+@pytest.mark.parametrize("count", [2, 4])
+def test_report_page_of_several_runs_compares_them(
+    browser: Browser, tmp_path: Path, count: int
+) -> None:
+    folders = []
+    for number in range(count):
+        lines = [values(step, loss=number + 1 / step) for step in range(1, 21 + number)]
+        rate = ("optim.lr", str(1e-3 * (number + 1)))
+        folders.append(make_run(tmp_path / f"run-{number}", lines, rate))
+    sections = [("Verdict & more", "<p id='mine'>the first is better</p>")]
+    browser.open(written(folders, title="Rates", sections=sections))
+    traces = browser.traces("loss")
+    assert {*traces} == {f"run-{number}" for number in range(count)}
+    for number in range(count):
+        steps = range(1, 21 + number)
+        assert traces[f"run-{number}"]["y"] == [number + 1 / step for step in steps]
+    headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
+    assert headings[:2] == ["Verdict & more", "Curves"]
+    assert browser.text("h1") == browser.driver.title == "Rates"
+    rows = browser.run("return [...document.querySelectorAll('tr')].map(r => r.innerText)")
+    assert "\t".join(["optim.lr", *(f"{1e-3 * (n + 1)}" for n in range(count))]) in rows
+    # What is equal is only among all keys, folded away.
+    assert browser.run("return document.body.textContent").count("train.steps") == 1
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390, 360])
+@pytest.mark.parametrize("runs", [1, 3])
+def test_report_page_fits_the_window(
+    browser: Browser, tmp_path: Path, width: int, runs: int
+) -> None:
+    events = [event(5, "anomaly", "a long text " * 30), event(9, "failure", "x" * 300)]
+    folders = [
+        make_run(tmp_path / f"run-{n}", [values(step) for step in range(1, 9)], events=events)
+        for n in range(runs)
+    ]
+    picture = '<div class="wide"><svg width="1200" height="50"></svg></div>'
+    browser.open(written(folders, later=[("Picture", picture)]), width, 844)
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    inside = browser.run(
+        "return [...document.querySelectorAll('.chart')].map(c => c.getBoundingClientRect().right)"
+    )
+    assert max(inside) <= width
+
+
+@needs_browser
+def test_report_page_follows_dark_and_light(browser: Browser, tmp_path: Path) -> None:
+    path = written([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])])
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    seen = []
+    browser.open(path, dark=True)
+    for dark in (True, False, True):  # also when it changes under the page
+        browser.dark(dark)
+        seen.append((browser.run(paper), browser.layout("loss")["color"]))
+    assert seen == [
+        ("rgb(22, 22, 22)", "#e8e8e8"),
+        ("rgb(255, 255, 255)", "#1b1b1b"),
+        ("rgb(22, 22, 22)", "#e8e8e8"),
+    ]
+
+
+@needs_browser
+def test_report_page_events_are_on_the_axis(browser: Browser, tmp_path: Path) -> None:
+    lines = [values(step) for step in range(1, 31)]
+    lines[6] |= {"loss": None, "grad_norm": None}
+    lines[19] |= {"eval_loss": 4.5}
+    events = [
+        event(0, "start"),
+        event(7, "anomaly", "the loss was nan"),
+        event(12, "slow rank", "rank 3 is slow"),
+        event(25, "failure", "rank 1 failed"),
+        event(20, "restart"),
+    ]
+    browser.open(written([make_run(tmp_path / "one", lines, events=events)]))
+    marks = browser.traces("loss")["events"]
+    told = sorted(zip(marks["x"], marks["text"], strict=True))
+    assert [step for step, _ in told] == [0, 7, 12, 20, 25]
+    assert told[1][1] == "anomaly: the loss was nan"
+    assert [text.partition(":")[0] for _, text in told] == [
+        "start",
+        "anomaly",
+        "slow rank",
+        "restart",
+        "failure",
+    ]
+    table = browser.text("table")
+    assert "rank 1 failed" in table
+    assert len(browser.traces("loss")["train"]["y"]) == 29
+
+
+@needs_browser
+def test_report_page_without_records_says_so(browser: Browser, tmp_path: Path) -> None:
+    browser.open(written([make_run(tmp_path / "empty", [])]))
+    assert "No step has been recorded yet." in browser.text("header")
+    assert browser.text(".state") == "not started"
+    headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
+    assert headings == ["Configuration", "Environment"]
+
+
+@needs_browser
+def test_report_page_hostile_text_is_not_executed(browser: Browser, tmp_path: Path) -> None:
+    evil = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
+    lines = [
+        values(n, source_losses={evil: 1.0, "b": 2.0, "c": 3.0}, grad_norms={evil: 1.0})
+        for n in range(1, 9)
+    ]
+    name = "<script>hacked=1<b>&amp;"
+    folder = make_run(
+        tmp_path / name, lines, ("data.path", evil), events=[event(3, "failure", evil)]
+    )
+    (folder / "environment.json").write_text(json.dumps({"torch": evil, evil: evil}))
+    other = make_run(tmp_path / "other", lines)
+    sections = [(evil, "<p>mine</p>")]
+    for folders in ([folder], [folder, other]):
+        browser.open(written(folders, sections=sections))
+        assert browser.run("return window.hacked") is None
+        assert browser.run("return document.images.length") == 0
+        assert name in browser.text("h1")
+        assert evil in browser.text("main")
+    labels = browser.run(
+        "return [...document.querySelectorAll('#chart-source_losses .legendtext')]"
+        ".map(t => t.textContent)"
+    )
+    assert f"{name}, {evil}" in labels
+    # Nor could anything run that were in there all the same.
+    browser.run(
+        "const s = document.createElement('script'); s.text = 'window.hacked = 1';"
+        "document.body.append(s)"
+    )
+    assert browser.run("return window.hacked") is None
+
+
+@needs_browser
+@pytest.mark.parametrize("sources", [2, 3])
+def test_report_page_sources_have_different_lines(
+    browser: Browser, tmp_path: Path, sources: int
+) -> None:
+    losses = {f"source {n}": float(n) for n in range(sources)}
+    lines = [values(step, source_losses=losses) for step in range(1, 9)]
+    browser.open(written([make_run(tmp_path / name, lines) for name in ("one", "other")]))
+    drawn = browser.run(
+        "return document.querySelector('#chart-source_losses .js-plotly-plot, "
+        "#chart-source_losses.js-plotly-plot').data.filter(t => t.y.length)"
+        ".map(t => [t.line.color, t.line.dash])"
+    )
+    looks = {tuple(each) for each in drawn if each[0]}
+    assert len(looks) == 2 * sources
+
+
+@needs_browser
+def test_nothing_offers_to_send_data_away(browser: Browser, tmp_path: Path) -> None:
+    browser.open(written([make_run(tmp_path / "one", [values(step) for step in range(1, 9)])]))
+    titles = browser.run(
+        "return [...document.querySelectorAll('#chart-loss .modebar-btn')]"
+        ".map(b => b.getAttribute('data-title') || b.getAttribute('aria-label'))"
+    )
+    assert any("Zoom" in title for title in titles)
+    assert not any("loud" in title or "lotly" in title or "hare" in title for title in titles)
+
+
+@needs_browser
+def test_report_page_of_a_long_run_is_small_and_quick(browser: Browser, tmp_path: Path) -> None:
+    count = 100_000
+    lines = [values(step) for step in range(1, 1001)]
+    folder = make_run(tmp_path / "long", [])
+    with (folder / "metrics.jsonl").open("w") as file:
+        for start in range(0, count, 1000):
+            for line in lines:
+                line |= {"step": line["step"] % 1000 + start or 1000}
+            if start == 57_000:
+                lines[345]["loss"], lines[346]["loss"] = 99.0, -99.0
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            lines[345]["loss"] = lines[346]["loss"] = 5.0
+    began = time.monotonic()
+    page = report_page([folder]).decode()
+    seconds = time.monotonic() - began
+    print(f"{count:,} records: {seconds:.2f} s, {len(page) / 2**20:.1f} MiB")
+    assert seconds < 20  # 1.3 on a free core
+    (folder / FILE).write_text(page)
+    browser.open(folder / FILE)
+    trace = browser.traces("loss")["Loss"]
+    assert MOST_POINTS / 2 < len(trace["y"]) <= 1.1 * MOST_POINTS
+    assert {99.0, -99.0} <= {*trace["y"]}
+    assert "of 100,000 records a curve has about 2,000 points" in browser.text("main")
+    browser.set("smooth", 0.5)  # by the means, not by the extremes
+    assert max(browser.traces("loss")["Loss"]["y"]) < 20
+
+
+# --------------------------------------------------------------------------- without a browser
+
+
+def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", [values(1), values(2), values(3)])
+    text = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    text[1] = text[1][:40] + "\n"
+    (folder / "metrics.jsonl").write_text("".join([*text, "[1]\n", "\n", '{"step": 4, "lo']))
+    run = History(folder)
+    assert run.columns["step"].tolist() == [1, 3]
+    assert run.damaged == 3  # the last one is only not whole yet
+    assert "metrics.jsonl: 3 lines are damaged and left out" in report_page([folder]).decode()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'ss": 7.0}}\n{json.dumps(values(5, new=1.5))}\n')
+    run.read_on()
+    assert run.columns["step"].tolist() == [1, 3, 4, 5]
+    assert run.columns["loss"].tolist()[2] == 7.0
+    assert np.isnan(run.columns["new"][:3]).all()
+    assert run.columns["new"][3] == 1.5
+
+
+def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Path) -> None:
+    """Events among them have a place by their step at least."""
+    lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
+    folder = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
+    runs = [History(folder)]
+    drawn = json.loads(data_of(runs, ["one"], charts_of(runs)))["runs"][0]
+    assert drawn["x"]["step"] == [1, 2, 3]
+    assert drawn["x"]["time"][:2] == drawn["x"]["token"][:2] == [None, None]
+    (mark,) = drawn["marks"]
+    assert (mark["step"], mark["token"], mark["time"]) == (1, None, 0.0)
+
+
+def test_charts_of_objectives_and_experts_exist(tmp_path: Path) -> None:
+    told = {"expert_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
+    runs = [History(make_run(tmp_path / "one", [values(1, **told)]))]
+    assert next(chart["unit"] for chart in charts_of(runs)) == "nats per token"
+    dpo = make_run(tmp_path / "dpo", [values(1)], ("train.objective", "dpo"))
+    assert next(chart["unit"] for chart in charts_of([History(dpo)])) == "of dpo"
+    keys = {key for chart in charts_of(runs) for key, _, _ in chart["curves"]}
+    assert {"expert_load", "metrics.margin", "eval_metrics.margin"} <= keys
+
+
+def test_history_line_that_grows_while_it_is_read_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rest is no line of its own, and nothing after it is shifted."""
+    folder = make_run(tmp_path / "one", [values(1)])
+    first, second = (json.dumps(values(step)) + "\n" for step in (2, 3))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(first[:50])
+    parse = history.parse_records
+
+    def and_then_more(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+        monkeypatch.setattr(history, "parse_records", parse)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(first[50:])
+        return parse(lines)
+
+    monkeypatch.setattr(history, "parse_records", and_then_more)
+    run = History(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(second)
+    run.read_on()
+    assert run.columns["step"].tolist() == [1, 2, 3]
+    assert run.damaged == 0
+
+
+@pytest.mark.parametrize("count", [1999, 2002, 4321, 100_003])
+def test_fewer_points_keep_every_extreme(count: int) -> None:
+    numbers = np.sin(np.arange(count) * 12.9898)
+    numbers[count // 3], numbers[count // 2] = 50.0, -50.0
+    numbers[7] = np.nan
+    at, mean = fewer(numbers, 2000)
+    assert len(at) <= 2002
+    assert {count // 3, count // 2, 0, count - 1} <= {*at.tolist()}
+    assert 7 not in at
+    assert (np.diff(at) > 0).all()
+    assert (mean is None) == (count == 1999)
+    if mean is not None:
+        each = math.ceil((count - 1) / 1000)
+        finite = numbers[np.isfinite(numbers)]
+        assert mean[0] == pytest.approx(finite[:each].mean())
+        assert mean[-1] == pytest.approx(finite[(count - 2) // each * each :].mean())
+
+
+def test_columns_of_values_that_are_not_numbers_are_nan() -> None:
+    records = [{"a": 1.5, "b": {"c": 2}}, {"a": [1], "b": 7}, {"b": {"c": None, "d": 10**400}}]
+    found = columns_of(records)
+    assert found.keys() == {"a", "b.c", "b.d"}
+    assert [str(value) for value in found["a"]] == ["1.5", "nan", "nan"]
+    assert [str(value) for value in found["b.c"]] == ["2.0", "nan", "nan"]
+    assert np.isnan(found["b.d"]).all()
+    (tokens,) = columns_of([{"tokens": 5}, {"tokens": 6}, {"tokens": "x"}]).values()
+    assert [str(value) for value in tokens] == ["5.0", "6.0", "nan"]
+
+
+def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> None:
+    lines = [values(step) for step in range(1, 11)]
+    for line in lines[4:]:
+        line["seconds"]["restarting"] = 3.0
+    for line in lines[:4]:
+        line["seconds"]["restarting"] = 0.0
+    run = History(make_run(tmp_path / "one", lines))
+    expected = np.median([line["step_seconds"] for line in lines[6:]])
+    assert run.steady("step_seconds") == expected
+
+
+def test_history_state_follows_records_and_events(tmp_path: Path) -> None:
+    def state(name: str, last: int, after: float, *kinds: str, running: bool | None = None) -> str:
+        events = [event(last, kind) | {"time": BEGAN + last + n} for n, kind in enumerate(kinds)]
+        folder = make_run(tmp_path / name, [values(n) for n in range(1, last + 1)], events=events)
+        found, why = History(folder).state(BEGAN + last + after, running)
+        assert (why == "something") == (found == "failed" or kinds[-1:] == ("stop",))
+        return found
+
+    assert state("a", 100, 1.0) == "finished"
+    assert state("b", 50, 1.0) == "running"
+    assert state("c", 50, 1000.0) == "stopped"
+    assert state("d", 50, 3.0, "start", "failure") == "failed"
+    assert state("e", 50, 4.0, "start", "failure", "start") == "running"
+    assert state("f", 50, 1000.0, "start", "failure", "start") == "stopped"
+    assert state("g", 50, 3.0, "start", "stop") == "stopped"
+    assert state("h", 0, 1.0) == "not started"
+    assert state("i", 50, 1000.0, "start", running=True) == "running"
+    assert state("j", 50, 1.0, running=False) == "stopped"
+
+
+def test_a_running_page_loads_itself_again(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", [values(step) for step in range(1, 9)])
+    assert 'http-equiv="refresh"' in report_page([folder], running=True).decode()
+    assert 'id="fact-left"' in report_page([folder], running=True).decode()
+    assert 'http-equiv="refresh"' not in report_page([folder], running=False).decode()
+
+
+def test_the_sink_writes_at_once_then_once_a_minute_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "one", [])
+    said: list[str] = []
+    sink = Report(folder, said.append)
+    page = folder / FILE
+
+    def step(number: int) -> str:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(values(number)) + "\n")
+        sink.write(record(number))
+        sink._thread.join()
+        return page.read_text()
+
+    assert "1 of 100" in step(1)
+    assert "1 of 100" in step(2)  # the minute is not over
+    sink._next = 0.0
+    assert "3 of 100" in step(3)
+    step(4)
+    sink.close()
+    assert "4 of 100" in page.read_text()
+    assert '"state stopped"' in page.read_text()
+    assert said == []
+
+
+def test_a_run_without_plotly_trains_and_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "one", [values(1)])
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    said: list[str] = []
+    sink = Report(folder, said.append)
+    sink.write(record(1))
+    sink._thread.join()
+    sink.write(record(2))
+    sink.close()
+    (warning,) = said
+    assert "report.html cannot be written: a report needs plotly: pip install" in warning
+    assert not (folder / FILE).exists()
+    with pytest.raises(WeftError, match=r"weft\[report\]"):
+        report_page([folder])
+    assert main(["report", str(folder)]) == 1
+    assert "pip install 'weft[report]'" in capsys.readouterr().err
+
+
+def test_a_run_trains_though_its_page_cannot_be_written(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", [values(1)])
+    (folder / FILE).mkdir()  # nothing can take its place
+    said: list[str] = []
+    sink = Report(folder, said.append)
+    sink.write(record(1))
+    sink.close()
+    (told,) = said
+    path = folder / FILE
+    assert told == f"warning: {path} cannot be written: is a directory. Training continues"
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_report_command_mistakes_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "one", [values(1)])
+    missing = tmp_path / "nowhere"
+    assert main(["report", str(missing), str(tmp_path), "--out", "/no/such/page.html"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" = ")[0].strip() for line in lines[1:]] == ["run", "run", "--out"]
+    with pytest.raises(InvalidJob, match="is not the folder of a run"):
+        report_page([missing])
+    assert main(["report", str(folder), "--out", str(tmp_path)]) == 2
+    (folder / "job.toml").write_text("[train\n")
+    assert main(["report", str(folder)]) == 0
+    assert "job.toml cannot be read: Expected" in (folder / FILE).read_text()
+
+
+def test_a_page_needs_no_torch() -> None:
+    probe = "import sys, weft.monitor.run_report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+    assert not hasattr(module, "torch")

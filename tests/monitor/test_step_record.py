@@ -1,0 +1,357 @@
+"""Formulas with numbers worked out by hand, and the sinks read back by others."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.small import small_job
+from weft.config.job import Job, WeftError
+from weft.models import llama
+from weft.monitor import trackers as sinks
+from weft.monitor.event_log import note_event, read_events
+from weft.monitor.step_record import (
+    Clock,
+    StepRecord,
+    device_hours,
+    mfu,
+    scalars,
+    spreads,
+    tflops_per_device,
+)
+from weft.monitor.terminal import Terminal, duration
+from weft.monitor.tracker_backends import TensorBoard
+from weft.monitor.trackers import SINKS, Guarded, Jsonl, Sink, open_sinks
+
+
+def record(step: int, **changes: object) -> StepRecord:
+    values = {
+        "step": step,
+        "loss": 10.0 / step,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": step * 1000,
+        "tokens_per_step": 1000,
+        "times": (0.5, 0.1),
+        "devices": 2,
+        "flops_per_token": 3e9,
+        "causal_flops_per_token": 2e9,
+        "peak_flops": 6e12,
+        "memory_peak_gib": 1.5,
+        "seconds": {"productive": 3.0, "lost": 1.0},
+    }
+    return StepRecord.of(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_throughput_formulas_equal_hand_computed_values() -> None:
+    # 1000 tokens x 3 GFLOP in 0.5 s on 2 devices: 3 TFLOP/s each.
+    assert tflops_per_device(1000, 0.5, 2, 3e9) == pytest.approx(3.0)
+    assert mfu(3.0, 6e12) == pytest.approx(0.5)
+    assert mfu(3.0, None) is None
+    assert device_hours(8, 1e9 / 3600) == pytest.approx(8)
+
+
+def test_mfu_equals_the_published_one() -> None:
+    """TorchTitan's paper, table 1: 8B on 8 H100 at 8192 tokens, 5,762 tokens/s a GPU: about 33 %.
+
+    6 x 8.03e9 less the embedding + 12 x 32 x 4096 x 8192 = 57.9 GFLOP a token.
+    """
+    flops = llama.flops_per_token(llama.PRESETS["8b"], 8192)
+    assert flops == pytest.approx(
+        6 * (8_030_261_248 - 525_336_576) + 12 * 32 * 4096 * 8192, rel=1e-4
+    )
+    achieved = mfu(tflops_per_device(5762, 1.0, 1, flops), 989e12)
+    assert achieved == pytest.approx(0.338, abs=0.002)
+
+
+def test_the_causal_discount_is_half_of_attention() -> None:
+    """8B at 8,192 tokens: attention is 12.9 of 57.9 GFLOP a token."""
+    config = llama.PRESETS["8b"]
+    attention = 12 * 32 * 4096 * 8192
+    whole, causal = (llama.flops_per_token(config, keys) for keys in (8192, 4096))
+    assert whole - causal == attention / 2
+
+
+def test_spreads_of_ranks_have_least_median_most() -> None:
+    assert spreads([[1.0, 2.0, 0, 3.0]]) is None
+    found = spreads([[0.1, 2.0, 0, 3.0], [0.3, 1.0, 0, 3.5], [0.2, 1.5, 1, 3.0]])
+    assert found is not None
+    assert found["data_seconds"] == {"least": 0.1, "median": 0.2, "most": 0.3, "rank": 1}
+    assert found["compute_seconds"] == {"least": 1.0, "median": 1.5, "most": 2.0, "rank": 0}
+    assert found["memory_peak_gib"] == {"least": 3.0, "median": 3.0, "most": 3.5, "rank": 1}
+
+
+def test_scalars_have_the_names_of_trackers() -> None:
+    found = scalars(
+        record(2, grad_norms={"layers.0": 0.5, "head": float("nan")}, grad_norm=float("inf"))
+    )
+    assert found["train/loss"] == 5.0
+    assert found["grad_norm/layers.0"] == 0.5
+    assert found["time/goodput"] == 0.75
+    assert scalars(record(2, expert_load=1.5))["train/expert_load"] == 1.5
+    assert "grad_norm/head" not in found
+    assert "train/grad_norm" not in found
+    assert all(isinstance(value, float | int) for value in found.values())
+
+
+def test_a_record_derives_its_rates() -> None:
+    values = record(4).to_dict()
+    assert values["tokens_per_second"] == 2000
+    assert values["tokens_per_second_per_device"] == 1000
+    assert values["mfu"] == pytest.approx(0.5)
+    assert values["mfu_causal"] == pytest.approx(1 / 3)
+    assert values["goodput"] == 0.75
+    assert (values["step_seconds"], values["data_seconds"]) == (0.5, 0.1)
+    assert "eval_loss" not in values
+    assert record(4, eval_loss=2.0).to_dict()["eval_loss"] == 2.0
+
+
+def test_record_nonfinite_values_are_null_at_any_depth() -> None:
+    bad = float("inf")
+    values = record(
+        4, loss=float("nan"), grad_norms={"head": bad}, source_losses={"a": bad, "b": 1.0}
+    )
+    told = json.loads(json.dumps(values.to_dict(), allow_nan=False))
+    assert told["loss"] is told["grad_norms"]["head"] is told["source_losses"]["a"] is None
+    assert told["source_losses"]["b"] == 1.0
+
+
+def test_the_clock_counts_since_its_restart() -> None:
+    clock = Clock()
+    clock.count_step()
+    clock.restart()
+    with clock.waiting_for_data():
+        pass
+    for _ in range(4):
+        clock.count_step()
+    seconds, data = clock.read()
+    assert 0 <= data <= seconds < 0.1
+
+
+def test_jsonl_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = Jsonl(path, 0)
+    for step in (1, 2, 3):
+        sink.write(record(step))
+    sink.close()
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # cut short by a crash
+    sink = Jsonl(path, 2)
+    sink.write(record(3, loss=0.5))
+    sink.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss"] == 0.5
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        sink = TensorBoard(tmp_path, small_job(), resumed)
+        for step in steps:
+            sink.write(record(step, loss=float(step + 10 * resumed)))
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+    assert set(events.Tags()["scalars"]) == set(scalars(record(1)))
+
+
+class Waits:
+    """A tracker that writes a record once it is let, and remembers in which thread."""
+
+    def __init__(self, let: bool = False) -> None:
+        self.let, self.reached = threading.Event(), threading.Event()
+        if let:
+            self.let.set()
+        self.steps: list[int] = []
+        self.threads: set[threading.Thread] = set()
+        self.closed = self.gone = False
+
+    def write(self, record: StepRecord) -> None:
+        self.reached.set()
+        if not self.let.wait(10):
+            raise TimeoutError("this test waits for this tracker")
+        self.steps.append(record.step)
+        self.threads.add(threading.current_thread())
+
+    def close(self) -> None:
+        if self.gone:
+            raise ConnectionError("nobody is there")
+        self.closed = True
+
+
+def guarded(
+    sink: Sink, folder: Path, monkeypatch: pytest.MonkeyPatch, every: float = 0.01
+) -> tuple[Guarded, io.StringIO]:
+    """It in its guard, with so many seconds between bursts, and what is told of it."""
+    monkeypatch.setattr(sinks, "BURST_SECONDS", every)
+    out = io.StringIO()
+    made = Guarded("mine", lambda *_: sink, folder, small_job(), 0, Console(file=out, width=200))
+    return made, out
+
+
+def test_a_slow_tracker_holds_up_neither_the_step_nor_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick = Waits(), Waits(let=True)
+    trackers = [guarded(sink, tmp_path, monkeypatch)[0] for sink in (slow, quick)]
+    for step in range(1, 6):
+        for tracker in trackers:
+            tracker.write(record(step))  # and returns, while the slow one waits for its event
+    assert slow.reached.wait(60)
+    trackers[1].close()
+    assert (slow.steps, quick.steps, quick.closed) == ([], [1, 2, 3, 4, 5], True)
+    slow.let.set()
+    trackers[0].close()
+    assert (slow.steps, slow.closed) == ([1, 2, 3, 4, 5], True)
+    assert threading.current_thread() not in slow.threads | quick.threads
+
+
+def test_records_are_written_together_and_the_last_ones_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Waits(let=True)
+    tracker, _ = guarded(sink, tmp_path, monkeypatch, every=600)
+    for step in (1, 2, 3):
+        tracker.write(record(step))
+    assert sink.steps == []
+    tracker.close()
+    assert (sink.steps, sink.closed, len(sink.threads)) == ([1, 2, 3], True, 1)
+
+
+def test_a_tracker_without_a_record_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Waits(let=True)
+    guarded(sink, tmp_path, monkeypatch)[0].close()
+    assert sink.closed
+
+
+def test_a_tracker_that_hangs_does_not_keep_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.2)
+    sink = Waits()
+    tracker, out = guarded(sink, tmp_path, monkeypatch)
+    for step in (1, 2):
+        tracker.write(record(step))
+    assert sink.reached.wait(60)
+    tracker.close()
+    assert not sink.closed
+    expected = "mine: 2 records are lost: TimeoutError: it takes longer than 0.2 s to end"
+    assert expected in out.getvalue()
+    sink.gone = True
+    sink.let.set()  # what it has in hand it writes after all, and then fails, which was told
+    (thread,) = [each for each in threading.enumerate() if each.name == "weft-mine"]
+    thread.join(60)
+    assert (sink.steps, out.getvalue().count("warning")) == ([1], 1)
+
+
+class Broken:
+    """A sink that fails from its second record on."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.steps: list[int] = []
+        self.error = error
+
+    def write(self, record: StepRecord) -> None:
+        if self.steps:
+            raise self.error
+        self.steps.append(record.step)
+
+    def close(self) -> None:
+        self.steps.append(-1)
+
+
+@pytest.mark.parametrize("error", [ConnectionError("nobody is there"), SystemExit("enough")])
+def test_a_sink_that_fails_does_not_end_the_run(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken(error)
+    sink, out = guarded(broken, tmp_path, monkeypatch)
+    for step in (1, 2, 3):
+        sink.write(record(step))
+    sink.close()
+    assert broken.steps == [1, -1]
+    cause = f"{type(error).__name__}: {error}"
+    first, second = out.getvalue().splitlines()
+    assert first.startswith(f"warning: mine cannot be written: {cause}. Training continues")
+    assert second == f"warning: mine: 2 records are lost: {cause}"
+
+
+def test_a_sink_that_cannot_start_ends_a_first_start_only(tmp_path: Path) -> None:
+    def make(folder: Path, job: Job, resumed_step: int) -> Sink:
+        raise ConnectionError("nobody is there")
+
+    out = io.StringIO()
+    with pytest.raises(WeftError, match="mine cannot start: ConnectionError: nobody is there"):
+        Guarded("mine", make, tmp_path, small_job(), 0, Console(file=out))
+    later = Guarded("mine", make, tmp_path, small_job(), 7, Console(file=out, width=200))
+    later.write(record(8))
+    later.close()
+    assert "mine: 1 record is lost: ConnectionError: nobody is there" in out.getvalue()
+
+
+def test_a_sink_that_cannot_start_leaves_the_terminal_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The live line hides the cursor until it is closed."""
+
+    def make(folder: Path, job: Job, resumed_step: int) -> Sink:
+        raise ConnectionError("nobody is there")
+
+    monkeypatch.setitem(SINKS, "wandb", make)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    job = small_job(("monitor.trackers", '["wandb"]'))
+    with pytest.raises(WeftError, match="wandb cannot start"):
+        open_sinks(tmp_path, job, 20, 0, console)
+    assert out.getvalue() == ""
+
+
+def test_the_journal_is_added_to(tmp_path: Path) -> None:
+    assert read_events(tmp_path) == ([], 0)
+    note_event(tmp_path, "start", 0, "starts")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1\n[]\n')  # damaged
+    note_event(tmp_path, "checkpoint", 10, "saved")
+    events, damaged = read_events(tmp_path)
+    assert damaged == 2
+    kinds = [(event["kind"], event["step"], event["text"]) for event in events]
+    assert kinds == [("start", 0, "starts"), ("checkpoint", 10, "saved")]
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    out = io.StringIO()
+    sink = Terminal(Console(file=out, width=40), steps=10, resumed_step=0)
+    sink.write(record(1))
+    sink.write(record(2, peak_flops=None, eval_loss=3.0))
+    sink.close()
+    first, second, third = out.getvalue().splitlines()
+    assert first.startswith("step 1/10  loss 10.0000  2,000 tokens/s  MFU 50.0%  grad norm 1.000")
+    assert first.endswith(" left")
+    assert "MFU" not in second
+    assert third == "step 2: held-out loss 3.0000 nats/token"
+
+
+def test_a_live_line_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    sink = Terminal(console, steps=10, resumed_step=0)
+    sink.write(record(5))
+    sink.close()
+    assert "step 5/10" in out.getvalue()
+    assert "loss 2.0000  2,000 tokens/s  MFU 50.0%" in out.getvalue()
+
+
+def test_duration_is_hours_minutes_seconds() -> None:
+    assert [duration(s) for s in (0, 59.6, 61, 3725)] == ["0:00", "1:00", "1:01", "1:02:05"]

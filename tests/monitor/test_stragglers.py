@@ -1,0 +1,106 @@
+"""A slow rank is named, within some records, and nobody in a run without one."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.monitor.test_faults import fault, train_and_listen
+from tests.small import Overrides, records, train_rank
+from weft.monitor.stragglers import slowest
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "table", "rank", "ratio", "why"),
+    [
+        # Two ranks: the median of the others is the other one.
+        (3.0, [[2.0, 1.0], [0.0, 1.0]], 0, 3.0, "waiting for its data"),
+        (1.0, [[0.0, 1.0], [0.0, 3.0]], 1, 3.0, "its computing"),
+        # Another place of the pipeline has more to do.
+        (1.0, [[0.0, 1.0, 0], [0.0, 1.1, 0], [0.0, 3.0, 1], [0.0, 3.0, 1]], 1, 1.1, "computing"),
+        (1.0, [[0.0, 5.0]], None, 1.0, ""),
+        (1.0, [[0.0, 0.0], [0.0, 0.0]], None, 1.0, ""),
+    ],
+)
+def test_slowest_of_a_table_is_named_with_the_reason(
+    step_seconds: float, table: list[list[float]], rank: int | None, ratio: float, why: str
+) -> None:
+    found = slowest(step_seconds, table)
+    assert found[0] == rank
+    assert found[1] == pytest.approx(ratio)
+    assert why in found[2]
+
+
+def test_slowest_of_many_equals_each_compared_with_its_peers() -> None:
+    """The same as by comparing every rank with the list of its peers; soon, for thousands."""
+    rng = random.Random(0)
+    for size in (2, 3, 8, 41):
+        table = [[rng.choice((0.0, rng.random())), rng.random(), i % 3] for i in range(size)]
+        ratios = {}
+        for rank, (data, compute, place) in enumerate(table):
+            peers = [row for n, row in enumerate(table) if n != rank and row[2] == place]
+            if peers:
+                more = data - statistics.median(row[0] for row in peers)
+                usual = statistics.median(row[1] for row in peers)
+                ratios[rank] = max(3.0 / (3.0 - more), compute / usual)
+        rank, ratio, _ = slowest(3.0, table)
+        expected = max([1.0, *ratios.values()])
+        assert ratio == pytest.approx(expected)
+        assert rank is None or ratios[rank] == pytest.approx(expected)
+    began = time.process_time()
+    slowest(3.0, [[rng.random(), rng.random(), 0] for _ in range(16384)])
+    assert time.process_time() - began < 5  # a minute and more, if each looked at all
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_slow_rank_is_named_once_within_four_records(
+    ranks: int, store_path: Path, tmp_path: Path
+) -> None:
+    """Steps of 20 ms, on one rank 100 ms more: within 4 records, once."""
+    change = fault(site="step", kind="slow", rank=1, passing=11, times=1000, seconds=0.1)
+    overrides: Overrides = [
+        ("train.steps", "40"),
+        ("train.global_batch_size", "6"),
+        ("monitor.log_interval", "5"),
+        ("run.dir", str(tmp_path / "run")),
+        *change,
+    ]
+    run_ranks(train_and_listen, ranks, overrides, str(store_path), str(tmp_path / "said"))
+    said = (tmp_path / "said-0").read_text()
+    assert said.count("warning: rank 1 is slow: waiting for its data makes steps") == 1
+    named = {r["step"]: r["slow_rank"] for r in records(tmp_path / "run") if "slow_rank" in r}
+    assert set(named.values()) == {1}
+    assert 25 <= min(named) <= 30
+    assert max(named) == 40
+    for each in records(tmp_path / "run"):
+        data = each["ranks"]["data_seconds"]
+        assert data["rank"] == 1 or each["step"] <= 10
+        assert data["least"] <= data["median"] <= data["most"]
+
+
+def train_with_little_threads(overrides: Overrides, store: str) -> None:
+    torch.set_num_threads(1)
+    train_rank(overrides, store)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps"),
+    [(2, 50), *(pytest.param(ranks, 200, marks=pytest.mark.slow) for ranks in (2, 3))],
+)
+def test_slow_rank_in_clean_steps_nobody_is_accused(
+    ranks: int, steps: int, store_path: Path, tmp_path: Path
+) -> None:
+    overrides: Overrides = [
+        ("train.steps", str(steps)),
+        ("train.global_batch_size", "6"),
+        ("monitor.log_interval", "2"),
+        ("run.dir", str(tmp_path)),
+    ]
+    run_ranks(train_with_little_threads, ranks, overrides, str(store_path))
+    assert [r for r in records(tmp_path) if "slow_rank" in r] == []

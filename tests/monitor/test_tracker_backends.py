@@ -1,0 +1,150 @@
+"""What trackers were sent, read back by their own code; nothing leaves this machine."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.monitor.test_step_record import record
+from tests.small import small_job
+from weft.monitor import tracker_backends as trackers
+from weft.monitor.step_record import scalars
+from weft.monitor.tracker_backends import MLflow, WeightsAndBiases
+
+
+def wandb_entries(file: Path) -> Iterator[bytes]:
+    """The records of an offline run's file: a header of 7 bytes, then LevelDB's log format."""
+    data, place, whole = file.read_bytes(), 7, b""
+    block = 32768
+    while place + 7 <= len(data):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+def wandb_rows(file: Path) -> list[dict[str, Any]]:
+    """The history in an offline run's file."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for data in wandb_entries(file):
+        entry = wandb_internal_pb2.Record()
+        entry.ParseFromString(data)
+        if entry.WhichOneof("record_type") == "history":
+            items = entry.history.item
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+@pytest.mark.system
+def test_weights_and_biases_offline_has_every_record_in_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="the tracker's client is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "elsewhere"))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for steps in ((1, 2, 3), (3, 4)):  # the second time from a checkpoint of step 2
+        sink = WeightsAndBiases(folder, small_job(), 0)
+        for step in steps:
+            sink.write(record(step, grad_norms={"layers.0": 0.25}))
+        sink.close()
+    patience = time.monotonic() + 20  # its process writes on after a run's end
+    rows: list[dict[str, Any]] = []
+    while len(rows) < 5 and time.monotonic() < patience:
+        files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+        rows = [row for file in files for row in wandb_rows(file)]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
+    for row in rows:
+        sent = scalars(record(row["step"], grad_norms={"layers.0": 0.25}))
+        assert {name: row[name] for name in sent} == pytest.approx(sent)
+    # Both starts are one run.
+    assert len({file.stem for file in files}) == 1
+    assert not list(folder.glob("*.log"))
+
+
+def test_mlflow_without_a_server_writes_into_the_runs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="the tracker's client is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for steps in ((1, 2, 3), (3, 4)):
+        sink = MLflow(folder, small_job(), 0)
+        for step in steps:
+            sink.write(record(step, grad_norms={"layers.0": 0.25}))
+        sink.close()
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    run = client.get_run((folder / "mlflow-run-id").read_text())
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["train.steps"] == "20"
+    assert run.data.metrics.keys() == scalars(record(4, grad_norms={"layers.0": 0.25})).keys()
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    losses = {metric.step: metric.value for metric in history}
+    assert losses == {step: pytest.approx(10 / step) for step in (1, 2, 3, 4)}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_mlflow_is_sent_several_records_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first at once, the next ones when some seconds are over, the last ones at the end."""
+    pytest.importorskip("mlflow", reason="the tracker's client is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    now = 100.0
+    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: now))
+    sink = MLflow(tmp_path, small_job(), 0)
+    batches: list[list[int]] = []
+
+    def sent(run: str, metrics: list[Any]) -> None:
+        batches.append(sorted({metric.step for metric in metrics}))
+
+    monkeypatch.setattr(sink._client, "log_batch", sent)
+    for step in range(1, 9):
+        now = 100.0 + step
+        sink.write(record(step))
+    sink.close()
+    assert batches == [[1], [2, 3, 4, 5, 6], [7, 8]]
+
+
+def test_mlflow_unreachable_server_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next record that is sent, or at the end."""
+    pytest.importorskip("mlflow", reason="the tracker's client is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    sink = MLflow(tmp_path, small_job(), 0)
+    (tmp_path / "mlflow.db").write_bytes(b"no database")
+    for last in (lambda: sink.write(record(1)), sink.close):
+        with pytest.raises(Exception, match=r"not a database|malformed|disk image"):
+            last()
+
+
+def test_sources_of_any_name_are_metrics_of_mlflow() -> None:
+    validation = pytest.importorskip("mlflow.utils.validation", reason="mlflow is not installed")
+    names = ["/home/a/train.jsonl", "code/*", "hf://org/name:sample@train", "web", "a//b/../c"]
+    made = [trackers.allowed(f"train/loss_of/{name}") for name in names]
+    for name in made:
+        validation._validate_metric_name(name)
+    assert len(set(made)) == len(names)
+    assert made[3] == "train/loss_of/web"

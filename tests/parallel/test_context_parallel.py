@@ -1,0 +1,512 @@
+"""Attention over tokens that are spread over ranks equals one process's."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend "fake")
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from tests.harness import run_ranks
+from weft.models import layers
+from weft.models.llama import Llama, LlamaConfig
+from weft.parallel import attention_ops as ops
+from weft.parallel.block_attention import Blocks, gathered_blocks, ring_blocks
+from weft.parallel.context_parallel import Method, apply_context, cut, join
+
+METHODS: list[Method] = ["ring", "allgather", "ulysses"]
+
+# --------------------------------------------------------------------------- who holds what
+
+
+def token_order(num_tokens: int, cp_size: int, balance: bool) -> Tensor:
+    """Which tokens of a row each rank holds, in order: ``[cp_size, num_tokens / cp_size]``."""
+    row_1T = torch.arange(num_tokens).unsqueeze(0)
+    return torch.cat([cut(row_1T, rank, cp_size, balance) for rank in range(cp_size)])
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_cut_every_token_has_one_rank(size: int, balance: bool) -> None:
+    num_tokens = 12 * size
+    order_CL = token_order(num_tokens, size, balance)
+    assert order_CL.shape == (size, 12)
+    assert order_CL.dtype == torch.int64
+    assert order_CL.flatten().sort().values.tolist() == list(range(num_tokens))
+    x_BT = torch.randn(2, num_tokens)
+    x_CBL = torch.stack([cut(x_BT, rank, size, balance) for rank in range(size)])
+    assert torch.equal(x_CBL[-1], x_BT[:, order_CL[-1]])
+    assert torch.equal(join(x_CBL, balance), x_BT)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_cut_balanced_ranks_have_equal_work(size: int) -> None:
+    """A query at position p has p + 1 keys."""
+    work_C = (token_order(24 * size, size, balance=True) + 1).sum(1)
+    assert len(set(work_C.tolist())) == 1
+    unbalanced_C = (token_order(24 * size, size, balance=False) + 1).sum(1)
+    assert unbalanced_C[-1] > 2 * unbalanced_C[0]
+
+
+def area(blocks: Blocks) -> int:
+    """How many products the kernels compute."""
+    sizes = [
+        (b.queries.stop - b.queries.start, b.keys.stop - b.keys.start, b.causal)
+        for listed in blocks
+        for b in listed
+    ]
+    return sum(q * (q + 1) // 2 if causal else q * s for q, s, causal in sizes)
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+def test_ring_blocks_cover_the_causal_triangle_once(method: str, size: int, balance: bool) -> None:
+    """And nothing above it: no product is computed in vain, and nobody waits for another."""
+    num_tokens = 8 * size
+    order_CL = token_order(num_tokens, size, balance)
+    seen_TT = torch.zeros(num_tokens, num_tokens, dtype=torch.int64)
+    areas = []
+    for rank in range(size):
+        if method == "ring":
+            blocks, sources = ring_blocks(rank, size, 8, balance), list(order_CL)
+        else:
+            blocks, sources = gathered_blocks(rank, size, 8, balance), [torch.arange(num_tokens)]
+        for keys_S, listed in zip(sources, blocks, strict=True):
+            for block in listed:
+                queries, keys = order_CL[rank][block.queries], keys_S[block.keys]
+                ones = torch.ones(len(queries), len(keys), dtype=torch.int64)
+                seen_TT[queries.unsqueeze(1), keys] += ones.tril() if block.causal else ones
+        areas.append(area(blocks))
+    assert torch.equal(seen_TT, torch.ones_like(seen_TT).tril())
+    assert (len(set(areas)) == 1) == balance
+
+
+def test_cut_uneven_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"multiple of 8"):
+        cut(torch.zeros(1, 12), 0, 4, balance=True)
+    assert cut(torch.zeros(1, 12), 0, 4, balance=False).shape == (1, 3)
+    with pytest.raises(ValueError, match="a head and a tail"):
+        ring_blocks(0, 2, 3, balance=True)
+
+
+# --------------------------------------------------------------------------- one block
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, allowed_BQS: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention and log-sum-exp, spelled out; in the layout of `ops.attend_block`."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bqhk,bshk->bhqs", q, k) / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(~allowed_BQS.unsqueeze(1), -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhqs,bshk->bqhk", weights, v), scores.logsumexp(-1)
+
+
+def test_attend_block_query_without_keys_has_no_weight() -> None:
+    """In a block; PyTorch's operator gives it the log-sum-exp 0."""
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    allowed = torch.rand(2, 5, 7) > 0.4
+    allowed[0, 3] = False
+    out, lse = ops.attend_block(q, k, v, causal=False, mask=ops.block_mask(allowed))
+    expected, expected_lse = plain(q, k, v, allowed)
+    assert (out[0, 3] == 0).all()
+    assert (lse[0, :, 3] == -torch.inf).all()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_private_attention_operators_have_expected_schemas() -> None:
+    """If this fails, PyTorch changed: compare what `attention_ops` passes."""
+    name = "_scaled_dot_product_"
+    qkv = "Tensor query, Tensor key, Tensor value, "
+    seq = "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+    expected = {
+        "flash_attention_for_cpu": (
+            f"({qkv}float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
+            "float? scale=None) -> (Tensor output, Tensor logsumexp)"
+        ),
+        "flash_attention_for_cpu_backward": (
+            f"(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, float dropout_p, "
+            "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
+            "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        ),
+        "flash_attention": (
+            f"({qkv}float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+            f"float? scale=None) -> (Tensor output, Tensor logsumexp, {seq}"
+            "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+        ),
+        "flash_attention_backward": (
+            f"(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, {seq}float dropout_p, "
+            "bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
+            "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        ),
+        "efficient_attention": (
+            f"({qkv}Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+            "bool is_causal=False, *, float? scale=None) -> (Tensor output, "
+            "Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)"
+        ),
+        "efficient_attention_backward": (
+            f"(Tensor grad_out_, {qkv}Tensor attn_bias, Tensor out, Tensor logsumexp, "
+            "Tensor philox_seed, Tensor philox_offset, float dropout_p, "
+            "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> "
+            "(Tensor, Tensor, Tensor, Tensor)"
+        ),
+    }
+    for operator, schema in expected.items():
+        found = getattr(torch.ops.aten, name + operator).default._schema
+        assert str(found) == f"aten::{name}{operator}{schema}"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_attention_operators_take_our_arguments(dtype: torch.dtype, masked: bool) -> None:
+    """On the meta device, which has shapes and no values: all that can be tried without a GPU."""
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, v = meta(2, 6, 4, 8), meta(2, 10, 2, 8), meta(2, 10, 2, 8)
+    mask = ops.block_mask(torch.ones(2, 6, 10, dtype=torch.bool, device="meta")) if masked else None
+    out, lse = ops.attend_block(q, k, v, causal=False, mask=mask)
+    assert (out.shape, out.dtype) == (q.shape, dtype)
+    assert (lse.shape, lse.dtype) == ((2, 4, 6), torch.float32)
+    grads = ops.attend_block_backward(meta(*q.shape), q, k, v, out, lse, causal=False, mask=mask)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, v)]
+
+
+# --------------------------------------------------------------------------- attention
+
+
+def lengths(num_tokens: int, *cuts: int) -> Tensor:
+    """Documents of a row that begin at 0 and at ``cuts``."""
+    sizes = [end - start for start, end in pairwise([0, *cuts, num_tokens])]
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+
+
+def documents_of(kind: str, num_tokens: int) -> Tensor | None:
+    """Of two rows.  Wholly one document, many short ones, and a mixture."""
+    one, many = lengths(num_tokens), torch.arange(num_tokens) // 3
+    long = lengths(num_tokens, 3, num_tokens // 2 - 1)
+    rows = {"none": None, "one": [one, one], "many": [many, many], "mixed": [long, many]}[kind]
+    return None if rows is None else torch.stack(rows)
+
+
+class Attending(nn.Module):
+    """The least that `apply_context` can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend: Any = layers.attend
+        self.mask: Any = layers.document_mask
+
+    def forward(self, *qkv: Tensor, documents: Tensor | None) -> Tensor:
+        mask = None if documents is None else self.mask(documents)
+        out: Tensor = self.attend(*qkv, mask)
+        return out
+
+
+def random_qkv(heads: int, groups: int, num_tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Whole queries, keys and values, and a gradient of the output; the same on every rank."""
+    torch.manual_seed(1)
+    counts = (heads, groups, groups, heads)
+    return [torch.randn(2, num_tokens, n, 8).to(dtype) for n in counts]
+
+
+def with_gradients(
+    model: nn.Module, tensors: list[Tensor], documents: Tensor | None
+) -> list[Tensor]:
+    *qkv, grad = tensors
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    out = model(*leaves, documents=documents)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+KINDS = ["none", "one", "many", "mixed"]
+BOTH = [False, True]
+
+
+def attention_errors(
+    methods: list[Method],
+    balances: list[bool],
+    dtype: torch.dtype = torch.float32,
+    heads: int = 4,
+    groups: int = 2,
+) -> dict[str, list[float]]:
+    """Largest error of output and gradients over the largest value, by case."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    exact = torch.promote_types(dtype, torch.float32)
+    tensors = random_qkv(heads, groups, 24, dtype)
+    errors = {}
+    for kind, balance in product(KINDS, balances):
+        documents = documents_of(kind, 24)
+        expected = with_gradients(Attending(), [x.to(exact) for x in tensors], documents)
+        local = [cut(x, rank, size, balance) for x in tensors]
+        local_documents = None if documents is None else cut(documents, rank, size, balance)
+        for method in methods:
+            model = Attending()
+            apply_context(model, group, method, balance, compiled=False)
+            found = with_gradients(model, local, local_documents)
+            assert [x.shape for x in found] == [x.shape for x in local[:1] + local[:3]]
+            assert {x.dtype for x in found} == {dtype}
+            errors[f"{method}, balance {balance}, {kind}"] = [
+                ((x - cut(y, rank, size, balance)).abs().max() / y.abs().max()).item()
+                for x, y in zip(found, expected, strict=True)
+            ]
+    return errors
+
+
+def check_errors(results: list[dict[str, list[float]]], limit: float) -> None:
+    for rank, errors in enumerate(results):
+        for case, found in errors.items():
+            assert max(found) < limit, f"rank {rank}, {case}: {found}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallel_attention_equals_one_process(ranks: int) -> None:
+    check_errors(run_ranks(attention_errors, ranks, METHODS, BOTH), 2e-6)
+
+
+# Query heads, key heads, ranks: as many groups as heads, one group, uneven shares of groups.
+@pytest.mark.parametrize(("heads", "groups", "ranks"), [(4, 4, 2), (4, 1, 2), (6, 2, 3), (6, 3, 2)])
+def test_context_parallel_any_head_grouping_equals_one_process_in_float64(
+    heads: int, groups: int, ranks: int
+) -> None:
+    args = (METHODS, [True], torch.float64, heads, groups)
+    check_errors(run_ranks(attention_errors, ranks, *args), 1e-14)
+
+
+def test_context_parallel_bfloat16_error_is_of_rounding() -> None:
+    """Against float32: the inputs are equal, so it is the rounding within."""
+    check_errors(run_ranks(attention_errors, 2, METHODS, [True], torch.bfloat16), 1.5e-2)
+
+
+class Operators(TorchDispatchMode):
+    """What ran, and the most elements of any tensor that came of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return result
+
+
+def largest_tensors(num_tokens: list[int]) -> dict[Method, list[int]]:
+    methods: list[Method] = ["ring", "allgather"]
+    group, found = dist.new_group(), {}
+    for method in methods:
+        model = Attending()
+        apply_context(model, group, method, True, compiled=False)
+        found[method] = []
+        for num in num_tokens:
+            tensors = [torch.randn(1, num // group.size(), 2, 4) for _ in range(4)]
+            with Operators() as operators:
+                with_gradients(model, tensors, None)
+            found[method].append(operators.largest)
+    return found
+
+
+def test_context_parallel_without_documents_makes_no_mask() -> None:
+    """What is kept and passed on grows as the row does, not as its square."""
+    (found, _) = run_ranks(largest_tensors, 2, [128, 1024])
+    for small, large in found.values():
+        assert large == 8 * small
+        assert large < 512 * 512
+
+
+def refusals() -> list[str]:
+    group, messages = dist.new_group(), []
+    for attempt in (without_attention, with_odd_heads):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the caller looks at the message)
+            attempt(group)
+        messages.append(str(caught.value))
+    return messages
+
+
+def without_attention(group: dist.ProcessGroup) -> None:
+    apply_context(nn.Linear(2, 2), group, "ring", True, compiled=False)
+
+
+def with_odd_heads(group: dist.ProcessGroup) -> None:
+    model = Attending()
+    apply_context(model, group, "ulysses", False, compiled=False)
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 1, 8)
+    model(q, k, k, documents=None)
+
+
+def test_apply_context_unsupported_model_is_refused() -> None:
+    (unreachable, uneven), _ = run_ranks(refusals, 2)
+    assert "`attend`" in unreachable
+    assert "2 context-parallel ranks cannot share 3 query heads" in uneven
+
+
+# --------------------------------------------------------------------------- model
+
+
+def small_llama(tied: bool) -> Llama:
+    torch.manual_seed(2)
+    return Llama(
+        LlamaConfig(
+            num_layers=2,
+            dim=32,
+            num_heads=4,
+            num_kv_heads=2,
+            ffn_dim=64,
+            vocab_size=96,
+            max_seq_len=64,
+            rope_scaling=False,
+            tied_embeddings=tied,
+        )
+    )
+
+
+def loss_and_gradients(
+    model: Llama, tokens: Tensor, targets: Tensor, documents: Tensor | None, positions: Tensor
+) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    logits = model(tokens, documents, positions)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return loss.item(), grads
+
+
+def model_errors(
+    methods: list[Method], balances: list[bool], tied: bool, num_groups: int = 1
+) -> dict[str, list[float]]:
+    """Relative error of the loss, and the largest ones of logits and gradients, by case.
+
+    Several groups: each with rows of its own, as the replicas of a mesh have, and with
+    recomputation.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size() // num_groups
+    index = rank // size
+    groups = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(num_groups)]
+    group = groups[index]
+    errors = {}
+    for kind in KINDS:
+        torch.manual_seed(index)
+        tokens, targets = torch.randint(96, (2, 2, 32)).unbind()
+        documents = documents_of(kind, 32)
+        positions = torch.arange(32).expand(2, -1)
+        if documents is not None:  # each document from 0
+            same = documents.unsqueeze(2) == documents.unsqueeze(1)
+            positions = positions - same.int().argmax(-1)
+        one = small_llama(tied)
+        loss, expected = loss_and_gradients(one, tokens, targets, documents, positions)
+        with torch.no_grad():
+            logits = one(tokens, documents, positions)
+        for method, balance in product(methods, balances):
+            many = small_llama(tied)
+            apply_context(many, group, method, balance, compiled=False)
+            if num_groups > 1:
+                for block in many.layers.values():
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            part = partial(cut, cp_rank=group.rank(), cp_size=size, balance=balance)
+            local = None if documents is None else part(documents)
+            local_loss, grads = loss_and_gradients(
+                many, part(tokens), part(targets), local, part(positions)
+            )
+            total = torch.tensor(local_loss, dtype=torch.float64)
+            dist.all_reduce(total, group=group)
+            assert grads.keys() == expected.keys()
+            for grad in grads.values():
+                dist.all_reduce(grad, group=group)
+            with torch.no_grad():
+                local_logits = many(part(tokens), local, part(positions))
+            pairs = [(local_logits, part(logits)), *((grads[n], g) for n, g in expected.items())]
+            errors[f"{method}, balance {balance}, {kind}"] = [
+                abs(total.item() / loss - 1),
+                *(((x - y).abs().max() / y.abs().max()).item() for x, y in pairs),
+            ]
+    return errors
+
+
+@pytest.mark.slow  # attention alone does it above, and models in `COVERED` of tests/layouts.py
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallel_model_equals_one_process(ranks: int) -> None:
+    check_errors(run_ranks(model_errors, ranks, METHODS, BOTH, tied=ranks == 2), 2e-6)
+
+
+def test_context_parallel_two_groups_with_recomputation_equal_one_process() -> None:
+    check_errors(run_ranks(model_errors, 4, METHODS, [True], tied=False, num_groups=2), 2e-6)
+
+
+# --------------------------------------------------------------------------- around it
+
+
+def traced() -> dict[str, dict[str, int]]:
+    """Collectives of one forward and backward pass under fake tensors, as a planner runs them."""
+    group = dist.new_group(backend="fake")
+    found = {}
+    for method, documents in product(METHODS, BOTH):
+        model = small_llama(tied=False)
+        apply_context(model, group, method, True, compiled=False)
+        with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
+            tokens = torch.zeros(2, 16, dtype=torch.int64)
+            model(tokens, tokens if documents else None, tokens).sum().backward()
+        names = [name.split(".")[1] for name in operators.names if name.startswith("c10d.")]
+        found[f"{method}, documents {documents}"] = {name: names.count(name) for name in names}
+    return found
+
+
+def test_context_parallel_fake_tensors_have_expected_collectives() -> None:
+    """Two layers on two ranks: what passes between them is known before anything runs."""
+    (found, _) = run_ranks(traced, 2)
+    assert found == {
+        # Forward: one step.  Backward: that step again, and gradients once round.
+        "ring, documents False": {"send": 2 * (1 + 1 + 2), "recv_": 2 * (1 + 1 + 2)},
+        "ring, documents True": {"_allgather_base_": 1, "send": 8, "recv_": 8},
+        "allgather, documents False": {"_allgather_base_": 2 * 2, "_reduce_scatter_base_": 2},
+        "allgather, documents True": {"_allgather_base_": 5, "_reduce_scatter_base_": 2},
+        "ulysses, documents False": {"alltoall_base_": 2 * 4},
+        "ulysses, documents True": {"_allgather_base_": 1, "alltoall_base_": 8},
+    }
+
+
+def compiled_graphs() -> tuple[list[int], float]:
+    """Graphs so far after each of three steps of compiled blocks; error of the last gradients."""
+    from torch._dynamo.utils import counters
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one, many = small_llama(tied=False), small_llama(tied=False)
+    apply_context(many, dist.new_group(), "ring", True, compiled=True)
+    for block in many.layers.values():
+        block.compile(backend="eager")
+    graphs = []
+    for kind in ("mixed", "many", "one"):
+        tokens, documents = torch.randint(96, (2, 32)), documents_of(kind, 32)
+        assert documents is not None
+        batch = (tokens, tokens, documents, torch.arange(32).expand(2, -1))
+        _, expected = loss_and_gradients(one, *batch)
+        _, grads = loss_and_gradients(many, *(cut(x, rank, size, True) for x in batch))
+        graphs.append(counters["stats"]["unique_graphs"])
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    error = max((grads[name] - grad).abs().max().item() for name, grad in expected.items())
+    return graphs, error
+
+
+def test_context_parallel_blocks_are_compiled_once_for_all_documents() -> None:
+    """Whatever the documents are."""
+    for graphs, error in run_ranks(compiled_graphs, 2):
+        assert graphs[0] > 0
+        assert graphs == graphs[:1] * 3
+        assert error < 1e-4

@@ -1,0 +1,437 @@
+"""Data parallelism computes one process's gradients, with the collectives that it promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from tests.harness import run_ranks
+from tests.parallel.sharded import (
+    AXES,
+    CONFIG,
+    PERSIST,
+    UNITS,
+    Collectives,
+    Layout,
+    assert_equal,
+    build,
+    build_model,
+    data,
+    one_process,
+    step,
+    whole_gradients,
+)
+from weft.config.job import ParallelSection
+from weft.models.llama import Llama
+from weft.parallel.data_parallel import reshard, set_gradient_sync, shard
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    return one_process()
+
+
+# --------------------------------------------------------------------------- gradients
+
+
+def gradients(layouts: list[Layout]) -> list[dict[str, Any]]:
+    """Of each layout, one step's loss and gradients, and its collectives."""
+    found = []
+    for layout in layouts:
+        model = build(layout)
+        with Collectives() as collectives:
+            loss = step(model, layout)
+        dist.all_reduce(loss)
+        grads = whole_gradients(model)
+        found.append({"loss": loss.item(), "grads": grads, "seen": collectives.seen})
+    return found
+
+
+TWO_HOPS = Layout(replicas=2, shards=2, sync="microbatch")
+
+LAYOUTS = {
+    "one rank": Layout(shards=1),
+    "one rank, 2 hops": Layout(shards=1, sync="microbatch"),
+    "shards": Layout(shards=4),
+    "replicas": Layout(replicas=4, shards=1),
+    "replicas, 2 hops": Layout(replicas=4, shards=1, sync="microbatch"),
+    "2 hops": TWO_HOPS,
+    "to 2, each microbatch": Layout(shards=4, reshard_after_forward=2, sync="microbatch"),
+    "to 2, one microbatch": Layout(shards=4, reshard_after_forward=2, microbatches=1),
+    "to 1": Layout(shards=2, reshard_after_forward=1),
+    "to all": Layout(shards=2, reshard_after_forward=2),
+    "no prefetch": Layout(keys={"prefetch": 0}),
+    "prefetch 2, 2 hops": TWO_HOPS._replace(keys={"prefetch": 2}),
+    "prefetch more than there is": Layout(keys={"prefetch": 9}),
+    "one microbatch": Layout(microbatches=1),
+    "persist nothing, one microbatch": Layout(
+        keys={"param_persistence_threshold": CONFIG.dim}, microbatches=1
+    ),
+    "persist, one microbatch": Layout(keys=PERSIST, microbatches=1),
+    "persist, activation_checkpoint": Layout(keys=PERSIST, activation_checkpoint=True),
+    "persist, activation_checkpoint, 2 hops": TWO_HOPS._replace(
+        keys=PERSIST, activation_checkpoint=True
+    ),
+    "persist all": Layout(keys={"param_persistence_threshold": 10**6}, sync="microbatch"),
+    "offload": Layout(keys={"cpu_offload": True}),
+    "offload, 2 hops": TWO_HOPS._replace(keys={"cpu_offload": True}),
+    "offload, persist, to 2": Layout(
+        shards=4, keys={"cpu_offload": True, **PERSIST}, reshard_after_forward=2
+    ),
+    "hierarchical": Layout(shards=4, node_size=2, keys={"hierarchical_gather": True}),
+    "hierarchical, to 2": Layout(
+        shards=4, node_size=2, reshard_after_forward=2, keys={"hierarchical_gather": True}
+    ),
+}
+M = 2  # microbatches of these, whose collectives are counted
+LAYOUTS |= {
+    f"{reshard}, {sync}": Layout(2, 2, reshard == "always", sync, microbatches=M)
+    for reshard in ("always", "never")
+    for sync in ("step", "microbatch")
+}
+LAYOUTS["always, microbatch, persist"] = LAYOUTS["always, microbatch"]._replace(keys=PERSIST)
+ALL = {"hierarchical_gather": True, "prefetch": 2, "cpu_offload": True, **PERSIST}
+LAYOUTS |= {
+    "hierarchical, 4 nodes": Layout(shards=8, node_size=2, keys={"hierarchical_gather": True}),
+    "hierarchical, 2 nodes": Layout(shards=8, node_size=4, keys={"hierarchical_gather": True}),
+    "hierarchical, 2 hops": Layout(
+        2, 4, node_size=2, sync="microbatch", keys={"hierarchical_gather": True}
+    ),
+    "to 2, 2 hops": Layout(2, 4, reshard_after_forward=2, sync="microbatch"),
+    "everything": Layout(2, 4, 2, "microbatch", node_size=2, activation_checkpoint=True, keys=ALL),
+    "everything, never": Layout(2, 4, False, "microbatch", node_size=2, keys=ALL),
+}
+
+
+# Alone or in pairs they are in those of the default suite, or in `COVERED` of tests/layouts.py.
+RARELY = {
+    "shards",
+    "replicas",
+    "replicas, 2 hops",
+    "to 2, each microbatch",
+    "persist, activation_checkpoint, 2 hops",
+    "offload, 2 hops",
+    "hierarchical",
+    *(name for name, layout in LAYOUTS.items() if layout.ranks > 4),
+}
+
+
+@cache
+def results(names: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
+    """What every rank has of each layout.  They share a world, which takes as long as several."""
+    layouts = [LAYOUTS[name] for name in names]
+    ranks = run_ranks(gradients, layouts[0].ranks, layouts, timeout=110)
+    return dict(zip(names, zip(*ranks, strict=True), strict=True))
+
+
+def result(name: str) -> list[dict[str, Any]]:
+    kind = LAYOUTS[name].ranks, name in RARELY
+    alike = (n for n, layout in LAYOUTS.items() if (layout.ranks, n in RARELY) == kind)
+    return results(tuple(alike))[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in RARELY else []) for name in LAYOUTS],
+)
+def test_shard_gradients_equal_one_process(name: str, one: dict[str, Any]) -> None:
+    for many in result(name):
+        assert_equal(many, one)
+
+
+# --------------------------------------------------------------------------- collectives
+
+BLOCKS = UNITS - 1
+COUNTS = [
+    # gathers, reduce-scatters, all-reduces; the root is gathered once.
+    ("never, step", UNITS, UNITS, UNITS),
+    ("never, microbatch", UNITS, M * UNITS, UNITS),
+    ("always, microbatch", 2 * M * BLOCKS + 1, M * UNITS, UNITS),
+    ("always, microbatch, persist", 2 * M * BLOCKS + 1, M * UNITS, UNITS),
+    ("always, step", 2 * M * BLOCKS + 1, UNITS, UNITS),
+]
+
+
+@pytest.mark.parametrize(("name", "gathers", "scatters", "all_reduces"), COUNTS)
+def test_shard_step_has_expected_number_of_collectives(
+    name: str, gathers: int, scatters: int, all_reduces: int
+) -> None:
+    """Were replicas synchronised with every microbatch, there would be M all-reduces a unit."""
+    for many in result(name):
+        found = Counter(kind for kind, *_ in many["seen"])
+        assert found == {
+            "allgather": gathers,
+            "reduce_scatter": scatters,
+            "allreduce": all_reduces,
+        }
+
+
+def test_shard_two_hops_stay_in_the_group_until_the_last_microbatch() -> None:
+    seen = result("2 hops")[3]["seen"]
+    assert {ranks for kind, ranks, *_ in seen if kind == "allreduce"} == {(1, 3)}
+    assert {ranks for kind, ranks, *_ in seen if kind != "allreduce"} == {(2, 3)}
+    # The first of two microbatches is over before any all-reduce.
+    kinds = [kind for kind, *_ in seen if kind != "allgather"]
+    assert kinds == ["reduce_scatter"] * UNITS + ["reduce_scatter", "allreduce"] * UNITS
+
+
+def test_shard_backward_gathers_among_fewer_ranks() -> None:
+    seen = result("to 2, one microbatch")[3]["seen"]
+    gathers = [ranks for kind, ranks, *_ in seen if kind == "allgather"]
+    # The root and the blocks forward, the blocks backward.
+    assert gathers == [(0, 1, 2, 3)] * UNITS + [(2, 3)] * BLOCKS
+
+
+def test_shard_small_parameters_are_gathered_with_the_root() -> None:
+    sizes = [
+        [numel for kind, _, numel, _ in result(name)[0]["seen"] if kind == "allgather"]
+        for name in (
+            "one microbatch",
+            "persist nothing, one microbatch",
+            "persist, one microbatch",
+        )
+    ]
+    gain = CONFIG.dim // 2  # on each of two ranks
+    (root, *others), nothing, (root_with_gains, *others_without) = sizes
+    assert nothing == [root, *others]
+    assert root_with_gains == root + 2 * BLOCKS * gain  # two norms a block
+    assert others_without == [size - 2 * gain for size in others]
+
+
+def order(depth: int) -> str:
+    """What follows what in a step: g gathers, f computes forward, r reduces gradients; of a block
+    its number, of the root nothing."""
+    model = build(Layout(microbatches=1, keys={"prefetch": depth}))
+
+    def mark(name: str, *_: Any) -> None:
+        with torch.profiler.record_function(f"f{name}"):
+            pass
+
+    for name, block in model.layers.items():
+        block.self_attn.register_forward_pre_hook(partial(mark, name))
+    with torch.profiler.profile() as profile:
+        step(model, Layout(microbatches=1))
+    letters = {"FSDP::all_gather": "g", "FSDP::post_backward_reduce": "r", "f0": "f0"}
+    letters |= {f"f{i}": f"f{i}" for i in range(BLOCKS)}
+    found = []
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        what, _, unit = event.name.partition(" ")
+        if what in letters:
+            found.append(letters[what] + unit.strip("()").removeprefix("layers."))
+    return " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (0, "g g0 f0 g1 f1 g2 f2  g2 r2 g1 r1 g0 r0 r"),
+        (1, "g g0 g1 f0 g2 f1 f2  g2 g1 r2 g0 r1 r0 r"),
+        (2, "g g0 g1 g2 f0 f1 f2  g2 g1 g0 r2 r1 r0 r"),
+    ],
+)
+def test_shard_prefetch_gathers_that_many_blocks_ahead(depth: int, expected: str) -> None:
+    assert run_ranks(order, 2, depth)[0].split() == expected.split()
+
+
+def dtypes() -> list[dict[str, Any]]:
+    found = []
+    for sync in ("step", "microbatch"):
+        layout = Layout(2, 2, sync=sync, compute=torch.bfloat16)
+        model = build(layout)
+        computed: list[torch.dtype] = []
+        model.layers["0"].register_forward_hook(
+            lambda *a, computed=computed: computed.append(a[2].dtype)
+        )
+        with Collectives() as collectives:
+            step(model, layout)
+        grads = whole_gradients(model)
+        found.append(
+            {
+                "computed": set(computed),
+                "collectives": {(kind, dtype) for kind, _, _, dtype in collectives.seen},
+                "kept": {tensor.dtype for tensor in [*model.parameters(), *grads.values()]},
+                "grads": grads,
+            }
+        )
+    return found
+
+
+def test_shard_bfloat16_computes_low_and_reduces_in_float32(one: dict[str, Any]) -> None:
+    for many in run_ranks(dtypes, 4)[0]:
+        assert many["computed"] == {torch.bfloat16}
+        assert many["kept"] == {torch.float32}
+        assert many["collectives"] == {
+            ("allgather", torch.bfloat16),
+            ("reduce_scatter", torch.float32),
+            ("allreduce", torch.float32),
+        }
+        assert_equal(many, one, 0.05)
+
+
+class Table(nn.Module):
+    """Takes a float32 table, like one of rotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.forward = lambda table: table  # type: ignore[method-assign]
+
+    def forward(self, table: Tensor) -> Tensor:
+        inner: Tensor = self.inner(table)
+        return inner
+
+
+def table_dtype() -> torch.dtype:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=AXES)
+    model = Table()
+    shard(
+        model,
+        [model.inner],
+        mesh,
+        ParallelSection(),
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=True,
+        node_size=None,
+    )
+    return model(torch.ones(2)).dtype
+
+
+def test_shard_inputs_keep_their_dtype() -> None:
+    assert run_ranks(table_dtype, 1) == [torch.float32]
+
+
+# --------------------------------------------------------------------------- between steps
+
+
+def evaluated(layout: Layout) -> dict[str, Any]:
+    """Evaluation before and between steps, and parameters that move."""
+    model = build(layout)
+    tokens_BT, _ = data()
+
+    def evaluate() -> Tensor:
+        with torch.no_grad():
+            logits_BTV = model(tokens_BT[:2])
+        assert any(not isinstance(param, DTensor) for param in model.parameters())
+        reshard(model)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        return logits_BTV
+
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    doubled = evaluate()
+    step(model, layout)
+    model.zero_grad()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.div_(2)
+    logits = evaluate()
+    step(model, layout)
+    return {"doubled": doubled, "logits": logits, "grads": whole_gradients(model)}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(keys=PERSIST), Layout(reshard_after_forward=False, sync="microbatch")],
+    ids=["always", "never"],
+)
+def test_shard_evaluation_leaves_nothing_gathered(layout: Layout, one: dict[str, Any]) -> None:
+    tokens_BT, _ = data()
+    alone = build_model()
+    with torch.no_grad():
+        logits = alone(tokens_BT[:2])
+        for param in alone.parameters():
+            param.mul_(2)
+        doubled = alone(tokens_BT[:2])
+    for many in run_ranks(evaluated, layout.ranks, layout):
+        assert_equal(many, one)
+        torch.testing.assert_close(many["logits"], logits)
+        torch.testing.assert_close(many["doubled"], doubled)
+
+
+def from_meta(layout: Layout) -> dict[str, Any]:
+    """A model that is filled after it has been sharded."""
+    filled = build_model()
+    with torch.device("meta"):
+        model = Llama(CONFIG)
+    build(layout, model=model)
+    model.to_empty(device="cpu")
+    mesh = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            local = param.to_local()  # type: ignore[attr-defined]
+            rows = filled.get_parameter(name).split(-(-len(param) // mesh.size()))
+            if mesh.get_local_rank() < len(rows):
+                local.copy_(rows[mesh.get_local_rank()])
+    step(model, layout)
+    return {"grads": whole_gradients(model)}
+
+
+def test_shard_model_from_meta_device_gradients_equal_one_process(one: dict[str, Any]) -> None:
+    layout = Layout(keys={**PERSIST, "cpu_offload": True})
+    for many in run_ranks(from_meta, 2, layout):
+        assert_equal(many, one)
+
+
+def offloading() -> list[tuple[bool, bool]]:
+    """Of each unit, whether its policy is to offload, and whether it pins memory."""
+    model = build(Layout(keys={"cpu_offload": True}))
+    policies = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy = module._get_fsdp_state()._fsdp_param_group.offload_policy  # type: ignore[union-attr]
+            policies.append((isinstance(policy, CPUOffloadPolicy), policy.pin_memory))  # type: ignore[attr-defined]
+    return policies
+
+
+def test_shard_offload_policy_is_set_on_every_unit() -> None:
+    """On CPU it can be seen in no other way."""
+    assert run_ranks(offloading, 2)[0] == [(True, False)] * UNITS
+
+
+def plain_model() -> None:
+    model = build_model()
+    set_gradient_sync(model, False, "step")
+    reshard(model)
+
+
+def test_reshard_unsharded_model_is_unchanged() -> None:
+    plain_model()
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def refused() -> None:
+    def refuse(layout: Layout, message: str, ranks: list[int], tensor_parallel: bool) -> None:
+        shape = torch.tensor(ranks).view(1, 4, 1)
+        mesh = DeviceMesh("cpu", shape, mesh_dim_names=(*AXES, "tp"))
+        model = build_model()
+        if tensor_parallel:
+            plan = {f"layers.{i}.mlp.gate_proj": ColwiseParallel() for i in range(BLOCKS)}
+            parallelize_module(model, mesh["tp"], plan)
+        with pytest.raises(ValueError, match=message):
+            build(layout, mesh[AXES], model)
+
+    hierarchical = Layout(node_size=3, keys={"hierarchical_gather": True})
+    divide = "= 3: does not divide the 4"
+    ordered = [0, 1, 2, 3]
+    refuse(Layout(reshard_after_forward=3), f"reshard_after_forward {divide}", ordered, False)
+    refuse(hierarchical, f"node_size {divide}", ordered, False)
+    refuse(Layout(reshard_after_forward=2), "tensor-parallel", ordered, True)
+    refuse(Layout(), "must ascend", [0, 2, 1, 3], False)
+
+
+def test_shard_impossible_groups_are_refused() -> None:
+    run_ranks(refused, 4)

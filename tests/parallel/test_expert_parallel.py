@@ -1,0 +1,225 @@
+"""Mixtures of experts: every layout computes one process's loss and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from tests.harness import run_ranks
+from tests.layouts import check_gradients, check_many, parse, size, together
+from tests.small import (
+    Overrides,
+    losses,
+    newest_state,
+    plan_here,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+)
+from weft.checkpoint.replica_check import ReplicasDiffer, compare_replicas
+from weft.checkpoint.state_dict import named_buffers
+from weft.config.job import InvalidJob, read_job
+from weft.parallel.data_parallel import _evenly
+from weft.plan.resolve import Machine, resolve
+from weft.train.setup import build
+
+TOLERANCE = 1e-5
+
+MODEL: Overrides = [
+    ("model.kind", "moe"),
+    ("model.preset", "toy-moe"),
+    ("model.num_layers", "4"),
+    ("model.head_dim", "16"),
+    ("model.num_experts", "4"),
+    ("model.expert_dim", "24"),
+    ("model.tied_embeddings", "false"),
+    ("data.packing", "documents"),
+    ("train.microbatch_size", "1"),
+]
+
+
+def check(
+    layout: str, store: Path, model: Overrides = MODEL, more: Sequence[tuple[str, str]] = ()
+) -> None:
+    check_gradients(layout, store, model, TOLERANCE, more)
+
+
+OFTEN = [
+    "tp2",
+    "pp2",
+    "cp2",
+    "dp_shard2 ep=2 activation_checkpoint.mode=selective",
+    "dp_shard4 ep=2",
+]
+MORE = [
+    "dp_shard2",
+    "dp_replicate2",
+    "dp_shard2 ep=2",
+    "dp_shard4 ep=4",
+    "cp2 ep=2",
+    "dp_shard2 cp2 ep=4",
+    "dp_shard2 dp_replicate2 ep=2",
+    "dp_shard2 tp2 ep=2",
+    "dp_shard2 pp2 ep=2",
+    "dp_shard2 pp2 ep=2 gradient_sync=microbatch",
+    "dp_shard2 pp2 ep=2 pipeline.schedule=ZBVZeroBubble",
+    "dp_shard2 ep=2 activation_checkpoint.mode=full",
+    "dp_shard2 ep=2 activation_checkpoint.mode=budget activation_checkpoint.offload=true",
+    "dp_shard2 ep=2 gradient_sync=step reshard_after_forward=never",
+    "dp_shard2 ep=2 param_persistence_threshold=1000000 fsdp_prefetch=2",
+    "dp_shard2 ep=2 cpu_offload=true",
+    "tp2 sequence_parallel=false",
+    "tp4",
+    "dp_shard3 ep=3 model.num_experts=6 train.global_batch_size=9",
+    "dp_shard6 train.global_batch_size=12",  # four experts over six ranks: cut by rows of each
+]
+
+
+@pytest.mark.parametrize("layouts", together(OFTEN))
+def test_moe_layouts_gradients_equal_one_process(layouts: list[str], store_path: Path) -> None:
+    check_many(layouts, store_path, lambda layout: [*MODEL, *size(layout)], TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MORE)
+def test_expert_parallel_with_other_techniques_gradients_equal_one_process(
+    layout: str, store_path: Path
+) -> None:
+    changed = [word.split("=") for word in layout.split() if "model." in word or "train." in word]
+    check(layout, store_path, [*MODEL, *((name, value) for name, value in changed)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_expert_parallel_compiled_gradients_equal_one_process(
+    store_path: Path, tmp_path: Path
+) -> None:
+    compiled = [("compile.enable", "true"), ("compile.cache_dir", str(tmp_path))]
+    check("dp_shard2 ep=2", store_path, more=compiled)
+
+
+# --------------------------------------------------------------------------- training
+
+
+def run(folder: Path, layout: str, steps: int, store: Path, *more: tuple[str, str]) -> None:
+    ranks, overrides = parse(layout)
+    here = [("run.dir", str(folder)), ("train.steps", str(steps)), ("optim.decay_fraction", "0")]
+    run_ranks(train_rank, ranks, [*MODEL, *overrides, *here, *more], str(store), timeout=180)
+
+
+def biases(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in newest_state(folder).items() if k.endswith("expert_bias")}
+
+
+RATE = ("model.balance_rate", "0.01")
+
+
+def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_path: Path) -> None:
+    """Five steps of one process; and three with ``ep``, saved, and two more without."""
+    few = [RATE, ("train.global_batch_size", "4"), ("train.microbatch_size", "2")]
+    run(tmp_path / "one", "dp_shard1", 5, store_path, *few)
+    run(tmp_path / "two", "dp_shard2 ep=2", 3, store_path, *few)
+    saved = biases(tmp_path / "two")
+    # Three moves of an expert that is never at the mean: an odd number of rates.
+    assert saved.keys() == {f"model.layers.{i}.mlp.router.expert_bias" for i in (1, 2, 3)}
+    for bias in saved.values():
+        moves = bias / 0.01
+        torch.testing.assert_close(moves, moves.round(), rtol=0, atol=1e-4)
+        assert bias.abs().max() > 0
+    run(tmp_path / "two", "tp2", 5, store_path, *few)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    loads = [
+        [record["expert_load"] for record in records(tmp_path / run)] for run in ("one", "two")
+    ]
+    assert loads[0] == loads[1]
+    assert all(1 <= load <= 2 for load in loads[0])  # of four experts two are active
+    wanted = biases(tmp_path / "one")
+    for name, bias in biases(tmp_path / "two").items():
+        torch.testing.assert_close(bias, wanted[name], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_expert_parallel_resumed_run_is_equal_bit_for_bit(store_path: Path, tmp_path: Path) -> None:
+    layout = "dp_shard2 ep=2 resilience.replica_check=1"
+    run(tmp_path / "once", layout, 4, store_path)
+    run(tmp_path / "twice", layout, 2, store_path)
+    run(tmp_path / "twice", layout, 4, store_path)
+    once, twice = newest_state(tmp_path / "once"), newest_state(tmp_path / "twice")
+    assert once.keys() == twice.keys()
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def other_biases(overrides: Overrides) -> str:
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    compare_replicas(built.parts, built.optimizer)
+    buffers = dict(named_buffers(built.parts))
+    if dist.get_rank() == 1:
+        buffers["layers.2.mlp.router.expert_bias"][3] += 0.001
+    try:
+        compare_replicas(built.parts, built.optimizer)
+    except ReplicasDiffer as error:
+        return str(error)
+    return ""
+
+
+def test_compare_replicas_different_expert_bias_is_found() -> None:
+    _, overrides = parse("dp_shard2 ep=2")
+    for told in run_ranks(other_biases, 2, MODEL + overrides, timeout=180):
+        assert "model.layers.2.mlp.router.expert_bias" in told
+
+
+@pytest.mark.slow
+def test_moe_canonical_order_is_equal_on_any_number_of_ranks(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """The same weights and biases, bit for bit, on one rank and on two."""
+    canonical = ("train.world_size_invariant", "true")
+    for ranks in (1, 2):
+        run(tmp_path / str(ranks), f"dp_shard{ranks}", 3, store_path, canonical, RATE)
+    one, two = newest_state(tmp_path / "1"), newest_state(tmp_path / "2")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def test_moe_unsupported_keys_are_refused() -> None:
+    job, _, found = read_job(
+        "demo",
+        [
+            ("model.kind", "moe"),
+            ("model.preset", "toy-moe"),
+            ("parallel.ep", "3"),
+            ("parallel.dp_shard", "4"),
+            ("optim.name", "muon"),
+            ("precision.float8", "rowwise"),
+            ("train.world_size_invariant", "true"),
+        ],
+    )
+    assert not found
+    with pytest.raises(InvalidJob) as error:
+        resolve(job, Machine("cpu", devices=2, world_size=4))
+    told = {problem.key: str(problem) for problem in error.value.problems}
+    assert "use 1, 2 or 4" in told["parallel.ep"] or "canonical" in told["parallel.ep"]
+    assert {"optim.name", "precision.float8"} <= told.keys()
+
+    job, _, _ = read_job("demo", [("parallel.ep", "2")])
+    with pytest.raises(InvalidJob, match="the family llama has no experts"):
+        resolve(job, Machine("cpu", devices=2, world_size=2))
+
+
+@pytest.mark.parametrize("shape", [(8, 35, 64), (5, 36, 64), (5, 35, 64)])
+def test_evenly_never_cuts_a_row(shape: tuple[int, int, int]) -> None:
+    """Eight-bit moments are of whole blocks of a row."""
+    placed = _evenly(4)(nn.Parameter(torch.empty(shape, device="meta")))
+    expected = {8: Shard(0), 36: Shard(1)}
+    assert placed == next((expected[size] for size in shape[:2] if size in expected), None)

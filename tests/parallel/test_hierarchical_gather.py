@@ -1,0 +1,142 @@
+"""A gather in two stages is a plain one, and each byte enters a node once."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from tests.harness import run_ranks
+from tests.parallel.sharded import (
+    UNITS,
+    Collectives,
+    Layout,
+    Seen,
+    assert_equal,
+    build,
+    data,
+    one_process,
+    step,
+    whole_gradients,
+)
+from weft.parallel.hierarchical_gather import TwoStageGather
+
+
+def gather_both_ways(cases: list[tuple[tuple[int, int, int], int]]) -> None:
+    """Two-stage gathers equal plain ones bitwise; a case: axes' sizes, ranks on a node."""
+    for shape, node_size in cases:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp_shard", "tp"))
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            compare_gathers(mesh["dp_shard"], node_size, dtype)
+
+
+def compare_gathers(mesh: DeviceMesh, node_size: int, dtype: torch.dtype) -> None:
+    gather, group = TwoStageGather(mesh, node_size), mesh.get_group()
+    mine = (torch.arange(5) + 5 * dist.get_rank()).to(dtype)
+    plain = gather.allocate((mesh.size() * 5,), dtype=dtype, device=torch.device("cpu"))
+    dist.all_gather(list(plain.view(mesh.size(), 5)), mine, group=group)
+    for async_op in (False, True):
+        for in_place in (False, True):  # FSDP's input is a part of the output
+            staged = torch.zeros_like(plain)
+            given = mine
+            if in_place:
+                given = staged.view(mesh.size(), 5)[group.rank()]
+                given.copy_(mine)
+            work = gather(staged, given, group, async_op)
+            assert (work is not None) == async_op
+            if work is not None:
+                with Collectives() as inside_nodes:
+                    work.wait()
+                    work.wait()  # nothing more happens
+                assert len(inside_nodes.seen) == mesh.size() // node_size
+            assert torch.equal(staged, plain)
+
+
+def test_two_stage_gather_equals_all_gather() -> None:
+    run_ranks(gather_both_ways, 4, [((1, 4, 1), 2)])
+    beside = [((2, 4, 1), 2), ((1, 4, 2), 2)]
+    run_ranks(gather_both_ways, 8, [*beside, ((1, 8, 1), 2), ((1, 8, 1), 4)])
+
+
+def stages() -> list[Seen]:
+    """Collectives of one gather of 80 elements by 8 ranks in 4 nodes."""
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp_shard",))
+    gather = TwoStageGather(mesh, 2)
+    with Collectives() as collectives:
+        gather(torch.empty(80), torch.zeros(10), mesh.get_group())
+    return collectives.seen
+
+
+def test_two_stage_gather_each_byte_enters_a_node_once() -> None:
+    nodes, node_size = 4, 2
+    received: Counter[int] = Counter()  # of each node, from others
+    for rank, seen in enumerate(run_ranks(stages, 8)):
+        node = rank // node_size
+        for _, ranks, numel, _ in seen:
+            received[node] += numel * sum(other // node_size != node for other in ranks)
+        # One gather across the nodes, then one inside for every node's rows.
+        across, *inside = [ranks for _, ranks, *_ in seen]
+        assert across == tuple(range(rank % node_size, 8, node_size))
+        assert inside == [(2 * node, 2 * node + 1)] * nodes
+    assert received == dict.fromkeys(range(nodes), 80 * (nodes - 1) // nodes)
+
+
+def gather_groups(settings: list[tuple[bool, int | None]]) -> list[set[tuple[int, ...]]]:
+    found = []
+    for hierarchical, node_size in settings:
+        keys = {"hierarchical_gather": hierarchical}
+        model = build(Layout(shards=4, node_size=node_size, keys=keys))
+        with Collectives() as collectives:
+            model(data()[0][:1])
+        found.append({ranks for _, ranks, *_ in collectives.seen})
+    return found
+
+
+def test_hierarchical_gather_is_used_only_across_nodes() -> None:
+    settings = [(True, 2), (False, 2), (True, None), (True, 4), (True, 8), (True, 1)]
+    across, *plain = run_ranks(gather_groups, 4, settings)[0]
+    assert across == {(0, 1), (0, 2)}
+    # Not asked for; all on one node; nothing inside of a node.
+    assert plain == [{(0, 1, 2, 3)}] * 5
+
+
+def unsharded_ahead() -> dict[str, Any]:
+    """Gathers of all units under way at the same time, as a schedule of several stages does it."""
+    keys = {"hierarchical_gather": True}
+    layout = Layout(shards=4, node_size=2, microbatches=1, keys=keys)
+    model = build(layout)
+    with Collectives() as collectives:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
+    # Under way is the stage between nodes; what is left is done when it is waited for.
+    assert [ranks for _, ranks, *_ in collectives.seen] == [
+        (dist.get_rank() % 2, dist.get_rank() % 2 + 2)
+    ] * UNITS
+    step(model, layout)
+    return {"grads": whole_gradients(model)}
+
+
+def test_two_stage_gather_asynchronous_gradients_equal_one_process() -> None:
+    one = one_process()
+    for many in run_ranks(unsharded_ahead, 4):
+        assert_equal(many, one)
+
+
+def test_all_gather_interface_is_that_of_pytorch() -> None:
+    """The abstract class is private; its methods are what ours stand in for."""
+    assert AllGather.__abstractmethods__ == {"allocate", "__call__"}
+    for method in ("allocate", "__call__"):
+        theirs, ours = (
+            inspect.signature(getattr(cls, method)).parameters
+            for cls in (AllGather, TwoStageGather)
+        )
+        assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+            (p.name, p.kind, p.default) for p in theirs.values()
+        ]

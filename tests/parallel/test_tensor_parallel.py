@@ -1,0 +1,203 @@
+"""Tensor parallelism beside the matrix of layouts: the loss, the table, and its overlap."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.harness import RankError, run_ranks
+from tests.small import whole
+from weft.models.family import Split
+from weft.models.llama import SHARDING, Llama, LlamaConfig
+from weft.parallel.private import hide_exchanges
+from weft.parallel.tensor_parallel import apply_tensor, vocabulary_cross_entropy
+
+
+def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
+    """Loss and gradient of this rank's slice of the vocabulary, and what was exchanged."""
+    logits_BTV, targets_BT = example(dtype)
+    slice_BTV = logits_BTV.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone()
+    slice_BTV.requires_grad_()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        losses_BT = vocabulary_cross_entropy(slice_BTV, targets_BT, -100, dist.group.WORLD)
+        loss = weighted(losses_BT)
+        loss.backward()
+    sent = [e.input_shapes for e in profile.events() if e.name == "c10d::allreduce_"]
+    assert slice_BTV.grad is not None
+    return loss.item(), slice_BTV.grad, [len(sent)]
+
+
+def weighted(losses_BT: torch.Tensor) -> torch.Tensor:
+    """Each token counts by its own weight."""
+    return (losses_BT * torch.arange(1.0, 1.0 + losses_BT.numel()).view_as(losses_BT)).sum()
+
+
+def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    # Far from zero, so that a missing maximum would overflow.
+    logits_BTV = 30 * torch.randn(2, 7, 24, generator=generator) + 100
+    targets_BT = torch.randint(0, 24, (2, 7), generator=generator)
+    targets_BT[0, :3] = -100
+    return logits_BTV.to(dtype), targets_BT
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_over_cut_vocabulary_equals_one_process(ranks: int, dtype: torch.dtype) -> None:
+    logits_BTV, targets_BT = example(dtype)
+    logits_BTV.requires_grad_()
+    losses_N = F.cross_entropy(
+        logits_BTV.float().flatten(0, 1), targets_BT.flatten(), reduction="none"
+    )
+    expected = weighted(losses_N.view_as(targets_BT))
+    expected.backward()
+    results = run_ranks(loss_of_slices, ranks, dtype)
+    for loss, _, exchanges in results:
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert exchanges == [2]  # of numbers per token: never of logits
+    gradient = torch.cat([grad for _, grad, _ in results], dim=-1)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(gradient, logits_BTV.grad, rtol=tolerance, atol=tolerance)
+
+
+CONFIG = LlamaConfig(
+    num_layers=2,
+    dim=32,
+    num_heads=8,
+    num_kv_heads=2,
+    ffn_dim=48,
+    vocab_size=64,
+    max_seq_len=64,
+    rope_scaling=False,
+)
+
+
+def placements(sequence_parallel: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+    model = Llama(CONFIG)
+    original = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    apply_tensor(model, mesh, SHARDING, CONFIG.num_kv_heads, sequence_parallel)
+    found = {}
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        before = original.get_parameter(name)
+        # Cut, not changed: the whole of it is what it was.
+        dist.broadcast(before.data, 0)
+        assert param.shape == before.shape
+        if dist.get_rank() == 0:
+            shard = param.to_local()
+            assert shard.equal(before[tuple(slice(n) for n in shard.shape)])
+        found[name] = (str(param.placements[0]), tuple(param.to_local().shape))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "kv"), [(2, ("S(0)", (4, 32))), (4, ("R", (8, 32)))])
+def test_tensor_parallel_weights_have_expected_placements(
+    ranks: int, kv: tuple[str, tuple[int, ...]]
+) -> None:
+    found = run_ranks(placements, ranks, True)[0]
+    block = "layers.1."
+    assert found["embed_tokens.weight"] == ("S(0)", (64 // ranks, 32))
+    assert found[block + "input_layernorm.weight"] == ("R", (32,))
+    assert found[block + "self_attn.q_proj.weight"] == ("S(0)", (32 // ranks, 32))
+    assert found[block + "self_attn.k_proj.weight"] == kv
+    assert found[block + "self_attn.v_proj.weight"] == kv
+    assert found[block + "self_attn.o_proj.weight"] == ("S(1)", (32, 32 // ranks))
+    assert found[block + "mlp.gate_proj.weight"] == ("S(0)", (48 // ranks, 32))
+    assert found[block + "mlp.down_proj.weight"] == ("S(1)", (32, 48 // ranks))
+    assert found["lm_head.weight"] == ("S(0)", (64 // ranks, 32))
+
+
+def forget_a_module() -> None:
+    sharding: dict[str, Split] = {k: v for k, v in SHARDING.items() if "norm" not in k}
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    apply_tensor(Llama(CONFIG), mesh, sharding, 2, True)
+
+
+def test_tensor_parallel_weight_missing_in_the_table_raises() -> None:
+    with pytest.raises(
+        RankError, match=r"no pattern of SHARDING matches 'layers\.0\.input_layernorm'"
+    ):
+        run_ranks(forget_a_module, 1)
+
+
+# --------------------------------------------------------------------------- overlap
+
+# Wide enough for the compiler to find overlapping worth while: it asks for 1024 columns.
+WIDE = CONFIG.model_copy(update={"num_layers": 1, "dim": 1024, "ffn_dim": 2048, "num_kv_heads": 8})
+
+
+def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
+    """A compiled sequence-parallel block, forward and backward, on operators of the CPU.
+
+    Returns:
+        The exchanges in each compiled graph, and how far gradients are from one process's.
+    """
+    import torch._inductor.fx_passes.micro_pipeline_tp as passes
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._inductor.utils import fresh_inductor_cache
+
+    # The operators exist for GPUs only; torch has plain versions of them for its own tests.
+    library = torch.library.Library("symm_mem", "IMPL")
+    gather, scatter = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+    library.impl(gather, symmetric._fused_all_gather_matmul_fallback, "CPU")
+    library.impl(scatter, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    # The pass asks whether NCCL is built in.
+    dist.is_nccl_available = lambda: True  # type: ignore[assignment]
+    graphs: list[dict[str, int]] = []
+    run_pass = passes.micro_pipeline_tp_pass
+
+    def watched(graph: Any) -> None:
+        run_pass(graph)
+        names = [str(node.target).split(".")[:2] for node in graph.nodes]
+        graphs.append(Counter(name for space, *(name,) in filter(exchanging, names)))
+
+    def exchanging(name: list[str]) -> bool:
+        return name[0] in ("symm_mem", "_c10d_functional") and name[1] != "wait_tensor"
+
+    passes.micro_pipeline_tp_pass = watched  # type: ignore[assignment]
+
+    model = Llama(WIDE)
+    plain = copy.deepcopy(model)
+    for param in plain.parameters():
+        dist.broadcast(param.data, 0)
+    model.load_state_dict(plain.state_dict())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    apply_tensor(model, mesh, SHARDING, WIDE.num_kv_heads, sequence_parallel=True)
+    hide_exchanges(mesh.get_group())
+    block, expected = model.layers["0"], plain.layers["0"]
+    block.compile(fullgraph=True)
+    x_BTD = torch.randn(2, 32, WIDE.dim)
+    dist.broadcast(x_BTD, 0)
+    cos, sin = plain.rope(32, None, torch.float32)
+    with symmetric._test_mode(), fresh_inductor_cache():
+        mine = x_BTD.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
+        block(mine, cos, sin, None).square().sum().backward()
+    expected(x_BTD, cos, sin, None).square().sum().backward()
+    far = {}
+    for (name, param), (_, theirs) in zip(
+        block.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        difference = (whole(param.grad) - theirs.grad).abs().max()  # type: ignore[arg-type,operator]
+        far[name] = (difference / theirs.grad.abs().max()).item()  # type: ignore[union-attr]
+    return graphs, far
+
+
+@pytest.mark.slow  # a minute of compiling
+def test_async_tensor_parallel_compiler_fuses_collectives() -> None:
+    """All exchanges that feed or follow one product are fused, and gradients stay right."""
+    for graphs, far in run_ranks(compiled_block, 2, timeout=300):
+        forward, backward = graphs
+        fused = {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
+        assert forward == fused
+        # A gradient that three products add up to cannot be scattered with one of them.
+        assert backward == {"fused_all_gather_matmul": 2, "reduce_scatter_tensor": 2}
+        assert max(far.values()) < 1e-5, far

@@ -1,0 +1,142 @@
+"""What of float8 a plan tells, which matrices it chooses, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from tests.small import Overrides, small_job
+from weft.config.job import InvalidJob, Job, PrecisionSection, Problem, read_job
+from weft.models import load_family
+from weft.models.llama import PRESETS
+from weft.plan.devices import parse_cluster
+from weft.plan.float8_rules import float8_matrices
+from weft.plan.plan_text import describe_plan, machine_of
+from weft.plan.resolve import Machine, Plan, resolve
+from weft.train.job_checks import check_names
+
+
+def planned(*overrides: tuple[str, str], cluster: str = "1x8xH100", recipe: str = "demo") -> Plan:
+    job, machine = asked(*overrides, cluster=cluster, recipe=recipe)
+    return resolve(job, machine)
+
+
+def asked(*overrides: tuple[str, str], cluster: str, recipe: str) -> tuple[Job, Machine]:
+    job, _, problems = read_job(recipe, [*overrides])
+    assert not problems, problems
+    parsed = parse_cluster(cluster)
+    assert not isinstance(parsed, Problem)
+    return job, machine_of(parsed)
+
+
+LARGE: Overrides = [
+    ("model.preset", "8b"),
+    ("train.seq_len", "8192"),
+    ("precision.float8", "tensorwise"),
+    ("compile.enable", "true"),
+]
+
+
+def test_plan_of_float8_has_its_peak_and_matrices() -> None:
+    plan = planned(*LARGE)
+    plain = planned(*LARGE, ("precision.float8", "none"))
+    assert plan.flops_per_token == plain.flops_per_token
+    assert (
+        (plan.peak_flops, plan.peak_dtype) == (plain.peak_flops, "bfloat16") == (989e12, "bfloat16")
+    )
+    # Of 32 blocks; keys and values, 4096 to 1024, are too small.
+    assert (plan.float8_matrices, plan.float8_gather, plan.float8_emulated) == (160, True, False)
+    assert not plan.warnings
+    job, machine = asked(*LARGE, cluster="1x8xH100", recipe="demo")
+    screen = describe_plan(job, plan, machine, "demo")
+    assert "tensorwise, 160 matrices, gathered in float8" in screen
+    assert "989 TFLOP/s a device, dense bfloat16: MFU is of that, with float8, too" in screen
+    (warning,) = planned(*LARGE, ("compile.enable", "false")).warnings
+    assert "kernels of their own" in warning
+    for recipe, cluster, emulated in (
+        ("tensorwise", "1x8xA100-80GB", True),
+        ("rowwise", "1x8xMI300X", False),
+        ("mxfp8", "1x8xH100", True),
+        ("mxfp8", "1x8xB200", False),
+    ):
+        found = planned(*LARGE, ("precision.float8", recipe), cluster=cluster)
+        assert found.float8_emulated == emulated
+        assert any("emulated" in warning for warning in found.warnings) == emulated
+    for key, value in (("cpu_offload", "true"), ("reshard_after_forward", "2")):
+        assert not planned(*LARGE, (f"parallel.{key}", value)).float8_gather
+    pipeline = [("parallel.pp", "2"), ("pipeline.schedule", "ZBVZeroBubble")]
+    (warning,) = planned(*LARGE, *pipeline, ("compile.enable", "false")).warnings[1:]
+    assert "does both twice" in warning
+
+
+def test_float8_matrices_are_those_that_the_device_multiplies() -> None:
+    family = load_family("llama")
+
+    def names(tp: int = 1, recipe: str = "tensorwise", **section: Any) -> set[str]:
+        config = PRESETS["8b"].model_copy(update={"num_layers": 2, **section.pop("model", {})})
+        chosen = float8_matrices(
+            PrecisionSection(float8=recipe, **section),
+            config,
+            family,
+            tp,  # type: ignore[arg-type]
+        )
+        return {matrix.name.removeprefix("layers.") for matrix in chosen}
+
+    every = {f"{i}.{m}_proj" for i in "01" for m in SITES}
+    few = {name for name in every if not name.endswith(("k_proj", "v_proj"))}
+    assert names(float8_small=True) == every
+    assert names() == few
+    assert names(float8_exclude=("layers.0.*", "*.o_proj")) == {
+        name for name in few if name[0] == "1" and "o_proj" not in name
+    }
+    # What a rank has of it: 512 to 4096 for queries, 4096 to 1792 and back.
+    assert names(tp=8) == {n for n in few if "q_proj" not in n}
+    assert names(tp=8, recipe="rowwise") == set()
+    assert names(tp=4, recipe="rowwise") == {n for n in every if "mlp" in n}
+    odd = names(float8_small=True, model={"ffn_dim": 1000})  # not a multiple of 16
+    assert odd == {name for name in every if "attn" in name}
+    assert names(float8_small=True, model={"ffn_dim": 1008}, recipe="mxfp8") == odd
+
+
+SITES = (
+    "self_attn.q",
+    "self_attn.k",
+    "self_attn.v",
+    "self_attn.o",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.down",
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            [("train.world_size_invariant", "true"), ("precision.compute_dtype", "float32")],
+            "in canonical order",
+        ),
+        ([("precision.compute_dtype", "float32")], "products in float8 give bfloat16"),
+        ([("model.ffn_dim", "1000"), ("model.dim", "120")], "no matrix of a block has sides"),
+        ([("model.dim", "512"), ("model.ffn_dim", "1024")], "too small to gain"),
+        ([("precision.float8_exclude", '["*.*_proj"]')], "in float8_skip"),
+        ([("precision.float8_exclude", '["*.ffn"]')], "there are q_proj, k_proj"),
+        ([("train.seq_len", "8200")], "no multiple of 16; use a multiple of 16"),
+    ],
+)
+def test_float8_incompatible_keys_are_refused(keys: Overrides, expected: str) -> None:
+    heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")] * ("dim" in str(keys))
+    with pytest.raises(InvalidJob) as caught:
+        planned(*LARGE, *heads, *keys, ("train.microbatch_size", "auto"))
+    assert expected in str(caught.value)
+
+
+def test_float8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_job(("precision.float8", "rowwise"))
+    assert not list(check_names(job))
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    (problem,) = check_names(job)
+    assert "pip install 'weft[torchao]'" in str(problem)
+    assert not list(check_names(small_job()))

@@ -1,0 +1,194 @@
+"""Timetables: torch's schedules as they are, and files that are none."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.small import plan_here, small_job, this_rank
+from weft.config.job import Problem
+from weft.data.loader import Batch
+from weft.plan.pipeline_schedule import (
+    SCHEDULES,
+    Action,
+    Timetable,
+    find_schedule,
+    in_flight,
+    rank_of_stages,
+    read_csv,
+    timetable,
+)
+from weft.train.setup import build
+
+
+def text_of(table: Timetable) -> str:
+    rows = [[f"{a.stage}{a.kind}{a.microbatch}" for a in table[rank]] for rank in sorted(table)]
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def stages_per_rank(name: str) -> int:
+    return SCHEDULES[name].stages_per_rank or 2
+
+
+# --------------------------------------------------------------------------- by name
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_timetable_microbatches_that_a_schedule_excludes_are_refused(name: str, pp: int) -> None:
+    """`Schedule.allows` says yes where torch makes a whole step of so many microbatches."""
+    per_rank = stages_per_rank(name)
+    for microbatches in range(1, 4 * pp + 1):
+        try:
+            table = timetable(name, pp, per_rank, microbatches)
+            every = [action for order in table.values() for action in order]
+            whole = len({(a.stage, a.microbatch) for a in every if a.kind == "F"})
+            possible = whole == pp * per_rank * microbatches
+        except (ValueError, AssertionError):
+            possible = False
+        allowed = SCHEDULES[name].allows(microbatches, pp, pp * per_rank)
+        if name == "1F1B":  # refused by the engine, not by the order
+            assert allowed == (microbatches >= pp)
+        else:
+            assert allowed == possible, (pp, microbatches)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_where_stages_sit(name: str) -> None:
+    pp, per_rank = 3, stages_per_rank(name)
+    homes = rank_of_stages(timetable(name, pp, per_rank, 6))
+    loop = [*range(pp)] * per_rank
+    in_a_v = name in ("ZBVZeroBubble", "DualPipeV")
+    assert homes == ([0, 1, 2, 2, 1, 0] if in_a_v else loop)
+
+
+def test_how_many_microbatches_are_kept() -> None:
+    """What is known of the two simplest."""
+    assert in_flight(timetable("GPipe", 3, 1, 5)) == [5, 5, 5]
+    assert in_flight(timetable("1F1B", 3, 1, 5)) == [3, 2, 1]
+    assert in_flight(timetable("LoopedBFS", 2, 2, 5)) == [5, 5, 5, 5]
+
+
+def test_half_a_backward_frees_nothing() -> None:
+    order = [Action(0, kind, m) for kind, m in [("F", 0), ("I", 0), ("F", 1), ("W", 0)]]  # type: ignore[arg-type]
+    assert in_flight({0: order}) == [2]
+
+
+def kept(name: str) -> dict[int, tuple[int, int]]:
+    """For each stage of this rank: microbatches kept at once, seen and planned."""
+    job = small_job(
+        ("parallel.pp", "2"),
+        ("pipeline.schedule", name),
+        ("model.num_layers", "4"),
+        ("model.tied_embeddings", "false"),
+        ("train.microbatch_size", "1"),
+    )
+    plan = plan_here(job)
+    assert plan.pipeline is not None
+    built = build(job, plan, this_rank())
+    schedule: Any = built.engine.schedule
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    most: dict[int, int] = {}
+
+    def watch(stage: Any) -> None:
+        now = 0
+        forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+        weight = stage.backward_weight_one_chunk
+
+        def forward_and_count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now += 1
+            most[stage.stage_index] = max(most.get(stage.stage_index, 0), now)
+            return forward(*args, **kwargs)
+
+        def backward_and_count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now -= kwargs.get("full_backward", True)
+            return backward(*args, **kwargs)
+
+        def weight_and_count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now -= 1
+            return weight(*args, **kwargs)
+
+        stage.forward_one_chunk, stage.backward_one_chunk = forward_and_count, backward_and_count
+        stage.backward_weight_one_chunk = weight_and_count
+
+    for stage in stages:
+        watch(stage)
+    rows = torch.zeros((1, job.train.seq_len), dtype=torch.int64)
+    built.engine.forward_backward([Batch(rows, rows, None, None)] * plan.accumulation)
+    return {stage: (seen, plan.pipeline.in_flight[stage]) for stage, seen in most.items()}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_engine_keeps_as_many_as_planned(name: str) -> None:
+    found = {stage: pair for rank in run_ranks(kept, 2, name) for stage, pair in rank.items()}
+    assert sorted(found) == [*range(2 * stages_per_rank(name))]
+    assert all(seen == planned for seen, planned in found.values()), found
+
+
+def test_timetable_unknown_name_is_refused() -> None:
+    found = find_schedule("interleaved1f1b")
+    assert not isinstance(found, Problem)
+    assert found.name == "Interleaved1F1B"
+    wrong = find_schedule("1f1p")
+    assert isinstance(wrong, Problem)
+    assert "1F1B" in wrong.remedy
+
+
+# --------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(("name", "pp"), list(itertools.product(SCHEDULES, [2, 3])))
+def test_timetable_schedule_written_to_a_file_is_the_same(
+    name: str, pp: int, tmp_path: Path
+) -> None:
+    table = timetable(name, pp, stages_per_rank(name), 2 * pp)
+    path = tmp_path / "mine.csv"
+    path.write_text(text_of(table))
+    assert read_csv(path, pp) == table
+
+
+FLAWS = [
+    ("0F0,0B0\n", 2, "has 1 lines for parallel.pp = 2"),
+    ("0F0,0B0\n1F0,1X0\n", 2, "line 2 has '1X0', which is no action"),
+    ("0F0,0B0\n2F0,2B0\n", 2, "has stages [0, 2], which do not count up from 0"),
+    ("0F0,0B0\n0F1,0B1\n", 2, "has stage 0 on ranks [0, 1]"),
+    ("0F0,0B0,1F0,1B0\n,\n", 2, "has a rank without a stage"),
+    ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1\n", 2, "once forward and once backward"),
+    ("0F0,0B0,0B0\n1F0,1B0\n", 2, "once forward and once backward"),
+    ("0F0,0F0,0B0\n1F0,1B0\n", 2, "once forward and once backward"),
+    ("0F0,0I0\n1F0,1B0\n", 2, "once forward and once backward"),
+    ("0F0,0B0,0I0,0W0\n1F0,1B0\n", 2, "once forward and once backward"),
+    ("0F0,0F2,0B0,0B2\n1F0,1F2,1B0,1B2\n", 2, "once forward and once backward"),
+    ("0F0,0B0\n1B0,1F0\n", 2, "never ends"),
+    ("0B0,0F0\n1F0,1B0\n", 2, "never ends"),
+    ("0F0,0W0,0I0\n1F0,1B0\n", 2, "never ends"),
+    ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", 2, "never ends"),
+    ("", 2, "has 0 lines"),
+]
+
+
+@pytest.mark.parametrize(("text", "pp", "rule"), FLAWS)
+def test_timetable_file_that_is_not_a_schedule_is_refused(
+    text: str, pp: int, rule: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    found = read_csv(path, pp)
+    assert isinstance(found, Problem)
+    assert rule in found.rule, found.rule
+
+
+def test_timetable_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "none.csv", tmp_path / "binary.csv"):
+        found = read_csv(path, 2)
+        assert isinstance(found, Problem)
+        assert "cannot be read" in found.rule

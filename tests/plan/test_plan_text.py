@@ -1,0 +1,330 @@
+"""What `weft plan` shows, and the shipped recipes on the clusters that they are made for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from weft.config.job import InvalidJob, Job, recipe_names
+from weft.plan.plan_text import describe_plan, map_of_ranks, memory_bytes, plan_recipe, stage_lines
+from weft.plan.resolve import Machine, Plan
+
+GIB = 2**30
+LAPTOP = Machine("cpu", devices=2, memory_bytes=16 * GIB)
+
+
+def planned(
+    recipe: str, *overrides: tuple[str, str], cluster: str | None = None
+) -> tuple[Job, Plan, Machine]:
+    return plan_recipe(recipe, overrides, [], cluster, lambda device: LAPTOP)
+
+
+def screen(recipe: str, *overrides: tuple[str, str], cluster: str | None = None) -> list[str]:
+    return describe_plan(*planned(recipe, *overrides, cluster=cluster), recipe).splitlines()
+
+
+# --------------------------------------------------------------------------- recipes
+
+# As published: ranks, tp, cp, pp, data-parallel ranks, sequences and tokens of a step.
+PUBLISHED = {
+    "llama3-8b": (128, 1, 1, 1, 128, 512, 8192),
+    "llama3-8b-compile": (128, 1, 1, 1, 128, 512, 8192),
+    "llama3-8b-float8": (128, 1, 1, 1, 128, 512, 8192),
+    "llama3-8b-8gpu": (8, 1, 1, 1, 8, 16, 8192),
+    "llama3-8b-8gpu-compile": (8, 1, 1, 1, 8, 16, 8192),
+    "llama3-8b-8gpu-float8": (8, 1, 1, 1, 8, 16, 8192),
+    "llama3-70b": (256, 8, 1, 1, 32, 512, 8192),
+    "llama3-70b-float8": (256, 8, 1, 1, 32, 512, 8192),
+    "llama3-70b-async-tp": (256, 8, 1, 1, 32, 512, 8192),
+    "llama3-405b": (512, 8, 1, 8, 8, 256, 8192),
+    "llama3-405b-float8": (512, 8, 1, 8, 8, 256, 8192),
+    "llama3-405b-1f1b": (512, 8, 1, 8, 8, 256, 8192),
+    "llama3-405b-4d-32k": (512, 8, 1, 8, 8, 64, 32768),
+    "llama3-405b-4d-65k": (512, 8, 2, 8, 4, 32, 65536),
+    "llama3-405b-4d-131k": (512, 8, 4, 8, 2, 16, 131072),
+    "llama3-405b-4d-262k": (512, 8, 8, 8, 1, 8, 262144),
+    "llama3-405b-16k": (16384, 8, 1, 16, 128, 16 * 128, 8192),
+    "llama3-405b-128k": (16384, 8, 16, 16, 8, 16 * 8, 131072),
+    "three-servers": (96, 4, 1, 6, 4, 512, 8192),
+}
+PARAMETERS = {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800}
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_plan_recipe_on_its_cluster_has_the_published_layout(recipe: str) -> None:
+    job, plan, machine = planned(recipe)
+    found = (plan.world_size, plan.tp, plan.cp, plan.pp, plan.dp_size)
+    assert (*found, job.train.global_batch_size, job.train.seq_len) == PUBLISHED[recipe]
+    assert plan.local_world_size == machine.devices == 8
+    assert plan.num_params == PARAMETERS[job.model.preset]
+    assert plan.compute_dtype == "bfloat16"
+    assert plan.warnings == ()
+    rates = {"8b": 3e-4, "70b": 1.5e-4, "405b": 8e-5}  # Llama 3, table 3
+    assert (job.optim.lr, job.optim.schedule) == (rates[job.model.preset], "cosine")
+
+
+def test_plan_mics_recipes_have_the_published_replicas() -> None:
+    """BloombergGPT's replicas of 128 ranks, and 12 times the width's square for each layer."""
+    plan = planned("mics-50b")[1]
+    assert (plan.world_size, plan.dp_replicate, plan.dp_shard) == (512, 4, 128)
+    assert plan.num_params == pytest.approx(70 * 12 * 7680**2 + 2 * 131072 * 7680, rel=1e-3)
+    plan = planned("mics-1t")[1]
+    assert (plan.world_size, plan.dp_replicate, plan.dp_shard, plan.tp) == (1024, 2, 128, 4)
+    assert plan.num_params == pytest.approx(1.057e12, rel=3e-3)
+
+
+def test_plan_fine_tuning_recipe_is_for_one_server() -> None:
+    job, plan, _ = planned("llama3-8b-finetune")
+    assert (plan.world_size, plan.dp_shard) == (8, 8)
+    assert job.optim.lr < planned("llama3-8b")[0].optim.lr / 10
+    assert job.data.packing == "documents"
+
+
+def test_lora_is_fine_tuning_of_adapters() -> None:
+    full, lora, qlora = (planned(f"llama3-8b-{kind}")[1] for kind in ("finetune", "lora", "qlora"))
+    assert lora.model == qlora.model == full.model
+    assert lora.trained_params == qlora.trained_params < full.trained_params / 100
+    assert 0.6 < lora.flops_per_token / full.flops_per_token < 0.8
+    assert (lora.world_size, qlora.world_size) == (8, 1)
+
+
+def test_no_recipe_is_left_out() -> None:
+    others = {"demo", "three-servers-small", "mics-50b", "mics-1t"}
+    others |= {"moe-demo", "qwen3-30b-a3b"}
+    tuned = {"llama3-8b-finetune", "llama3-8b-chat", "llama3-8b-lora", "llama3-8b-qlora"}
+    assert {*PUBLISHED, *others, *tuned} == set(recipe_names())
+
+
+@pytest.mark.parametrize("nodes", [1, 16, 32])
+def test_8b_from_one_server_up(nodes: int) -> None:
+    plan = planned("llama3-8b", cluster=f"{nodes}x8xH100")[1]
+    assert plan.dp_shard == plan.world_size == 8 * nodes
+
+
+def test_16k_replicas_fit_into_a_pod() -> None:
+    """What the recipe says: a replica is 2,048 neighbours, and 16 ranks share its states."""
+    for recipe in ("llama3-405b-16k", "llama3-405b-128k"):
+        plan = planned(recipe)[1]
+        assert plan.order[0] == "dp_replicate"
+        assert plan.world_size // plan.dp_replicate == 2048
+        assert plan.dp_shard * plan.cp == 16
+        assert plan.pipeline is not None
+        assert [stage.blocks for stage in plan.pipeline.stages] == [0, *[1] * 126, 0]
+
+
+def test_plan_three_servers_small_has_the_layout_of_three_servers() -> None:
+    """The small recipe is the big one's layout with one replica."""
+    large, small = planned("three-servers")[1], planned("three-servers-small")[1]
+    assert large.sizes == small.sizes | {"dp_replicate": 4}
+    assert (small.world_size, small.device) == (24, "cpu")
+    axes = [axis for axis in large.order if axis != "dp_replicate"]  # of which there is one
+    assert [axis for axis in small.order if axis != "dp_replicate"] == axes
+    assert small.num_params < 2e6
+
+
+# --------------------------------------------------------------------------- the screen
+
+
+def test_describe_plan_of_405b_has_layout_and_stages() -> None:
+    lines = screen("llama3-405b")
+    text = "\n".join(lines)
+    assert lines[0] == "llama3-405b on 64 nodes of 8 H100"
+    for shown in (
+        "model      llama-405b: 405,853,388,800 parameters",
+        "pp 8 x dp_shard 8 x tp 8 = 512 ranks, outermost first (pipeline-outer)",
+        "256 sequences of 8,192 tokens: 2,097,152 tokens a step",
+        "32 sequences for each of 8 data-parallel ranks, in 32 microbatches of 1",
+        "Interleaved1F1B, 16 stages on 8 ranks",
+        "parameters over 8 ranks, gathered ones kept over the step",
+        "   15     7  layers 119-125 + head ",
+        "slowest rank: 1, 1.1% above the mean",
+    ):
+        assert shown in text, shown
+    assert not any(line.startswith("warning") for line in lines)
+    assert max(map(len, lines)) < 110
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "shown"),
+    [
+        ("llama3-8b", [("parallel.dp_shard", "128")], "dp_shard 128 = 128 ranks\n"),
+        ("llama3-8b", [("train.microbatch_size", "3")], "2 microbatches of 3 (the last of 1)\n"),
+        (
+            "llama3-8b",
+            [("train.microbatch_size", "auto")],
+            "4 sequences for each of 128 data-parallel ",
+        ),
+        ("llama3-8b", [("train.microbatch_size", "auto")], "ranks, at once\n"),
+        ("llama3-8b", [("parallel.reshard_after_forward", "8")], "left over 8 ranks after forward"),
+        ("llama3-8b", [], "gathered ones freed after forward; gradients reduced each microbatch\n"),
+        ("llama3-8b", [("model.dim", "2048")], "llama-8b with dim 2048: "),
+        ("llama3-405b-128k", [], "parameters over 16 ranks (dp_shard 1 x cp 16)"),
+        ("three-servers", [], "none: every rank has its part of the model whole\n"),
+        ("three-servers-small", [], "three-servers-small on 24 CPU processes\n"),
+        ("demo", [("run.nproc_per_node", "1")], "demo on 1 CPU process\n"),
+        ("demo", [("run.nproc_per_node", "1")], "layout     one rank\n"),
+        ("demo", [("run.nproc_per_node", "1")], "8 sequences for every rank, at once\n"),
+    ],
+)
+def test_describe_plan_lines_follow_the_keys(
+    recipe: str, overrides: list[tuple[str, str]], shown: str
+) -> None:
+    assert shown in "\n".join(screen(recipe, *overrides)) + "\n"
+
+
+def test_warnings_are_shown() -> None:
+    lines = screen("llama3-70b", ("parallel.tp", "16"), ("parallel.dp_shard", "16"))
+    (warning,) = [line for line in lines if line.startswith("warning: ")]
+    assert "parallel.tp = 16: the group of ranks 0-15 spans 2 nodes of 8" in warning
+
+
+def test_a_long_table_is_cut_in_the_middle() -> None:
+    lines = screen("llama3-405b-16k")
+    assert any(re.fullmatch(r"\.\.\. 104 more \.\.\.", line) for line in lines)
+    stages = [int(m[1]) for line in lines if (m := re.match(r" +(\d+) +\d+  \S+", line))]
+    assert stages[:24] == [*range(12), *range(116, 128)]
+    assert any(line.startswith("  15  15, 31, 47,") for line in lines)
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def test_memory_bytes_are_those_counted_by_hand() -> None:
+    """The figure of a layout that shards everything, from sizes written down here."""
+    job, plan, _ = planned("llama3-70b", ("train.microbatch_size", "1"))
+    dim, kv, ffn, vocab, tokens = 8192, 1024, 28672, 128256, 8192
+    states = 16 * PARAMETERS["70b"] / 256
+    block = 2 * dim * dim + 2 * dim * kv + 3 * dim * ffn + 2 * dim
+    gathered = 4 * 2 * max(block, vocab * dim + dim) / 8
+    of_block = 16 * dim + 6 * dim + 4 * kv + 8 * ffn
+    activations = (2 * dim + 80 * of_block + 8 * dim + 10 * vocab) / 8 * tokens
+    assert memory_bytes(job, plan) == pytest.approx(states + gathered + activations, rel=1e-6)
+
+
+def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
+    """More than the fullest rank's stages by what is gathered at once, and by that only."""
+    job, plan, _ = planned("llama3-405b")
+    assert plan.pipeline is not None
+    stages = plan.pipeline.stages
+    loop = [[stages[rank], stages[rank + 8]] for rank in range(8)]
+    fullest = max(sum(stage.memory_bytes for stage in mine) for mine in loop) / GIB
+    found = memory_bytes(job, plan)
+    assert found is not None
+    block = 2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248 + 2 * 16384
+    assert found / GIB == pytest.approx(fullest + 4 * 2 * block / 8 / GIB, abs=0.01)
+
+
+def test_whole_gradients_cost_memory() -> None:
+    """Adding them up over microbatches keeps four bytes a parameter on every rank."""
+    by_sync = {
+        sync: memory_bytes(*planned("llama3-8b", ("parallel.gradient_sync", sync))[:2])
+        for sync in ("microbatch", "step")
+    }
+    assert by_sync["step"] - by_sync["microbatch"] == 4 * PARAMETERS["8b"]  # type: ignore[operator]
+
+
+# --------------------------------------------------------------------------- the map
+
+
+def test_rank_map_of_three_servers() -> None:
+    text = map_of_ranks(planned("three-servers")[1])
+    lines = text.splitlines()
+    assert lines[:2] == [
+        "96 ranks on 12 nodes of 8",
+        "outermost first: dp_replicate 4 x pp 6 x tp 4",
+    ]
+    # Each node of the first replica, its two tensor-parallel groups, and what they hold.
+    assert [line.split(None, 6) for line in lines[4:6]] == [
+        ["0", "0-3", "0", "0", "[0-3]", "embed_tokens", "+ layers 0-11"],
+        ["4-7", "0", "1", "[4-7]", "layers", "12-25"],
+    ]
+    assert lines[8].split()[:5] == ["2", "16-19", "0", "4", "[16-19]"]
+    assert lines[9].endswith("layers 68-79 + head")
+    assert "dp_replicate + 1 every 3 nodes" in text
+
+
+def test_rank_map_without_a_pipeline() -> None:
+    assert "holds" not in map_of_ranks(planned("llama3-70b")[1])
+
+
+# --------------------------------------------------------------------------- odd schedules
+
+
+def test_stage_lines_schedules_in_a_v_have_both_ends_on_a_rank() -> None:
+    plan = planned("llama3-405b", ("pipeline.schedule", "ZBVZeroBubble"))[1]
+    lines = stage_lines(plan)
+    assert [line.split()[:2] for line in lines[7:11]] == [
+        ["6", "6"],
+        ["7", "7"],
+        ["8", "7"],
+        ["9", "6"],
+    ]
+
+
+def test_stage_lines_schedule_file_places_its_stages(tmp_path: Path) -> None:
+    """Its stages lie where the file says, on ranks with different numbers of them."""
+    order = tmp_path / "order.csv"
+    order.write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+    sizes = [("train.global_batch_size", "4"), ("parallel.pp", "2"), ("parallel.tp", "2")]
+    plan = planned(
+        "three-servers-small",
+        *sizes,
+        ("pipeline.schedule", str(order)),
+        ("train.microbatch_size", "4"),
+        ("pipeline.layers_per_stage", "[4, 4, 4]"),
+    )[1]
+    lines = stage_lines(plan)
+    assert [line.split()[:2] for line in lines[1:4]] == [["0", "0"], ["1", "1"], ["2", "0"]]
+    assert lines[1].split()[2] == "embed_tokens"
+    assert [line.split()[:3] for line in lines[7:9]] == [["0", "0,", "2"], ["1", "1", "4"]]
+    assert map_of_ranks(plan).count("embed_tokens + layers 0-3; layers 8-11 + head") == 1
+
+
+# --------------------------------------------------------------------------- problems
+
+
+def problems(recipe: str, *overrides: tuple[str, str], cluster: str | None = None) -> list[str]:
+    with pytest.raises(InvalidJob) as caught:
+        planned(recipe, *overrides, cluster=cluster)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_plan_recipe_cluster_that_does_not_divide_is_refused() -> None:
+    (line,) = problems("llama3-405b", cluster="8x8xH100")
+    assert line.startswith("parallel.dp_shard = 8: times tp = 8, pp = 8 is not the number")
+    assert line.endswith("use 1, or auto, or a --cluster of 512")
+
+
+def test_plan_recipe_bad_cluster_and_other_mistakes_are_reported_together(tmp_path: Path) -> None:
+    first, second = problems("llama3-8b", ("optim.lr", "x"), cluster="1x8xH101")
+    assert first.startswith("optim.lr")
+    assert second.startswith("--cluster = \"1x8xH101\": 'H101' is not a known device")
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "llama3-8b"\n[run]\ncluster = "8"\n')
+    (line,) = problems(str(recipe))
+    assert line.startswith('run.cluster = "8": is not a cluster')
+
+
+def test_plan_recipe_local_cluster_is_this_machine() -> None:
+    asked = []
+
+    def here(device: str) -> Machine:
+        asked.append(device)
+        return LAPTOP
+
+    _, plan, machine = plan_recipe("llama3-8b", [("run.device", "cpu")], [], "local", here)
+    assert (asked, machine, plan.world_size) == (["cpu"], LAPTOP, 2)
+
+
+def test_plan_recipe_consequences_of_a_mistake_are_not_reported() -> None:
+    (line,) = problems("llama3-8b", ("train.global_batch_size", "0"), cluster="3x8xH100")
+    assert line.startswith("train.global_batch_size = 0: must be at least 1")
+
+
+def test_plan_to_json_has_every_field() -> None:
+    tree = json.loads(planned("llama3-405b")[1].to_json())
+    assert tree["pp"] == 8
+    assert len(tree["pipeline"]["stages"]) == 16

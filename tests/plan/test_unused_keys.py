@@ -1,0 +1,150 @@
+"""Every key either acts in every job, or a warning says where it does nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.config.job import keys, read_job, recipe_names
+from weft.plan.devices import parse_cluster
+from weft.plan.plan_text import machine_of
+from weft.plan.resolve import Machine, Plan, resolve, resolve_nodes
+from weft.plan.unused_keys import ACTS, ALWAYS
+
+PLAIN = "train.steps=1000 train.global_batch_size=16 model.num_layers=8"
+H100 = machine_of(parse_cluster("2x8xH100"))  # type: ignore[arg-type]
+ONE_H100 = machine_of(parse_cluster("1x1xH100"))  # type: ignore[arg-type]
+
+# key=value; what else leaves it without effect ('' nothing), on how many ranks; and what lets it
+# act, on how many.
+# fmt: off
+CASES = [
+    ("run.nproc_per_node=2", "", Machine("cpu", 4, world_size=4), "", 2),
+    ("run.nodes=2", "", Machine("cpu", 4, world_size=4, local_world_size=4),
+     "", Machine("cpu", 4, world_size=4, local_world_size=2)),
+    ("run.rendezvous=a:1", "", 1, "run.nodes=1:1", 1),
+    ("data.text_field=content", "data.format=chat", 1, "", 1),
+    ("data.packing=documents", "data.format=chat", 1, "", 1),
+    ("data.overlong=skip", "", 1, "data.format=chat", 1),
+    ("data.chat_template=x.jinja", "", 1, "data.format=chat", 1),
+    ("data.vocab_size=600", "data.tokenizer=tokenizer.json", 1, "", 1),
+    ("train.dpo_beta=0.2", "", 1, "train.objective=dpo data.format=preferences", 1),
+    ("train.dpo_beta=0.2", "", 1, "train.objective=mine:loss", 1),
+    ("lora.alpha=32", "", 1, "lora.rank=4", 1),
+    ("lora.rank_stabilized=true", "", 1, "lora.rank=4", 1),
+    ("optim.momentum=0.9", "", 1, "optim.name=muon", 1),
+    ("optim.momentum=0.9", "", 1, "optim.name=mine:build", 1),
+    ("optim.decay_fraction=0.5", "optim.schedule=cosine", 1, "", 1),
+    ("optim.min_lr_ratio=0.5", "optim.decay_fraction=0", 1, "", 1),
+    ("pipeline.schedule=GPipe", "", 2, "parallel.pp=2 model.tied_embeddings=false", 2),
+    ("parallel.sequence_parallel=false", "", 2, "parallel.tp=2", 2),
+    ("parallel.cp_method=allgather", "", 2, "parallel.cp=2", 2),
+    ("parallel.cp_load_balance=false", "", 2, "parallel.cp=2", 2),
+    ("parallel.mesh_order=replica-outer", "parallel.dp_replicate=2", 2,
+     "parallel.dp_replicate=2 parallel.pp=2 model.tied_embeddings=false", 4),
+    ("parallel.reshard_after_forward=never", "", 1, "", 2),
+    ("parallel.gradient_sync=microbatch", "", 2, "train.microbatch_size=2", 2),
+    ("parallel.gradient_sync=microbatch", "train.microbatch_size=2", 1, "train.microbatch_size=2", 2),
+    ("parallel.hierarchical_gather=true", "", 8, "", H100),
+    ("parallel.symmetric_memory=true", "", ONE_H100, "", H100),
+    ("parallel.fsdp_prefetch=2", "", 1, "", 2),
+    ("parallel.fsdp_prefetch=2", "train.world_size_invariant=true", 2, "", 2),
+    ("parallel.param_persistence_threshold=9", "parallel.reshard_after_forward=never", 2, "", 2),
+    ("pipeline.stages_per_rank=2", "", 2,
+     "parallel.pp=2 pipeline.schedule=Interleaved1F1B model.tied_embeddings=false", 2),
+    ("pipeline.balance=memory", "", 2, "parallel.pp=2 model.tied_embeddings=false", 2),
+    ("pipeline.balance=memory",
+     "parallel.pp=2 pipeline.layers_per_stage=4,4 model.tied_embeddings=false", 2,
+     "parallel.pp=2 model.tied_embeddings=false", 2),
+    ("precision.reduce_dtype=bfloat16", "", 1, "", 2),
+    ("precision.float8_small=true", "", 1,
+     "precision.float8=rowwise precision.compute_dtype=bfloat16", 1),
+    ("precision.float8_exclude=*.o_proj", "", 1,
+     "precision.float8=rowwise precision.float8_small=true precision.compute_dtype=bfloat16", 1),
+    ("activation_checkpoint.every_n_layers=2", "", 1, "activation_checkpoint.mode=full", 1),
+    ("activation_checkpoint.recompute_every_n_matmuls=3", "activation_checkpoint.mode=full", 1, "activation_checkpoint.mode=selective", 1),
+    ("activation_checkpoint.memory_budget=0.2", "activation_checkpoint.mode=full", 1, "activation_checkpoint.mode=budget", 1),
+    ("activation_checkpoint.offload_prefetch=2", "", 1, "activation_checkpoint.offload=true", 1),
+    ("compile.cache_dir=x", "", 1, "compile.enable=true", 1),
+    ("checkpoint.mtbf_hours=2", "", 1, "checkpoint.interval=auto", 1),
+    ("checkpoint.local_interval=5", "", 1, "checkpoint.local_dir=/dev/shm", 1),
+    ("resilience.max_anomalies=5", "", 1, "resilience.on_anomaly=skip", 1),
+    ("resilience.spike_threshold=5", "", 1, "resilience.on_anomaly=skip", 1),
+    ("resilience.spike_window=64", "", 1, "resilience.on_anomaly=rewind", 1),
+    ("resilience.replica_check=5", "", 1, "", 2),
+    ("profile.memory=true", "", 1, "profile.steps=5", 1),
+]
+# fmt: on
+
+
+def planned(text: str, machine: Machine | int) -> Plan:
+    pairs = [(key, value) for key, _, value in (word.partition("=") for word in text.split())]
+    job, _, problems = read_job("demo", pairs)
+    assert problems == []
+    if isinstance(machine, int):
+        machine = Machine("cpu", 8, world_size=machine)
+    return resolve(job, machine)
+
+
+@pytest.mark.parametrize(("key", "idle", "few", "acting", "many"), CASES)
+def test_key_without_effect_is_warned_of_and_one_that_acts_is_not(
+    key: str, idle: str, few: Machine | int, acting: str, many: Machine | int
+) -> None:
+    (told,) = [w for w in planned(f"{PLAIN} {idle} {key}", few).warnings if "no effect" in w]
+    assert told.startswith(f"{key.partition('=')[0]}=")
+    assert " has no effect: " in told
+    assert told.endswith(".")
+    assert "no effect" not in "\n".join(planned(f"{PLAIN} {acting} {key}", many).warnings)
+
+
+def test_every_key_of_the_schema_acts_always_or_says_where_it_does() -> None:
+    assert set(ACTS) | ALWAYS == set(keys())
+    assert not set(ACTS) & ALWAYS
+    # Refused before any warning.
+    assert {case[0].partition("=")[0] for case in CASES} == set(ACTS) - {
+        "pipeline.layers_per_stage"
+    }
+
+
+@pytest.mark.parametrize("recipe", [name for name in recipe_names() if "405b" not in name])
+def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
+    recipe: str,
+) -> None:
+    job, base, problems = read_job(recipe)
+    assert problems == []
+    cluster = parse_cluster("3x8xcpu" if job.run.cluster == "local" else job.run.cluster)
+    local = Machine("cpu", 24) if recipe == "three-servers-small" else Machine("cpu", 2)
+    machine = local if job.run.cluster == "local" else machine_of(cluster)  # type: ignore[arg-type]
+    warnings = resolve(job, machine, recipe, base).warnings
+    assert not [w for w in warnings if "no effect" in w or "warm-up" in w]
+
+
+def test_default_that_is_written_out_is_no_warning() -> None:
+    assert planned(f"{PLAIN} lora.alpha=16 optim.momentum=0.95", 1).warnings == ()
+
+
+def test_rendezvous_without_nodes_is_warned_of_where_nodes_are_resolved() -> None:
+    """Else every node would train the same by itself."""
+    job, _, _ = read_job("demo", [("run.rendezvous", "a:29400")])
+    (told,) = resolve_nodes(job, Machine("cpu", 2)).warnings
+    assert "Set run.nodes" in told
+
+
+@pytest.mark.parametrize("nodes", ["2:", "x", "1:2:3"])
+def test_nodes_that_cannot_be_read_are_no_matter_of_warnings(nodes: str) -> None:
+    assert planned(f"{PLAIN} run.nodes={nodes}", 1).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("warm", "steps", "told"),
+    [
+        (100, 50, "the learning rate ends at 0.0015, below its peak of optim.lr=0.003"),
+        (50, 50, "reaches its peak in the last step and never decays"),
+        (49, 50, ""),
+        (0, 1, ""),
+    ],
+)
+def test_warm_up_that_leaves_no_steps_is_warned_of(warm: int, steps: int, told: str) -> None:
+    warnings = planned(f"optim.warmup_steps={warm} train.steps={steps}", 1).warnings
+    assert len(warnings) == bool(told)
+    assert told in "".join(warnings)
+    assert "Use optim.warmup_steps" in "".join(warnings) or not told

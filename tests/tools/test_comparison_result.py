@@ -1,0 +1,114 @@
+"""The comparison's page in a real browser: verdict first, intervals to scale, text is text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.monitor.test_run_report import Browser, make_run, needs_browser, values
+from tests.tools.test_verdict import plan
+from weft.config.job import Job, Problem
+from weft.monitor.run_report import FILE
+from weft.tools.comparison_dir import Ended, trial_folder
+from weft.tools.comparison_page import write_page
+from weft.tools.comparison_result import Result, Settings, result_of
+from weft.tools.variants import Variant
+
+LABELS = ["tp=1", "tp=2, activation_checkpoint=full", "<b>lr</b>=&1", 'path="a b"']
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    started = Browser()
+    yield started
+    started.driver.quit()
+
+
+def compared(folder: Path, count: int, repeats: int = 3) -> Result:
+    """So many variants, each 10 % slower than the one before, and one that cannot be."""
+    variants = [
+        Variant(label, "demo", Job(), plan=object())  # type: ignore[arg-type]
+        for label in LABELS[:count]
+    ]
+    wrong = (Problem("parallel.tp", 3, "does not divide <i>heads</i>"),)
+    variants.append(Variant("tp=3", "demo", Job(), None, wrong))
+    ended = []
+    for v in range(count):
+        for r in range(1, repeats + 1):
+            seconds = 1.1**v * (1 + 0.01 * (r * (v + 1) % 3))
+            spent = {"productive": 9.0, "restarting": 0.0}
+            told = {"step_seconds": seconds, "loss": 3 + 0.001 * r * v, "seconds": spent}
+            lines = [values(step, **told) for step in range(1, 21)]
+            run = make_run(trial_folder(folder, v, LABELS[v], r), lines)
+            (run / "plan.json").write_text(json.dumps(plan()))
+            ended.append(Ended(v, r, 0, "", 1.0))
+    result = result_of(folder, variants, ended, Settings(repeats))
+    said: list[str] = []
+    write_page(folder, result, said.append)
+    assert said == []
+    return result
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("count", [2, 4])
+def test_page_shows_verdict_and_variants_at_any_width(
+    browser: Browser, tmp_path: Path, width: int, count: int
+) -> None:
+    result = compared(tmp_path, count)
+    browser.open(tmp_path / FILE, width, 844)
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    headings = browser.run("return [...document.querySelectorAll('h2')].map(h => h.innerText)")
+    assert headings[:4] == ["Verdict", "Intervals", "Variants", "Not compared"]
+    said = browser.run("return [...document.querySelectorAll('#part-0 p')].map(p => p.textContent)")
+    assert said == result.verdict
+    assert said[0].startswith("tp=2, activation_checkpoint=full is 9.")
+    rows = browser.run(
+        "return [...document.querySelectorAll('#part-2 tbody tr')]"
+        ".map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert rows == result.rows
+    assert "tp=3: cannot be run: parallel.tp = 3: does not divide <i>heads</i>" in browser.text(
+        "#part-3"
+    )
+    assert browser.run("return document.querySelectorAll('b, i').length") == 0
+    # Each run's curve, one of each variant.
+    assert len(browser.traces("loss")) == count
+
+
+@needs_browser
+def test_page_intervals_are_drawn_to_scale(browser: Browser, tmp_path: Path) -> None:
+    """Where the lines end, by the scale that the zero and the means give."""
+    result = compared(tmp_path, 4)
+    browser.open(tmp_path / FILE)
+    plots = browser.run(
+        "return [...document.querySelectorAll('#part-1 svg')].map(s => ["
+        "[...s.querySelectorAll('line')].map(l => [+l.getAttribute('x1'), +l.getAttribute('x2')]),"
+        "[...s.querySelectorAll('circle')].map(c => +c.getAttribute('cx')),"
+        "[...s.querySelectorAll('text')].map(t => t.textContent),"
+        "[...s.querySelectorAll('text')].map(t => t.getBoundingClientRect().right),"
+        "s.getBoundingClientRect().right])"
+    )
+    assert len(plots) == 2
+    (zero, *lines), means, texts, rights, edge = plots[0]
+    percents = [json.loads(json.dumps(each)) for each in result.document["comparisons"]]
+    ends = [each["speed"]["percent"] for each in percents]
+    scale = (means[1] - means[0]) / (ends[1][1] - ends[0][1])  # pixels of a percent
+    for line, mean, (low, middle, high) in zip(lines, means, ends, strict=True):
+        assert mean - zero[0] == pytest.approx(scale * middle, abs=0.5)
+        assert line == pytest.approx([zero[0] + scale * low, zero[0] + scale * high], abs=0.5)
+    assert any(text.startswith("tp=2, activation_checkpoint=full: -9.") for text in texts)
+    assert max(rights) <= edge
+
+
+def test_page_one_run_each_has_no_intervals(tmp_path: Path) -> None:
+    result = compared(tmp_path, 2, repeats=1)
+    assert result.verdict[0].startswith(
+        "one run each: tp=2, activation_checkpoint=full's was 10.0 % slower"
+    )
+    page = (tmp_path / FILE).read_text()
+    assert "Intervals<" not in page
+    assert "one run each" in page

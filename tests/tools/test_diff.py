@@ -1,0 +1,220 @@
+"""Where two runs part is named by `weft debug diff`: step, layer, and how far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import nothing_is_left, small_command  # noqa: F401 - a fixture
+from tests.cluster.test_launcher import run
+from tests.harness import run_ranks
+from tests.small import Overrides, small_job, train_rank
+from weft.cli.main import main
+from weft.config.job import InvalidJob, to_toml
+from weft.tools.diff import compare_runs
+from weft.train.setup import be_deterministic
+
+# A model whose second block gives 1 % more in one step.
+MINE = """
+from dataclasses import replace
+import torch, torch.distributed as dist
+from weft.models import FAMILIES
+
+def family(step):
+    def build(config):
+        model, calls = FAMILIES["llama"].build(config), []
+        def more(block, args, x):
+            # Not where the planner runs it under a fake group.
+            assert torch.are_deterministic_algorithms_enabled() or dist.get_backend() == "fake"
+            if block.training:
+                calls.append(None)
+            return x * 1.01 if block.training and len(calls) == step else x
+        model.layers["1"].register_forward_hook(more)
+        return model
+    return replace(FAMILIES["llama"], build=build)
+
+PLAIN, PERTURBED = family(0), family(7)
+"""
+CHANGED: Overrides = [
+    ("train.steps", "9"),
+    ("debug.layer_stats_steps", "6-8"),
+    ("debug.deterministic", "true"),
+]
+
+
+def train_deterministic(overrides: Overrides, store: str) -> None:
+    be_deterministic()
+    train_rank(overrides, store)
+
+
+def train_in_ranks(overrides: Overrides, store: Path, folder: Path) -> None:
+    run_ranks(train_deterministic, 2, overrides, str(store))
+    job = small_job(*overrides)
+    (folder / dict(overrides)["run.dir"] / "job.toml").write_text(to_toml(job, "demo", job))
+
+
+def train_by_command(overrides: Overrides, store: Path, folder: Path) -> None:
+    words = [word for key, value in overrides for word in (f"--{key}", value)]
+    done = run([*small_command(store), *words], folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(300, method="signal")
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_in_ranks, marks=pytest.mark.ranks),
+        pytest.param(train_by_command, marks=[pytest.mark.system, pytest.mark.slow]),
+    ],
+)
+def test_diff_perturbed_layer_is_named(
+    train: Callable[[Overrides, Path, Path], None],
+    store_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two runs of two ranks; of the same bits until then, for they are deterministic."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for kind in ("PLAIN", "PERTURBED"):
+        job = [*CHANGED, ("model.kind", f"mine:{kind}"), ("run.dir", kind)]
+        train(job, store_path, tmp_path)
+    a, b = tmp_path / "PLAIN", tmp_path / "PERTURBED"
+    assert main(["debug", "diff", str(a), str(b)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("they part at step 7: the output of layers.1 in forward (0.99% apart)\n")
+    assert "equal bit for bit until step 6\n" in said
+    assert '  model.kind: "mine:PLAIN" / "mine:PERTURBED"\n' in said
+    assert "--debug.layer_stats_steps" not in said  # they are there
+    assert main(["debug", "diff", str(a), str(b), "--tolerance", "10", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["part"] is None
+    assert told["rounding"]["step"] == 7
+    assert told["equal_until"] == 6
+    assert main(["debug", "diff", str(a), str(a)]) == 0
+    assert capsys.readouterr().out.startswith("equal bit for bit: loss and gradient norm of 9")
+
+
+# --------------------------------------------------------------------------- the pieces
+
+
+def made(
+    folder: Path, losses: Mapping[int, float | None], rows: Sequence[Any] = (), job: str = ""
+) -> Path:
+    folder.mkdir()
+    (folder / "job.toml").write_text(job)
+    records = [{"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in losses.items()]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    if rows:
+        (folder / "statistics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def row(step: int, kind: str, name: str, order: int, **changes: float) -> dict[str, Any]:
+    values = {"count": 4, "mean": 0.5, "rms": 1.0, "most": 2.0, "nonfinite": 0}
+    return {"step": step, "kind": kind, "name": name, "order": order} | values | changes
+
+
+def test_diff_without_statistics_says_how_to_record_them(tmp_path: Path) -> None:
+    before = {10: 5.0, 20: 4.0}
+    a = made(tmp_path / "a", before | {30: 3.0})
+    b = made(tmp_path / "b b", before | {30: 3.1}, job="[optim]\nlr = 0.1\n")
+    (a / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (a / "checkpoints" / "step-00000010" / "manifest.json").write_text("{}")
+    found = compare_runs(a, b, 1e-4)
+    assert found.part is not None
+    assert found.part.step == 30
+    said = str(found)
+    assert said.startswith("they part at step 30: the loss (3.23% apart)\n")
+    assert "equal bit for bit until step 20" in said
+    assert f"weft train {a}/job.toml --run.dir {a}-again --debug.layer_stats_steps 21-30" in said
+    assert f"or, in place: weft rollback {a} 10, then the first" in said
+    assert (
+        f"weft train '{b}/job.toml' --run.dir '{b}-again' --debug.layer_stats_steps 21-30" in said
+    )
+    assert "  optim.lr: 0.0003 / 0.1" in said
+
+
+def test_diff_rounding_is_distinguished_from_a_difference(tmp_path: Path) -> None:
+    a = made(tmp_path / "a", {1: 5.0, 2: 4.0, 3: 3.0})
+    b = made(tmp_path / "b", {1: 5.0, 2: 4.000004, 3: 3.0003})
+    found = compare_runs(a, b, 1e-4)
+    assert found.part is None
+    assert str(found).startswith("no difference beyond 0.0001: the largest is 1.0e-04; loss and")
+    assert "equal bit for bit until step 1, then not: the loss" in str(found)
+    assert "their configurations do not differ" in str(found)
+    part = compare_runs(a, b, 1e-5).part
+    assert part is not None
+    assert part.step == 3
+
+
+def test_diff_step_without_a_loss_is_not_comparable(tmp_path: Path) -> None:
+    a = made(tmp_path / "a", {1: 5.0, 2: None})
+    assert compare_runs(a, a, 1e-4).part is None
+    found = compare_runs(a, made(tmp_path / "b", {1: 5.0, 2: 4.0}), 1e-4)
+    assert "they part at step 2: the loss (not comparable)" in str(found)
+    assert '"distance": "inf"' in found.to_json()
+
+
+ROWS = [
+    row(5, "activation", "layers.0", 1),
+    row(5, "activation", "norm", 2),
+    row(5, "gradient", "layers.0.w", 1),
+    row(5, "gradient", "lm_head.w", 2),
+    row(5, "parameter", "layers.0.w", 1),
+    row(5, "parameter", "lm_head.w", 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "first"),
+    [
+        ({"layers.0": "activation", "norm": "activation"}, "the output of layers.0 in forward"),
+        # Backward comes to the head first.
+        ({"layers.0.w": "gradient", "lm_head.w": "gradient"}, "the gradient of lm_head.w; forward"),
+        ({"layers.0.w": "gradient"}, "the gradient of layers.0.w; forward agrees"),
+        ({"lm_head.w": "parameter"}, "the update of lm_head.w; forward and gradients agree"),
+    ],
+)
+def test_diff_first_departure_is_in_order_of_computation(
+    changed: dict[str, str], first: str, tmp_path: Path
+) -> None:
+    others = [
+        each | ({"rms": 1.1} if changed.get(each["name"]) == each["kind"] else {}) for each in ROWS
+    ]
+    a, b = made(tmp_path / "a", {5: 1.0}, ROWS), made(tmp_path / "b", {5: 1.0}, others)
+    assert f"they part at step 5: {first}" in str(compare_runs(a, b, 1e-4))
+
+
+@pytest.mark.parametrize("change", [{"mean": 0.6}, {"most": 2.1}, {"nonfinite": 1}, {"count": 5}])
+def test_diff_any_statistic_that_differs_is_found(change: dict[str, float], tmp_path: Path) -> None:
+    a = made(tmp_path / "a", {}, [row(5, "activation", "layers.0", 1)])
+    b = made(tmp_path / "b", {}, [row(5, "activation", "layers.0", 1, **change)])
+    assert compare_runs(a, b, 1e-4).part is not None
+
+
+def test_diff_earlier_departure_in_records_precedes_statistics(tmp_path: Path) -> None:
+    others = [each | {"rms": 1.1} for each in ROWS]
+    a, b = made(tmp_path / "a", {3: 1.0}, ROWS), made(tmp_path / "b", {3: 1.1}, others)
+    said = str(compare_runs(a, b, 1e-4))
+    assert said.startswith("they part at step 3: the loss")
+    assert "--debug.layer_stats_steps 1-3" in said
+
+
+def test_diff_runs_without_common_steps_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = made(tmp_path / "a", {1: 5.0}), made(tmp_path / "b", {2: 5.0})
+    with pytest.raises(InvalidJob, match="has no step in common with"):
+        compare_runs(a, b, 1e-4)
+    assert main(["debug", "diff", str(a), str(tmp_path)]) == 2
+    assert "run_b" in capsys.readouterr().err
+    (a / "environment.json").write_text("{")
+    assert main(["debug", "diff", str(a), str(a)]) == 1
+    assert "environment.json: cannot be read" in capsys.readouterr().err

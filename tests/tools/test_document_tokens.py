@@ -1,0 +1,338 @@
+"""Tokens that begin and end documents: what is fed, and where a text ends, as in transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, processors
+
+from tests.asked import random_run
+from weft.config.job import DataSection, InvalidJob
+from weft.data.document_tokens import RECORD, find_document_tokens, record_of, tokens_beside
+from weft.data.prepare import prepare
+from weft.data.prepared_cache import Progress
+from weft.data.tokenizer import load_tokenizer, train_tokenizer, vocab_entries
+from weft.tools.generate import Sampling, generate, rows_of, speech_of
+from weft.tools.hf_convert import export_checkpoint, import_model
+from weft.tools.inference_model import find_checkpoint, restore_alone
+from weft.tools.multiple_choice import encoded
+
+PROMPTS = ["def parse", "x = 1", "some words, and more"]
+
+
+def silent(progress: Progress) -> None:
+    pass
+
+
+def make_tokenizer(*special: str) -> Tokenizer:
+    """Byte-level BPE that adds nothing, with these special tokens alone: ids from 0 on."""
+    tokenizer = train_tokenizer(["some words to learn from, and more of them"] * 3, 290)
+    tree = json.loads(tokenizer.to_str())
+    tree["post_processor"] = None
+    first = special[0]
+    tree["added_tokens"][0]["content"] = first
+    vocab = tree["model"]["vocab"]
+    vocab[first] = vocab.pop("<|endoftext|>")
+    tokenizer = Tokenizer.from_str(json.dumps(tree))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special[1:]])
+    return tokenizer
+
+
+def template(tokenizer: Tokenizer, single: str) -> Tokenizer:
+    names = [piece for piece in single.split() if piece != "$A"]
+    pairs = [(name, tokenizer.token_to_id(name)) for name in names]
+    parts = [processors.TemplateProcessing(single, special_tokens=pairs)]
+    tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=True), *parts]
+    )
+    return tokenizer
+
+
+def write_folder(folder: Path, weights: Path, tokenizer: Tokenizer, **files: Any) -> Path:
+    """A model's directory; ``files``: its JSON files, by name without ending."""
+    folder.mkdir()
+    shutil.copy(weights / "model.safetensors", folder)
+    tree = json.loads((weights / "config.json").read_text())
+    tree = {n: v for n, v in tree.items() if n not in ("eos_token_id", "bos_token_id")}
+    tree |= files.pop("config", {})
+    (folder / "config.json").write_text(json.dumps(tree))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of random weights, far from uniform, as transformers saves it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=vocab_entries(make_tokenizer("<|stop|>", "<s>")),
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    for name, param in model.named_parameters():
+        torch.nn.init.normal_(param, float("norm" in name), 0.3)
+    folder = tmp_path_factory.mktemp("weights")
+    model.save_pretrained(folder)
+    return folder
+
+
+def written(run: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
+    """Token ids of prompts and their likeliest continuations, by weft."""
+    found = find_checkpoint(run)
+    model, speech = restore_alone(found, torch.device("cpu")), speech_of(found)
+    rows = rows_of(prompts, speech, Sampling(max_tokens=tokens, temperature=0))
+    for _ in generate(model, speech, rows, Sampling(max_tokens=tokens, temperature=0)):
+        pass
+    return [row.ids for row in rows]
+
+
+def written_by_theirs(folder: Path, prompts: list[str], tokens: int = 12) -> list[list[int]]:
+    """The same by transformers, without the token that ends a text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ends = model.generation_config.eos_token_id
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        told = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+        ended = told[-1] in (ends if isinstance(ends, list) else [ends])
+        found.append(told[:-1] if ended and len(told) > ids.shape[1] else told)
+    return found
+
+
+EOS = {"tokenizer_config": {"eos_token": "<|stop|>", "bos_token": "<s>"}}
+# What a tokenizer adds, and what beside it might be taken for a reason to add more.
+ADDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nothing": ("", EOS),
+    "nothing, with a bos in its config": ("", EOS | {"config": {"bos_token_id": 1}}),
+    "the beginning": ("<s> $A", EOS),
+    "both": ("<s> $A <|stop|>", EOS),
+    "nothing, though its class would": (
+        "",
+        {"tokenizer_config": EOS["tokenizer_config"] | {"add_bos_token": True}},
+    ),
+    "the beginning, though its class would not": (
+        "<s> $A",
+        {"tokenizer_config": EOS["tokenizer_config"] | {"add_bos_token": False}},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ADDS)
+def test_generate_imported_model_writes_what_transformers_does(
+    kind: str, weights: Path, tmp_path: Path
+) -> None:
+    single, files = ADDS[kind]
+    tokenizer = make_tokenizer("<|stop|>", "<s>")
+    if single:
+        template(tokenizer, single)
+    folder = write_folder(tmp_path / "hf", weights, tokenizer, **files)
+    import_model(folder, tmp_path / "run", silent)
+    theirs = written_by_theirs(folder, PROMPTS)
+    assert written(tmp_path / "run", PROMPTS) == theirs
+    # And so does its export.
+    export_checkpoint(tmp_path / "run", tmp_path / "out", "float32", "5GB", silent)
+    assert written_by_theirs(tmp_path / "out", PROMPTS) == theirs
+    # What multiple choice asks with begins alike.
+    speech = speech_of(find_checkpoint(tmp_path / "run"))
+    context, answer = encoded(speech, "x = 1", " and")
+    assert context == tokenizer.encode("x = 1").ids
+    assert context + answer == tokenizer.encode("x = 1 and").ids or single.endswith("<|stop|>")
+
+
+def test_generate_ends_at_any_of_the_end_tokens(weights: Path, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("<|stop|>", "<s>")
+    plain = write_folder(tmp_path / "plain", weights, tokenizer, **EOS)
+    import_model(plain, tmp_path / "first", silent)
+    free = written(tmp_path / "first", ["x = 1"])[0]
+    begun = len(tokenizer.encode("x = 1").ids)
+    chosen = [free[begun + 7], free[begun + 4]]
+    for place, ends in enumerate(([0, *chosen], chosen[0])):
+        files = {"generation_config": {"eos_token_id": ends}, "config": {"eos_token_id": 0}}
+        folder = write_folder(tmp_path / f"hf{place}", weights, tokenizer, **EOS, **files)
+        run, out = tmp_path / f"run{place}", tmp_path / f"out{place}"
+        import_model(folder, run, silent)
+        [ids] = written(run, ["x = 1"])
+        assert begun < len(ids) < len(free)
+        assert [ids] == written_by_theirs(folder, ["x = 1"])
+        export_checkpoint(run, out, "float32", "5GB", silent)
+        kept = json.loads((out / "generation_config.json").read_text())
+        assert kept["eos_token_id"] == ends
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_generate_run_of_text_starts_documents_as_in_training(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """Also with a tokenizer that would add another token; the export says so to transformers."""
+    run = random_run(tmp_path / "run", store_path)
+    tokenizer, _ = load_tokenizer(run / "tokenizer.json")
+    other = template(
+        Tokenizer.from_str(tokenizer.to_str()), "<|endoftext|> <|endoftext|> $A <|endoftext|>"
+    )
+    for name, changed in (("own", tokenizer), ("other", other)):
+        changed.save(str(run / "tokenizer.json"))
+        (run / RECORD).write_text(record_of(0, True))
+        ids = written(run, PROMPTS)
+        plain = [tokenizer.encode(p, add_special_tokens=False).ids for p in PROMPTS]
+        assert [row[: len(p) + 1] for row, p in zip(ids, plain, strict=True)] == [
+            [0, *p] for p in plain
+        ]
+        export_checkpoint(run, tmp_path / name, "float32", "5GB", silent)
+        assert written_by_theirs(tmp_path / name, PROMPTS) == ids
+    same = (tmp_path / "own" / "tokenizer.json").read_bytes()
+    assert same == (store_path / "tokenizer.json").read_bytes() or b'"start"' in same
+    # A run of conversations has none before a text.
+    (run / RECORD).write_text(record_of(0, False))
+    tree = json.loads(tokenizer.to_str()) | {"post_processor": None}
+    (run / "tokenizer.json").write_text(json.dumps(tree))
+    assert written(run, ["x"])[0][0] != 0
+
+
+# --------------------------------------------------------------------------- end tokens
+
+SPECIAL = ("<|stop|>", "<|end|>", "</s>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return make_tokenizer(*SPECIAL)
+
+
+def beside(tokenizer: Tokenizer, folder: Path, files: dict[str, Any]) -> Path:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / f"{name}.json").write_text(text)
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "separator", "ends"),
+    [
+        ({}, 2, {2}),  # the only well-known name
+        ({"generation_config": {"eos_token_id": 0}}, 0, {0}),
+        ({"config": {"eos_token_id": [1, 0]}}, 1, {0, 1}),
+        ({"config": {"eos_token_id": [1, 2]}}, 2, {1, 2}),  # the well-known one separates
+        ({"tokenizer_config": {"eos_token": "<|stop|>"}}, 0, {0}),
+        ({"tokenizer_config": {"eos_token": {"content": "<|end|>"}}}, 1, {1}),
+        ({"special_tokens_map": {"eos_token": "<|stop|>"}}, 0, {0}),
+        (
+            {"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 1}},
+            1,
+            {1},
+        ),
+        (
+            {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {"eos_token": "</s>"}},
+            2,
+            {2},
+        ),
+    ],
+)
+def test_find_document_tokens_first_file_decides(
+    files: dict[str, Any],
+    separator: int,
+    ends: set[int],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    names = [tokenizer.token_to_id(name) for name in SPECIAL]
+    numbered = json.loads(json.dumps(files))
+    for content in numbered.values():
+        value = content.get("eos_token_id")
+        if value is not None:
+            many = [names[n] for n in value] if isinstance(value, list) else names[value]
+            content["eos_token_id"] = many
+    found = tokens_beside(tokenizer, beside(tokenizer, tmp_path, numbered))
+    assert found.separator == names[separator]
+    assert found.ends == {names[n] for n in ends}
+    assert found.note == ""
+
+
+def test_find_document_tokens_contradiction_is_in_the_note(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    files = {
+        "generation_config": {"eos_token_id": 5},  # an ordinary token: it separates nothing
+        "tokenizer_config": {"eos_token": "<|stop|>"},
+    }
+    found = tokens_beside(tokenizer, beside(tokenizer, tmp_path, files))
+    stop = tokenizer.token_to_id("<|stop|>")
+    assert (found.separator, found.ends) == (stop, {5, stop})
+    assert 'by generation_config.json; tokenizer_config.json says "<|stop|>"' in found.note
+
+
+@pytest.mark.parametrize(
+    ("files", "rule"),
+    [
+        ({"config": {"eos_token_id": 5000}}, 'config.json eos_token_id = "5000": is not a token'),
+        ({"config": {"eos_token_id": -1}}, "is not a token of the tokenizer.json"),
+        ({"config": {"eos_token_id": 1 << 70}}, "is not a token of the tokenizer.json"),
+        ({"config": {"eos_token_id": True}}, "is not a token of the tokenizer.json"),
+        ({"config": {"eos_token_id": "<|stop|>"}}, "is not a token of the tokenizer.json"),
+        ({"config": {"eos_token_id": [0, None]}}, "is not a token of the tokenizer.json"),
+        ({"generation_config": {"eos_token_id": 2.0}}, "generation_config.json eos_token_id"),
+        ({"tokenizer_config": {"eos_token": "<|none|>"}}, "tokenizer_config.json eos_token"),
+        ({"tokenizer_config": {"eos_token": {"text": 1}}}, "is not a token of the tokenizer.json"),
+        ({"special_tokens_map": "[]"}, "special_tokens_map.json"),
+        ({"config": "{"}, "config.json"),
+        ({"config": "[" * 100_000}, "config.json"),
+        ({"document_tokens": {"separator": 9999, "starts_documents": True}}, "not what weft wrote"),
+        ({"document_tokens": {"separator": 1}}, "not what weft wrote"),
+    ],
+)
+def test_find_document_tokens_bad_value_is_named(
+    files: dict[str, Any], rule: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = beside(tokenizer, tmp_path, files)
+    with pytest.raises(InvalidJob) as caught:
+        tokens_beside(tokenizer, path)
+    assert rule in str(caught.value)
+
+
+def test_find_document_tokens_absence_is_named(tmp_path: Path) -> None:
+    nameless = make_tokenizer("<|stop|>")
+    with pytest.raises(InvalidJob, match=r'put "eos_token": "\.\.\." into a tokenizer_config.json'):
+        find_document_tokens(nameless, [], "t.json")
+    path = beside(nameless, tmp_path, {"config": {"eos_token_id": 5}})
+    with pytest.raises(InvalidJob, match=r"config\.json names .*, which is not special"):
+        tokens_beside(nameless, path)
+
+
+def test_prepare_given_tokenizer_separates_by_the_files_beside_it(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for index in range(30):
+        (text / f"{index}.txt").write_text(f"text number {index}, of some words\n" * 10)
+    tokenizer = make_tokenizer("<|stop|>", "</s>")
+    (tmp_path / "model").mkdir()
+    path = beside(tokenizer, tmp_path / "model", {"tokenizer_config": {"eos_token": "<|stop|>"}})
+    section = DataSection(path=str(text), tokenizer=str(path))
+    store = prepare(section, tmp_path / "cache")
+    assert store.manifest.separator == tokenizer.token_to_id("<|stop|>")
+    # The store says so to whoever is given its tokenizer.
+    assert tokens_beside(tokenizer, store.path / "tokenizer.json").separator == (
+        store.manifest.separator
+    )
+    # Another end token is another store.
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    other = prepare(section, tmp_path / "cache")
+    assert other.manifest.separator == tokenizer.token_to_id("</s>")
+    assert other.path != store.path

@@ -1,0 +1,92 @@
+"""The loss of a checkpoint: one process's in every layout, and that of the text counted by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.asked import random_run
+from tests.harness import run_ranks
+from tests.layouts import parse
+from tests.small import this_rank
+from weft.cli.main import main
+from weft.data.dataset import open_text
+from weft.data.prepared_cache import Progress
+from weft.data.token_store import open_store
+from weft.tools.evaluate import EVERY, losses_on
+from weft.tools.inference_model import find_checkpoint, lay_out, restore_alone
+
+ALLOWED = ("parallel.", "pipeline.", "data.", "train.")
+
+
+@pytest.fixture(scope="module")
+def run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_run(tmp_path_factory.mktemp("evaluate") / "run", store_path)
+
+
+def told(
+    run: str, store: str, overrides: list[tuple[str, str]], whole: bool = False
+) -> dict[str, Any]:
+    found = find_checkpoint(Path(run))
+    job, plan = lay_out(found, overrides, [], ALLOWED, generating=False)
+    sequences = job.train.eval_sequences if ("train.eval_sequences", "9") in overrides else EVERY
+    seen: list[Progress] = []
+    asked = (found, job, plan, open_text(store), sequences, this_rank(), whole)
+    (loss,) = losses_on(*asked, seen.append)
+    counts = [each.done for each in seen if each.message == seen[-1].message]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 1
+    assert counts[-1] == seen[-1].total
+    return loss.to_dict()
+
+
+def test_evaluate_is_the_mean_over_all_validation_tokens(run: Path, store_path: Path) -> None:
+    (ours,) = run_ranks(told, 1, str(run), str(store_path), [])
+    model = restore_alone(find_checkpoint(run), torch.device("cpu"))
+    store = open_store(store_path)
+    stream, length = store.tokens("validation"), 32
+    rows = (len(stream) - 1) // length
+    window = stream.window(np.arange(rows) * length, length + 1)
+    tokens = torch.from_numpy(window)
+    with torch.no_grad():
+        head = model.module.get_parameter("lm_head.weight")
+        logits = torch.cat([model.module(part) @ head.T for part in tokens[:, :-1].split(64)])
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert ours["nats_per_token"] == pytest.approx(expected, rel=1e-5)
+    assert ours["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    size = store.manifest.validation
+    assert (ours["tokens"], ours["bytes"]) == (size.tokens - 1, size.bytes)
+    bits = expected * (size.tokens - 1) / size.bytes / math.log(2)
+    assert ours["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp_shard2 tp2", "pp2", pytest.param("cp2 tp2", marks=pytest.mark.slow)]
+)
+def test_evaluate_in_every_layout_is_the_same(layout: str, run: Path, store_path: Path) -> None:
+    few = ("train.eval_sequences", "9")
+    (expected,) = run_ranks(told, 1, str(run), str(store_path), [few])
+    ranks, overrides = parse(layout)
+    for ours in run_ranks(told, ranks, str(run), str(store_path), [*overrides, few]):
+        assert ours == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluate_command_prints_loss_and_refuses_mistakes(
+    run: Path, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluate", str(run), "--json", "--data.cache_dir", str(tmp_path)]
+    assert main([*words, "--data.path", str(text_folder), "--train.eval_sequences", "4"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert 5 < numbers["nats_per_token"] < 100
+    assert numbers["tokens"] > 1000
+    assert main([*words, "--train.steps", "3", "--task", "nowhere.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "--task" in said
+    assert "train.steps" in said

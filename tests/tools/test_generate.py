@@ -1,0 +1,327 @@
+"""Generation: a cache that changes nothing, prompts that do not meet, the same over ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.asked import random_run
+from tests.harness import run_ranks
+from tests.small import this_rank
+from weft.cli.main import main
+from weft.config.job import InvalidJob, Problem
+from weft.models.kv_cache import caching
+from weft.tools.generate import (
+    Row,
+    Sampling,
+    Speech,
+    choose,
+    generate,
+    read_prompts,
+    rows_of,
+    speech_of,
+)
+from weft.tools.inference_model import (
+    LanguageModel,
+    find_checkpoint,
+    lay_out,
+    restore,
+    restore_alone,
+)
+
+PROMPTS = ["def ", "import os, sys, json\nfor line in sys.stdin:\n    print", "", "x"]
+GREEDY = Sampling(max_tokens=24, temperature=0)
+KINDS: dict[str, list[tuple[str, str]]] = {
+    "llama": [],
+    "qwen3": [("model.kind", "qwen3"), ("model.head_dim", "12")],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {kind: random_run(folder / kind, store_path, *own) for kind, own in KINDS.items()}
+
+
+def opened(run: Path) -> tuple[LanguageModel, Speech]:
+    found = find_checkpoint(run)
+    return restore_alone(found, torch.device("cpu")), speech_of(found)
+
+
+def written(
+    model: LanguageModel,
+    speech: Speech,
+    prompts: list[str],
+    sampling: Sampling,
+    number: int = 0,
+    cached: bool = True,
+) -> list[Row]:
+    rows = rows_of(prompts, speech, sampling, number)
+    pieces = [""] * len(rows)
+    for row, piece in generate(model, speech, rows, sampling, cached):
+        pieces[next(i for i, each in enumerate(rows) if each is row)] += piece
+    assert pieces == [row.text for row in rows]
+    return rows
+
+
+# --------------------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("context", [64, 20], ids=["within", "beyond what it has seen"])
+def test_greedy_with_cache_is_greedy_without(
+    kind: str, context: int, runs: dict[str, Path]
+) -> None:
+    model, speech = opened(runs[kind])
+    # Nothing ends: rows of 2 to 40 tokens and 24 more.
+    speech = replace(speech, context=context, ends=frozenset())
+    ours = written(model, speech, PROMPTS, GREEDY)
+    theirs = written(model, speech, PROMPTS, GREEDY, cached=False)
+    assert [row.ids for row in ours] == [row.ids for row in theirs]
+    assert len({tuple(row.ids[-24:]) for row in ours}) == len(PROMPTS)
+    assert all(row.finish == "length" and len(row.ids) == row.begun + 24 for row in ours)
+
+
+def test_each_step_s_logits_are_the_whole_row_s(runs: dict[str, Path]) -> None:
+    model, _ = opened(runs["qwen3"])
+    tokens = torch.randint(512, (3, 30), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([4, 9, 1])
+    rows, everywhere = torch.arange(3), torch.arange(30).expand(3, 30)
+    with torch.no_grad():
+        hidden = model.module(tokens)
+    whole_logits = hidden @ model.module.get_parameter("lm_head.weight").T
+    with caching(model.family.blocks(model.module), 30) as cache:
+        assert cache is not None
+        cache.place(everywhere[:, :9], anew=True)  # the shorter ones end in what comes later
+        model.logits(tokens[:, :9], rows, lengths - 1, everywhere[:, :9])
+        for step in range(12):
+            places = (lengths + step).unsqueeze(1)
+            cache.place(places, anew=False)
+            new = tokens.gather(1, places)
+            ours = model.logits(new, rows, torch.zeros(3, dtype=torch.int64), places)
+            expected = whole_logits[rows, lengths + step]
+            torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_training_does_not_see_the_cache(runs: dict[str, Path]) -> None:
+    model, speech = opened(runs["llama"])
+    before = [m.attend for m in model.module.modules() if hasattr(m, "attend")]
+    written(model, speech, ["x"], GREEDY)
+    assert [m.attend for m in model.module.modules() if hasattr(m, "attend")] == before
+
+
+# --------------------------------------------------------------------------- sampling
+
+
+def test_a_prompt_s_text_does_not_depend_on_the_batch(runs: dict[str, Path]) -> None:
+    model, speech = opened(runs["llama"])
+    sampling = Sampling(max_tokens=16, seed=3, top_p=0.9, min_p=0.01)
+    together = written(model, speech, PROMPTS, sampling)
+    alone = [written(model, speech, [p], sampling, i)[0] for i, p in enumerate(PROMPTS)]
+    assert [row.ids for row in together] == [row.ids for row in alone]
+    again = written(model, speech, ["x"], replace(sampling, seed=6))
+    assert again[0].ids == together[3].ids  # the seed of the fourth
+    other = written(model, speech, PROMPTS, replace(sampling, seed=4))
+    assert [row.ids for row in other] != [row.ids for row in together]
+
+
+def row_of(ids: list[int], seed: int = 0) -> Row:
+    return Row("", ids, len(ids), torch.Generator().manual_seed(seed), "")
+
+
+@pytest.mark.parametrize(
+    ("options", "possible"),
+    [
+        ({}, {0, 1, 2, 3}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.45}, {0, 1}),  # 0.4 alone is not enough
+        ({"top_p": 0.4}, {0}),
+        ({"min_p": 0.5}, {0, 1}),  # 0.3 is, 0.2 is not, half of 0.4
+        ({"temperature": 0}, {0}),
+        ({"temperature": 0.01}, {0}),
+        ({"repetition_penalty": 100.0, "temperature": 0}, {1}),
+    ],
+)
+def test_choose_options_limit_the_tokens(options: dict[str, Any], possible: set[int]) -> None:
+    logits = torch.tensor([0.4, 0.3, 0.19, 0.11]).log() + 5
+    sampling = Sampling(**{"temperature": 1.0, "top_k": 0, **options})
+    ids = [0] if "repetition_penalty" in options else []
+    seen = {choose(logits, row_of(ids, seed), sampling) for seed in range(200)}
+    assert seen == possible
+
+
+def test_choose_frequencies_follow_the_temperature() -> None:
+    logits, row = torch.tensor([0.8, 0.2]).log(), row_of([])
+    sampling = Sampling(temperature=2.0, top_k=0)
+    share = sum(choose(logits, row, sampling) for _ in range(3000)) / 3000
+    assert share == pytest.approx(1 / 3, abs=0.03)  # sqrt(0.2) / (sqrt(0.8) + sqrt(0.2))
+
+
+# --------------------------------------------------------------------------- ends
+
+
+def test_generate_stops_at_stop_texts_and_end_tokens(runs: dict[str, Path]) -> None:
+    model, speech = opened(runs["llama"])
+    speech = replace(speech, ends=frozenset())
+    (whole,) = written(model, speech, ["x"], GREEDY)
+    stop = whole.text[9:12]
+    (row,) = written(model, speech, ["x"], replace(GREEDY, stop=("no such text", stop)))
+    assert row.text == whole.text[: whole.text.index(stop)]
+    assert row.finish == "stop"
+    end = whole.ids[whole.begun + 5]
+    (row,) = written(model, replace(speech, ends=frozenset({end})), ["x"], GREEDY)
+    assert row.ids == whole.ids[: whole.ids.index(end, whole.begun)]
+    assert row.finish == "end"
+
+
+def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    found = find_checkpoint(runs["llama"])
+    assert speech_of(found).context == 32  # what it was trained on
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "tokenizer.json").write_bytes((runs["llama"] / "tokenizer.json").read_bytes())
+    config = {"bos_token_id": 7, "eos_token_id": 8}
+    (tmp_path / "huggingface/config.json").write_text(json.dumps(config))
+    more = {"eos_token_id": [8, 9]}
+    (tmp_path / "huggingface/generation_config.json").write_text(json.dumps(more))
+    speech = speech_of(found._replace(run=tmp_path))
+    separator = speech_of(found).begin  # of 8 and 9 neither is special
+    assert (speech.begin, speech.ends, speech.context) == (7, {separator, 8, 9}, 64)
+
+
+# --------------------------------------------------------------------------- layouts
+
+
+def over_ranks(run: str, overrides: list[tuple[str, str]]) -> list[list[int]]:
+    found = find_checkpoint(Path(run))
+    job, plan = lay_out(found, overrides, [], ("parallel.",), generating=True)
+    rank = this_rank()
+    assert plan.world_size == rank.world_size
+    model = restore(found, job, plan, rank)
+    rows = written(model, replace(speech_of(found), ends=frozenset()), PROMPTS, GREEDY)
+    return [row.ids for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [("qwen3", {"tp": "2"}), ("llama", {"dp_shard": "2"}), ("llama", {"tp": "4"})],
+)
+def test_generate_over_ranks_writes_the_same(
+    kind: str, degrees: dict[str, str], runs: dict[str, Path]
+) -> None:
+    model, speech = opened(runs[kind])
+    expected = written(model, replace(speech, ends=frozenset()), PROMPTS, GREEDY)
+    ranks = 4 if "4" in degrees.values() else 2
+    overrides = [(f"parallel.{axis}", size) for axis, size in degrees.items()]
+    for ids in run_ranks(over_ranks, ranks, str(runs[kind]), overrides):
+        assert ids == [row.ids for row in expected]
+
+
+def test_lay_out_ignores_the_device_of_training(runs: dict[str, Path]) -> None:
+    found = find_checkpoint(runs["llama"])
+    file = found.run / "job.toml"
+    before = file.read_text()
+    try:
+        file.write_text(before.replace('device = "auto"', 'device = "cuda"'))
+        job, plan = lay_out(found, [], [], (), generating=True)
+        assert (job.run.device, plan.world_size) == ("auto", 1)
+    finally:
+        file.write_text(before)
+
+
+def test_lay_out_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> None:
+    found = find_checkpoint(runs["llama"])
+    overrides = [
+        ("parallel.pp", "2"),
+        ("parallel.cp", "2"),
+        ("model.dim", "64"),
+        ("parallel.tpp", "2"),
+    ]
+    with pytest.raises(InvalidJob) as caught:
+        lay_out(found, overrides, [], ("parallel.",), generating=True)
+    text = str(caught.value)
+    for name in ("parallel.pp", "parallel.cp", "model.dim", "parallel.tpp"):
+        assert name in text
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_generate_command_completes_prompts_and_refuses_mistakes(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"def "\n{"prompt": "x", "more": 1}\n')
+    words = ["generate", str(runs["llama"]), "--max-tokens", "5", "--temperature", "0"]
+    assert main([*words, "--prompt", "import", "--prompts", str(file), "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in told] == ["import", "def ", "x"]
+    for line in told:
+        assert main([*words, "--prompt", line["prompt"]]) == 0
+        assert capsys.readouterr().out == f"{line['prompt']}{line['text']}\n"
+        assert line["finish"] in ("end", "length")
+    assert main([*words, "--prompts", str(file), "--batch", "1"]) == 0
+    both = [f"{line['prompt']}{line['text']}\n---\n" for line in told[1:]]
+    assert capsys.readouterr().out == "".join(both)
+    assert main([*words, "--top-p", "0", "--prompts", "nowhere.txt", "--train.steps", "3"]) == 2
+    said = capsys.readouterr().err
+    for name in ("--top-p", "--prompts", "train.steps"):
+        assert f"  {name} = " in said
+
+
+def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"fine"\n{"question": 1}\n')
+    problems: list[Problem] = []
+    assert read_prompts(file, problems) == ["fine"]
+    assert "line 2" in str(problems[0])
+    file.write_text('"a\u2028b"\n', "utf-8")  # which Unicode calls the end of a line
+    assert read_prompts(file, problems) == ["a\u2028b"]
+    text = tmp_path / "prompts.txt"
+    text.write_text("one\u2028two\nthree\r\n\n", "utf-8")
+    assert read_prompts(text, problems) == ["one\u2028two", "three", ""]
+    asked = [{"role": "user", "content": "why?"}]
+    file.write_text(json.dumps({"messages": asked}) + '\n{"messages": [{"role": "user"}]}\n')
+    problems.clear()
+    assert read_prompts(file, problems, chat=True) == [asked]
+    assert "nor one with messages, each with role and content" in str(problems[0])
+
+
+def test_generate_chat_uses_the_template(
+    store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt is written by the template, with special tokens, and an answer ends as it says."""
+    run = random_run(tmp_path / "run", store_path)
+    words = ["generate", str(run), "--chat", "--max-tokens", "3"]
+    assert main(words) == 2
+    assert "--chat: answers prompts; give --prompt or --prompts" in capsys.readouterr().err
+    assert main([*words, "--prompt", "x"]) == 2
+    assert "there is neither chat_template.jinja nor a template" in capsys.readouterr().err
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}a: {% endif %}"
+    )
+    words += ["--data.chat_template", str(template)]
+    assert main([*words, "--prompt", "x"]) == 0
+    assert not capsys.readouterr().out.startswith("x")
+    (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "tool", "content": "x"}]}\n')
+    assert main([*words, "--prompts", str(tmp_path / "asked.jsonl")]) == 2
+    assert "the chat template refuses it: no tools" in capsys.readouterr().err
+
+    speech = speech_of(find_checkpoint(run), str(template))
+    [row] = rows_of(["why<|endoftext|>?"], speech, GREEDY)
+    separator = speech.begin
+    assert row.ids.count(separator) == 2  # what looks like one is one, as in training
+    decoded = speech.tokenizer.decode(row.ids, skip_special_tokens=False)
+    assert decoded == "u: why<|endoftext|>?<|endoftext|>a: "
+    assert separator in speech.ends
+    template.write_text(template.read_text().replace("<|endoftext|>", ""))
+    assert speech_of(find_checkpoint(run), str(template)).ends == {separator}

@@ -1,0 +1,843 @@
+"""Hugging Face in and out: the same bits, the same model, from and into any layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.harness import RankError, run_ranks
+from tests.layouts import parse
+from tests.small import (
+    Overrides,
+    loader_of,
+    losses,
+    newest_state,
+    plan_here,
+    small_job,
+    this_rank,
+    train_rank,
+)
+from weft.checkpoint import weight_files as export
+from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
+from weft.checkpoint.shard_files import consecutive
+from weft.checkpoint.weight_files import INDEX, publishing, write_model
+from weft.cli.main import main
+from weft.config.job import WeftError, replace, to_toml
+from weft.data.dataset import open_text
+from weft.data.prepared_cache import Progress
+from weft.models import FAMILIES, resolve_model
+from weft.models.family import their_name
+from weft.models.hf_mapping import shapes, to_config
+from weft.models.llama import LlamaConfig
+from weft.tools.generate import Sampling, Speech, generate, rows_of, speech_of
+from weft.tools.hf_convert import export_checkpoint, import_model
+from weft.tools.inference_model import find_checkpoint, load_whole, restore_alone
+from weft.train.job_checks import check_text, prepare_job
+from weft.train.setup import build
+
+LLAMA = FAMILIES["llama"]
+# Grouped heads, scaled positions; a large learning rate, so that attention is far from uniform.
+MODEL: Overrides = [
+    ("model.tied_embeddings", "false"),
+    ("model.rope_scaling", "true"),
+    ("model.rope_original_context", "16"),
+    ("train.steps", "8"),
+    ("optim.lr", "0.03"),
+]
+# What tensor-parallel ranks wrote, `test_export_has_shards_index_and_dtype` loads.
+LAYOUTS = ["pp2", "model.tied_embeddings=true dp_shard2"]
+MORE = [
+    "",
+    "tp2",
+    "dp_shard2",
+    "tp4",
+    "dp_shard2 tp2 pp2",
+    "pp2 pipeline.schedule=Interleaved1F1B model.num_layers=4",
+    "cp2",
+]
+
+
+def load_checkpoint(run: Path) -> tuple[nn.Module, Speech]:
+    """The model with its head, and how its texts are written."""
+    found = find_checkpoint(run)
+    return load_whole(found, torch.device("cpu")), speech_of(found)
+
+
+def silent(progress: Progress) -> None:
+    pass
+
+
+def trained(layout: str, folder: Path, store: Path, model: Overrides = MODEL) -> Path:
+    """A run's folder, as `weft train` leaves it."""
+    ranks, overrides = parse(layout)
+    every = model + overrides + [("run.dir", str(folder))]
+    run_ranks(train_rank, ranks, every, str(store), timeout=180)
+    job = small_job(*every)
+    (folder / "job.toml").write_text(to_toml(job, "demo", job))
+    shutil.copy(store / "tokenizer.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained on two ranks; not to be changed."""
+    return trained("dp_shard2 tp2", tmp_path_factory.mktemp("run"), store_path)
+
+
+@pytest.fixture
+def own_run(run: Path, tmp_path: Path) -> Path:
+    """A copy, to be spoilt."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def of_model(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights by their names at Hugging Face."""
+    weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
+    return {their_name(name): tensor for name, tensor in weights.items()}
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype
+        assert tensor.view(torch.uint8).equal(theirs[name].view(torch.uint8)), name
+
+
+# --------------------------------------------------------------------------- out
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(m, marks=pytest.mark.slow) for m in MORE)]
+)
+def test_export_loaded_by_transformers_computes_the_same(
+    layout: str, store_path: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = trained(layout, tmp_path / "run", store_path)
+    out = tmp_path / "out"
+    export_checkpoint(run, out, "float32", "5GB", silent)
+    assert_same_bits(of_model(newest_state(run)), weights_in(out))
+    assert sorted(os.listdir(tmp_path)) == ["out", "run"]
+
+    twin, loaded = AutoModelForCausalLM.from_pretrained(
+        out, local_files_only=True, output_loading_info=True
+    )
+    assert not any(loaded.values()), loaded
+    assert twin.dtype == torch.float32
+    theirs = AutoTokenizer.from_pretrained(out, local_files_only=True)
+    model, speech = load_checkpoint(run)
+    tokenizer = speech.tokenizer
+
+    prompt = "def parse(text):\n    return  [Ünï, 'x'] # don't\n"
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    start = theirs.bos_token_id  # which every document had before it in training
+    assert theirs(prompt)["input_ids"] == tokenizer.encode(prompt).ids == [start, *ids]
+    assert theirs.decode(ids) == prompt
+
+    tokens = torch.tensor([[start, *ids]])[:, :33]
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].flatten()
+    logits, expected = model(inputs), twin(inputs).logits
+    assert expected.std() > 0.3  # far from nothing
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
+    F.cross_entropy(logits.flatten(0, 1), labels).backward()
+    F.cross_entropy(expected.flatten(0, 1), labels).backward()
+    gradients = {their_name(n): p.grad for n, p in model.named_parameters()}
+    for name, param in twin.named_parameters():
+        assert param.grad is not None
+        scale = param.grad.abs().max()
+        assert scale > 1e-6
+        torch.testing.assert_close(
+            gradients[name] / scale, param.grad / scale, atol=2e-5, rtol=1e-4
+        )
+
+    asked = restore_alone(find_checkpoint(run), torch.device("cpu"))
+    sampling = Sampling(max_tokens=20, temperature=0)
+    rows = rows_of(["def "], speech, sampling)
+    said = "".join(piece for _, piece in generate(asked, speech, rows, sampling))
+    begun = torch.tensor([theirs("def ")["input_ids"]])
+    written = twin.generate(
+        begun, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(begun)
+    )
+    assert len(said) > 10
+    assert theirs.decode(written[0, 1:], skip_special_tokens=True).startswith("def " + said)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_export_and_import_other_families_keep_every_bit(
+    kind: str, store_path: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    own = [("model.kind", kind), ("model.head_dim", "12"), ("model.tied_embeddings", "false")]
+    run = trained("tp2", tmp_path / "run", store_path, [*own, *MODEL[3:]])
+    out, again = tmp_path / "out", tmp_path / "again"
+    export_checkpoint(run, out, "float32", "5GB", silent)
+    twin, loaded = AutoModelForCausalLM.from_pretrained(
+        out, local_files_only=True, output_loading_info=True
+    )
+    assert not any(loaded.values()), loaded
+    assert twin.config.model_type == kind
+    import_model(out, again, silent)
+    assert_same_bits(of_model(newest_state(run)), of_model(newest_state(again)))
+    tokens = torch.arange(32).unsqueeze(0)
+    for folder in (run, again):
+        model, _ = load_checkpoint(folder)
+        torch.testing.assert_close(model(tokens), twin(tokens).logits, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_export_has_shards_index_and_dtype(dtype: torch.dtype, run: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    kind = str(dtype).removeprefix("torch.")
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out), "--dtype", kind, "--max-shard", "30KB"]) == 0
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2
+    assert [file.name for file in files] == [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    index = json.loads((out / INDEX).read_text())
+    assert index["weight_map"] == {name: f.name for f in files for name in load_file(f)}
+    for file in files:
+        tensors = load_file(file)
+        size = sum(t.nbytes for t in tensors.values())
+        assert size <= 30_000 or len(tensors) == 1
+    expected = {name: t.to(dtype) for name, t in of_model(newest_state(run)).items()}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
+    assert_same_bits(expected, weights_in(out))
+    twin = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+    assert twin.dtype == dtype
+    assert_same_bits(expected, dict(twin.state_dict()))
+
+
+def test_consecutive_splits_by_size() -> None:
+    sizes = {"a": 3, "b": 3, "c": 9, "d": 1, "e": 5, "f": 1}
+    assert consecutive(sizes, 6) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert consecutive(sizes, 100) == [list("abcdef")]
+    assert consecutive(sizes, 1) == [[name] for name in sizes]
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_not_exported(own_run: Path, tmp_path: Path) -> None:
+    path = checkpoints(own_run / "checkpoints")[-1]
+    shards = read_manifest(path)["tensors"]["model.layers.1.mlp.up_proj.weight"]["shards"]
+    assert len(shards) == 4
+    name = read_manifest(path)["files"][shards[2][2]]["name"]
+    flip(path / name, shards[2][3] + 5)
+    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
+        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name}: No such file"):
+        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
+    flip(path / "manifest.json", 40)
+    with pytest.raises(CheckpointError, match=r"its manifest\.json is damaged"):
+        export_checkpoint(own_run, tmp_path / "out", "float32", "5GB", silent)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_export_every_mistake_is_reported_at_once(
+    own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    arguments = [str(tmp_path / "none"), str(tmp_path / "out")]
+    assert main(["export", *arguments, "--dtype", "bfloat", "--max-shard", "5 apples"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" = ")[0].strip() for line in lines[1:]] == [
+        "--max-shard",
+        "--dtype",
+        "checkpoint",
+        "out",
+    ]
+    assert "did you mean 'bfloat16'?" in lines[2]
+    capsys.readouterr()
+    for size in ("0", "-1", "5PB", "1e3", "", "\u0663GB"):
+        assert main(["export", str(own_run), str(tmp_path / "new"), f"--max-shard={size}"]) == 2
+        assert "is no size" in capsys.readouterr().err
+    (own_run / "tokenizer.json").write_text("{}")
+    assert main(["export", str(own_run), str(tmp_path / "new")]) == 2
+    assert "is not a tokenizer.json" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["export", str(own_run), str(tmp_path / "file/out")]) == 2
+    assert sorted(os.listdir(tmp_path)) == ["file", "out", "run"]
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_export_values_beyond_the_dtype_are_refused(tmp_path: Path, store_path: Path) -> None:
+    run = made_run(
+        tmp_path / "run", store_path, lambda name, t: t * 1e6 if "up_proj" in name else t
+    )
+    with pytest.raises(WeftError, match=r"layers.0.mlp.up_proj.weight has values that float16"):
+        export_checkpoint(run, tmp_path / "out", "float16", "5GB", silent)
+    assert os.listdir(tmp_path) == ["run"]
+    export_checkpoint(run, tmp_path / "out", "bfloat16", "5GB", silent)
+
+
+# --------------------------------------------------------------------------- interruption
+
+
+def die_half_way(run: str, out: str) -> None:
+    def report(progress: Progress) -> None:
+        if progress.done > progress.total / 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if run.endswith("hf"):
+        import_model(Path(run), Path(out), report)
+    else:
+        export_checkpoint(Path(run), Path(out), "float32", "50KB", report)
+
+
+def test_export_and_import_killed_leave_nothing_of_that_name(run: Path, tmp_path: Path) -> None:
+    """Nothing of that name appears, and the next attempt clears what was left."""
+    out = tmp_path / "out"
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(die_half_way, 1, str(run), str(out))
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".tmp-out-")
+    assert len(list((tmp_path / left).glob("*.safetensors"))) > 1
+    export_checkpoint(run, out, "float32", "5GB", silent)
+    assert os.listdir(tmp_path) == ["out"]
+
+    out.rename(tmp_path / "hf")
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(die_half_way, 1, str(tmp_path / "hf"), str(tmp_path / "new"))
+    assert len(os.listdir(tmp_path)) == 2
+    import_model(tmp_path / "hf", tmp_path / "new", silent)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "new"]
+
+
+def test_export_interrupted_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    def report(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(run, tmp_path / "deep/er/out", "float32", "5GB", report)
+    assert os.listdir(tmp_path) == []
+
+
+def test_publishing_leaves_a_concurrent_writer_alone(tmp_path: Path) -> None:
+    with publishing(tmp_path / "out") as first:
+        (first / "file").touch()
+        with pytest.raises(ZeroDivisionError), publishing(tmp_path / "out"):
+            raise ZeroDivisionError
+        assert (first / "file").exists()
+    assert os.listdir(tmp_path) == ["out"]
+    with pytest.raises(WeftError, match="could not be written"), publishing(tmp_path / "out"):
+        pass
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def export_with_little_room(run: str, out: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    with pytest.raises(WeftError, match=r"out: could not be written: .*File too large"):
+        export_checkpoint(Path(run), Path(out), "float32", "5GB", silent)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_export_on_a_full_disk_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    run_ranks(export_with_little_room, 1, str(run), str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == []
+
+
+# --------------------------------------------------------------------------- in, and round
+
+
+def hf_folder(
+    folder: Path, config: LlamaConfig, dtype: torch.dtype, tokenizer: Path, max_shard: str = "5GB"
+) -> Path:
+    """A model as transformers saves it."""
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(5)
+    twin = LlamaForCausalLM(TheirConfig(**to_config(LLAMA, config, "float32"), bos_token_id=0))
+    for name, param in twin.named_parameters():
+        torch.nn.init.normal_(param, float("norm" in name), 0.2)
+    twin.to(dtype).save_pretrained(folder, max_shard_size=max_shard)
+    shutil.copy(tokenizer, folder / "tokenizer.json")
+    return folder
+
+
+def small_config(**changes: Any) -> LlamaConfig:
+    job = small_job(*MODEL)
+    overrides = job.model.overrides() | {"vocab_size": 512} | changes
+    config, problems = resolve_model("llama", job.model.preset, overrides)
+    assert not problems
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_import_and_export_reproduce_every_byte(
+    dtype: torch.dtype, tied: bool, store_path: Path, tmp_path: Path
+) -> None:
+    """To the byte, the file with its table, too."""
+    tokenizer = store_path / "tokenizer.json"
+    source = hf_folder(tmp_path / "hf", small_config(tied_embeddings=tied), dtype, tokenizer)
+    (source / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert main(["import", str(source), str(tmp_path / "run")]) == 0
+    state = of_model(newest_state(tmp_path / "run"))
+    assert_same_bits({name: t.float() for name, t in weights_in(source).items()}, state)
+    kind = str(dtype).removeprefix("torch.")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", kind]) == 0
+    for name in (
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes(), name
+    ours, theirs = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("out", "hf"))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert ours[name] == theirs[name]
+
+
+@pytest.mark.parametrize("elements", [export.BLOCK, 500])
+def test_export_and_import_reproduce_every_bit(
+    elements: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a tensor is read in parts that do not fit its shards."""
+    monkeypatch.setattr(export, "BLOCK", elements)
+    export_checkpoint(run, tmp_path / "out", "float32", "30KB", silent)
+    import_model(tmp_path / "out", tmp_path / "again", silent)
+    assert_same_bits(of_model(newest_state(run)), of_model(newest_state(tmp_path / "again")))
+
+
+def first_loss(folder: str, store: str) -> float:
+    """What transformers computes on the first global batch."""
+    from transformers import AutoModelForCausalLM
+
+    job = small_job(*MODEL)
+    plan = plan_here(job)
+    loader = loader_of(job, plan, store, build(job, plan, this_rank()).mesh)
+    twin = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    loss, count = 0.0, 0
+    for batch in loader.batch(0):
+        logits = twin(batch.tokens_BT).logits.flatten(0, 1)
+        loss += F.cross_entropy(logits, batch.targets_BT.flatten(), reduction="sum").item()
+        count += batch.targets_BT.numel()
+    return loss / count
+
+
+def test_train_from_an_import_continues_in_any_layout(store_path: Path, tmp_path: Path) -> None:
+    source = hf_folder(
+        tmp_path / "hf", small_config(), torch.float32, store_path / "tokenizer.json", "30KB"
+    )
+    (expected,) = run_ranks(first_loss, 1, str(source), str(store_path))
+    found = {}
+    for layout in ("", "tp2 pp2"):
+        folder = tmp_path / layout.replace(" ", "")
+        folder = folder if layout else tmp_path / "one"
+        import_model(source, folder, silent)
+        ranks, overrides = parse(layout)
+        steps = [("train.steps", "3"), ("monitor.log_interval", "1"), ("run.dir", str(folder))]
+        run_ranks(train_rank, ranks, MODEL + overrides + steps, str(store_path), timeout=180)
+        found[layout] = losses(folder)
+        state = newest_state(folder)
+        assert state["optim.norm.weight.step"] == 3  # begun anew, and saved from now on
+        assert [path.name for path in checkpoints(folder / "checkpoints")] == [
+            "step-00000000",
+            "step-00000003",
+        ]
+    # And from there, as any run does.
+    more = [("train.steps", "4"), ("run.dir", str(folder))]
+    run_ranks(train_rank, 1, MODEL + more, str(store_path))
+    assert newest_state(folder)["optim.norm.weight.step"] == 4
+    assert found[""][0] == pytest.approx(expected, rel=1e-5)
+    assert found[""][2] < found[""][0] - 0.1
+    for layout, values in found.items():
+        assert values == pytest.approx(found[""], rel=2e-5), layout
+
+
+def test_import_run_can_be_trained_and_generates(
+    store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands: go on, with what does not hang on the weights, and generate."""
+    source = hf_folder(
+        tmp_path / "hf", small_config(), torch.bfloat16, store_path / "tokenizer.json"
+    )
+    run = tmp_path / "run"
+    assert main(["import", str(source), str(run)]) == 0
+    assert "BF16 there and float32 here" in capsys.readouterr().out
+    assert main(["generate", str(run), "--max-tokens", "3"]) == 0
+    job = str(run / "job.toml")
+    train = [
+        "train",
+        job,
+        "--dry-run",
+        "--run.nproc_per_node",
+        "2",
+        "--train.global_batch_size",
+        "8",
+    ]
+    mine = ["--data.path", str(store_path), "--train.seed", "7", "--train.seq_len", "32"]
+    assert main([*train, *mine]) == 0
+    changes = [
+        ("run.nproc_per_node", "2"),
+        ("train.global_batch_size", "8"),
+        ("data.path", str(store_path)),
+    ]
+    going_on, _, plan = prepare_job(job, changes)
+    check_text(going_on, plan, open_text(store_path))  # a text that it has not seen
+    capsys.readouterr()
+    # Nothing would be found there, and a start from random weights is not what was meant.
+    assert main([*train, "--checkpoint.dir", str(tmp_path / "elsewhere")]) == 2
+    assert "has none of the run's checkpoints, which are in" in capsys.readouterr().err
+    # A recipe that has it by a preset and some fields means the same as all of the fields.
+    few = small_job(*MODEL).model.overrides() | {"vocab_size": 512}
+    table = "\n".join(f"{name} = {json.dumps(value)}" for name, value in few.items())
+    recipe = tmp_path / "mine.toml"
+    tokenizer = f"[data]\ntokenizer = {json.dumps(str(run / 'tokenizer.json'))}"
+    recipe.write_text(f'extends = "demo"\n{tokenizer}\n[model]\n{table}\n')
+    another = ["train", str(recipe), "--run.dir", str(run), *train[2:], *mine]
+    assert main(another) == 0
+    assert main([*another, "--model.rope_theta", "99"]) == 2
+    assert "model.rope_theta = 99.0: the run in" in capsys.readouterr().err
+    other = ["--data.tokenizer", "train", "--data.vocab_size", "512"]
+    assert main([*train, "--model.rope_theta", "99", *other]) == 2
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert [line.split(" = ")[0].strip() for line in lines] == [
+        "model.rope_theta",
+        "data.tokenizer",
+    ]
+    # After a step the seed is fixed as well.
+    for steps, seed in (("1", "7"), ("2", "7")):
+        overrides = [("train.steps", steps), ("train.seed", seed), ("run.dir", str(run))]
+        run_ranks(train_rank, 1, MODEL + overrides, str(store_path))
+    assert main([*train, *mine[:2], "--train.seed", "8"]) == 2
+    assert "train.seed = 8: the run in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_train_command_continues_from_an_import(store_path: Path, tmp_path: Path) -> None:
+    source = hf_folder(
+        tmp_path / "hf", small_config(), torch.bfloat16, store_path / "tokenizer.json"
+    )
+    weft = [sys.executable, "-m", "weft.cli"]
+    subprocess.run([*weft, "import", str(source), "run"], cwd=tmp_path, check=True)
+    keys = ["--run.dir", "run", "--data.path", str(store_path), "--train.steps", "2"]
+    keys += ["--run.nproc_per_node", "2", "--train.global_batch_size", "4", "--parallel.tp", "2"]
+    command = [*weft, "train", "run/job.toml", *keys]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stdout
+    assert "step-00000000" in done.stdout
+    assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    names = [path.name for path in checkpoints(tmp_path / "run/checkpoints")]
+    assert names == ["step-00000000", "step-00000002"]
+
+
+# --------------------------------------------------------------------------- malice
+
+TINY = LlamaConfig(
+    num_layers=1,
+    dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_dim=24,
+    vocab_size=512,
+    max_seq_len=32,
+    rope_scaling=False,
+)
+
+
+def tiny_weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {their_name(name): torch.randn(shape) for name, shape in shapes(LLAMA, TINY).items()}
+
+
+def tiny_folder(folder: Path, tokenizer: Path) -> Path:
+    folder.mkdir()
+    save_file(tiny_weights(), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(to_config(LLAMA, TINY, "float32")))
+    shutil.copy(tokenizer, folder / "tokenizer.json")
+    return folder
+
+
+def with_table(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """The file with its table changed."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        table = json.loads(content[8 : 8 + length])
+        text = change(table)
+        text = text if isinstance(text, str) else json.dumps(table)
+        path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + content[8 + length :])
+
+    return spoil
+
+
+def with_weights(**changes: torch.Tensor | None) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        weights = tiny_weights()
+        for name, tensor in changes.items():
+            weights.pop(name.replace("__", "."), None)
+            if tensor is not None:
+                weights[name.replace("__", ".")] = tensor
+        save_file(weights, folder / "model.safetensors")
+
+    return spoil
+
+
+def with_json(name: str, **changes: Any) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        path = folder / name
+        tree = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(tree | changes))
+
+    return spoil
+
+
+def with_bytes(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def with_index(where: dict[str, Any] | str) -> Callable[[Path], object]:
+    """The weights behind an index that says for every tensor the same, but for ``where``."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "a.safetensors")
+        names = dict.fromkeys(tiny_weights(), "a.safetensors")
+        table: Any = names | where if isinstance(where, dict) else where
+        (folder / INDEX).write_text(json.dumps({"weight_map": table}))
+
+    return spoil
+
+
+def fifo(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def truncated(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+def lengthened(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"1234")
+
+
+def twice(folder: Path) -> None:
+    with_index({"lm_head.weight": "b.safetensors"})(folder)
+    save_file({"lm_head.weight": torch.ones(512, 16)}, folder / "b.safetensors")
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny_weights(), folder / "pytorch_model.bin")
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+NORM_KEY = "model__norm__weight"
+NAN = torch.tensor([float("nan")] * 16)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        # The file's table.
+        (with_bytes("model.safetensors", b""), "which its table alone does not fit in"),
+        (with_bytes("model.safetensors", b"\xff" * 64), "which its table alone does not fit in"),
+        (with_bytes("model.safetensors", struct.pack("<Q", 8) + b"[1, 2  ]"), "no JSON object"),
+        (with_bytes("model.safetensors", struct.pack("<Q", 4) + b"\x80\x04\x95."), "is no JSON"),
+        (with_table(lambda t: "{" + '"a":' * 10), "is no JSON"),
+        (with_table(lambda t: "[" * 100_000), "is no JSON"),
+        (with_table(lambda t: '{"a": 1, "a": 2}'), "a name that comes twice"),
+        (with_table(lambda t: '{"a": NaN}'), "NaN is no number"),
+        (with_table(lambda t: t.update({"a": 5})), "not just dtype, shape and data_offsets"),
+        (with_table(lambda t: t[NORM].update(dtype="F4")), "is of an unknown dtype"),
+        (with_table(lambda t: t[NORM].update(dtype=["F32"])), "is of an unknown dtype"),
+        (with_table(lambda t: t[NORM].update(shape=[-4, -4])), "a shape that is none"),
+        (with_table(lambda t: t[NORM].update(shape=[True, 16])), "a shape that is none"),
+        (with_table(lambda t: t[NORM].update(shape=[1.5])), "a shape that is none"),
+        (with_table(lambda t: t[NORM].update(shape=[10**9, 10**9])), "needs 4,000,000,000,000"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[-64, 0])), "offsets that are none"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[64])), "offsets that are none"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[64, 0])), "needs 64 bytes and has -64"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[0, 64])), "overlaps the one before"),
+        (with_table(lambda t: t[NORM].update(data_offsets=[10**15, 10**15 + 64])), "leaves a gap"),
+        (with_table(lambda t: t.pop(NORM) and None), "its table says"),
+        (with_table(lambda t: t.update(__metadata__=5)), "its metadata is none"),
+        (truncated, "has 5,000 bytes, and its table says"),
+        (lengthened, "and its table says"),
+        (fifo, "is no file"),
+        # The weights.
+        (with_weights(**{NORM_KEY: None}), "model.norm.weight: is in none of the files"),
+        (
+            with_weights(**{NORM_KEY: torch.ones(8)}),
+            "is of shape [8] in model.safetensors, not [16",
+        ),
+        (
+            with_weights(**{NORM_KEY: torch.ones(16).double()}),
+            "is F64, which float32 does not hold",
+        ),
+        (with_weights(**{NORM_KEY: torch.ones(16).to(torch.float8_e4m3fn)}), "is F8_E4M3, which"),
+        (with_weights(**{NORM_KEY: NAN}), "norm.weight has values that are not finite"),
+        (with_weights(bias=torch.ones(1)), "bias: is no weight of this Llama"),
+        (with_weights(**{"\x1b[2J": torch.ones(1)}), "\\u001b[2J: is no weight"),
+        # The index.
+        (with_index({HEAD: "../a.safetensors"}), "is not the plain name"),
+        (with_index({HEAD: "/etc/a.safetensors"}), "is not the plain name"),
+        (with_index({HEAD: "a.safetensors/../../x.safetensors"}), "is not the plain name"),
+        (with_index({HEAD: "..\\a.safetensors"}), "is not the plain name"),
+        (with_index({HEAD: "pytorch_model.bin"}), "is not the plain name"),
+        (with_index({HEAD: "a.safetensors\n"}), "is not the plain name"),
+        (with_index({HEAD: None}), "must say for every tensor in which file"),
+        (with_index("all"), "must say for every tensor in which file"),
+        (with_index({HEAD: "b.safetensors"}), "b.safetensors: does not exist"),
+        (with_index({"more": "a.safetensors"}), "does not say what the files hold"),
+        (twice, "has lm_head.weight, which a.safetensors has, too"),
+        # What is no safetensors, or none at all.
+        (only_a_pickle, "only pytorch_model.bin: a pickle, which is a program"),
+        (remove("model.safetensors"), "does not exist, nor does its index"),
+        # The configuration; more in tests/models/test_hf_mapping.py.
+        (remove("config.json"), "config.json: does not exist"),
+        (with_bytes("config.json", b"[" * 100_000), "config.json: is no JSON"),
+        (with_bytes("config.json", b"\xff\xfe"), "config.json: is no JSON"),
+        (with_json("config.json", auto_map={"AutoModel": "evil.Model"}), "code to run, which weft"),
+        (with_json("config.json", num_hidden_layers=9999), "fewer than that many layers have"),
+        (with_json("config.json", num_hidden_layers=2**31 - 1), "whole number from 1 to 10,000"),
+        (with_json("config.json", tie_word_embeddings=True), "lm_head.weight: is no weight"),
+        (with_json("config.json", vocab_size=128), "more than vocab_size = 128"),
+        (with_json("config.json", vocab_size=600), "has 512 entries, and the model 600: more than"),
+        # The tokenizer.
+        (remove("tokenizer.json"), "save_pretrained(FOLDER) writes one"),
+        (with_bytes("tokenizer.json", b"{}"), "is not a tokenizer.json"),
+        (with_bytes("tokenizer.json", b"\x80\x04\x95"), "is not a tokenizer.json"),
+        (
+            with_json("tokenizer_config.json", auto_map={"AutoTokenizer": "evil.T"}),
+            "does not pass on",
+        ),
+        (with_bytes("generation_config.json", b"5"), "generation_config.json: is no JSON object"),
+        (
+            lambda folder: (folder / "chat_template.jinja").mkdir(),
+            "chat_template.jinja: is no file",
+        ),
+    ],
+)
+def test_import_hostile_folder_is_refused(
+    spoil: Callable[[Path], object],
+    expected: str,
+    store_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tiny_folder(tmp_path / "hf", store_path / "tokenizer.json")
+    spoil(folder)
+    before = sorted(os.listdir(folder))
+    assert main(["import", str(folder), str(tmp_path / "new/run")]) == 2
+    said = capsys.readouterr().err
+    assert expected in said
+    assert "Traceback" not in said
+    assert "\x1b" not in said
+    assert len(said) < 3000
+    assert os.listdir(tmp_path) == ["hf"]
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_import_undamaged_folder_is_accepted(store_path: Path, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "hf", store_path / "tokenizer.json")
+    # What an old checkpoint has beside its weights; a cache's folder is of links.
+    with_weights(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))(folder)
+    (folder / "model.safetensors").rename(tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    import_model(folder, tmp_path / "run", silent)
+    assert_same_bits(tiny_weights(), of_model(newest_state(tmp_path / "run")))
+
+
+def test_import_existing_folder_is_not_touched(store_path: Path, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "hf", store_path / "tokenizer.json")
+    (tmp_path / "run").mkdir()
+    for target in (tmp_path / "run", folder):
+        assert main(["import", str(folder), str(target)]) == 2
+    assert main(["import", str(tmp_path / "none"), str(tmp_path / "new")]) == 2
+    assert os.listdir(tmp_path / "run") == []
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def made_run(
+    folder: Path, store: Path, change: Callable[[str, torch.Tensor], torch.Tensor], **fields: Any
+) -> Path:
+    """A run with a checkpoint of random weights."""
+    config = TINY.model_copy(update=fields)
+    torch.manual_seed(0)
+    parts = (
+        (name, shape, iter([change(name, part) for part in [torch.randn(shape)]]))
+        for name, shape in shapes(LLAMA, config).items()
+    )
+    write_model(
+        folder / "checkpoints/step-00000001", parts, {"step": 1, "samples": 8}, lambda done: None
+    )
+    job = replace(small_job(), model=config.model_dump(), run={"dir": str(folder)})
+    (folder / "job.toml").write_text(to_toml(job, "demo", job))
+    shutil.copy(store / "tokenizer.json", folder)
+    return folder
+
+
+def peak_growth(run: str, out: str, again: str) -> tuple[float, float]:
+    """MB by which the process grew at most: exporting, importing."""
+
+    def peak() -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+    before = peak()
+    export_checkpoint(Path(run), Path(out), "float32", "50MB", silent)
+    between = peak()
+    import_model(Path(out), Path(again), silent, force=True)
+    return between - before, peak() - before
+
+
+@pytest.mark.slow
+def test_import_and_export_memory_does_not_grow_with_the_model(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """240 MB, of which one tensor has 200."""
+    sizes = {"vocab_size": 100_000, "dim": 512, "ffn_dim": 4096, "tied_embeddings": True}
+    run = made_run(tmp_path / "run", store_path, lambda name, t: t, **sizes)
+    paths = [str(tmp_path / name) for name in ("run", "out", "again")]
+    ((out, both),) = run_ranks(peak_growth, 1, *paths, timeout=100)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    print(f"peak memory grew by {out:.0f} MB in the export, {both:.0f} MB in both")
+    assert out < 130
+    assert both < 130
+    assert_same_bits(of_model(newest_state(run)), weights_in(tmp_path / "out"))

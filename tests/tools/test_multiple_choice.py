@@ -1,0 +1,238 @@
+"""Multiple choice: our scores, the harness's with our model, and its own with our export."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.asked import random_run
+from tests.harness import run_ranks
+from tests.small import this_rank
+from weft.cli.main import main
+from weft.config.job import InvalidJob
+from weft.tools.generate import speech_of
+from weft.tools.hf_convert import export_checkpoint
+from weft.tools.inference_model import find_checkpoint, lay_out, restore, restore_alone
+from weft.tools.multiple_choice import encoded, log_probabilities, read_task, score
+
+TASK = """
+task: continue_it
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: FILE
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{begin}}"
+doc_to_choice: "{{[first, second, third]}}"
+doc_to_target: answer
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+  - metric: acc_norm
+    aggregation: mean
+    higher_is_better: true
+"""
+WORDS = ["def", "import", "class", "return", "self", "lambda", "yield", "None", "for", "while"]
+WORDS += ["try", "except", "with", "as", "pass"]
+
+
+@pytest.fixture(scope="module")
+def run(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_run(tmp_path_factory.mktemp("tasks") / "run", store_path)
+
+
+@pytest.fixture(scope="module")
+def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty questions with choices of different lengths; some contexts end in a space."""
+    folder = tmp_path_factory.mktemp("task")
+    lines = []
+    for i in range(40):
+        first, second, third = (WORDS[(i * k) % 15] for k in (2, 3, 7))
+        begin = f"{WORDS[i % 15]} {WORDS[(i * 4) % 15]}" + " " * (i % 3 == 0)
+        fields = {"first": first, "second": f"{second} {third}s", "third": third * 2}
+        lines.append(json.dumps({"begin": begin, **fields, "answer": i % 3}))
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(lines) + "\n")
+    path = folder / "task.yaml"
+    path.write_text(TASK.replace("FILE", str(data)))
+    return path
+
+
+def ours(run: Path, task_file: Path) -> dict[str, Any]:
+    found = find_checkpoint(run)
+    model = restore_alone(found, torch.device("cpu"))
+    return asdict(score(read_task(task_file), model, speech_of(found), 8))
+
+
+def harness_scores(model: Any, task_file: Path) -> dict[str, float]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    # Only this file: the harness's own thousands of tasks take seconds to list.
+    tasks = TaskManager(include_path=str(task_file.parent), include_defaults=False)
+    told = lm_eval.simple_evaluate(
+        model=model, tasks=["continue_it"], task_manager=tasks, bootstrap_iters=0, log_samples=True
+    )
+    assert told is not None
+    numbers = told["results"]["continue_it"]
+    return {
+        name: numbers[f"{name},none"]
+        for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+    } | {"logs": [[r[0][0] for r in s["resps"]] for s in told["samples"]["continue_it"]]}
+
+
+def test_score_equals_the_harness_and_transformers(
+    run: Path, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from lm_eval.models.huggingface import HFLM
+
+    from weft.tools.lm_eval_model import WeftLM
+
+    mine = ours(run, task_file)
+    assert 0.1 < mine["acc"] < 0.9
+    assert mine["acc"] != mine["acc_norm"]
+    export_checkpoint(run, tmp_path / "out", "float32", "5GB", lambda progress: None)
+    lm = WeftLM(str(run), device="cpu", batch_size=3)
+    hf = HFLM(pretrained=str(tmp_path / "out"), device="cpu", dtype="float32", batch_size=4)
+    with_weft, theirs = harness_scores(lm, task_file), harness_scores(hf, task_file)
+    for name in ("acc", "acc_norm"):
+        assert mine[name] == with_weft[name] == theirs[name]
+        assert mine[f"{name}_stderr"] == pytest.approx(_analytic(mine[name]))
+    torch.testing.assert_close(
+        torch.tensor(with_weft["logs"]), torch.tensor(theirs["logs"]), atol=1e-3, rtol=1e-4
+    )
+
+    text = "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 4
+    assert len(lm.tok_encode(text)) > lm.model.config.max_seq_len
+    (whole,) = lm.loglikelihood_rolling([asked("loglikelihood_rolling", text)])
+    assert whole == pytest.approx(
+        hf.loglikelihood_rolling([asked("loglikelihood_rolling", text)])[0], rel=1e-5
+    )
+    options = {"until": [WORDS[3], "zz"], "max_gen_toks": 12, "do_sample": False}
+    requests = [asked("generate_until", text, options) for text in ("def f(", "x = ")]
+    # A last character that is not whole is shown by them, and left out by us.
+    theirs_until = [text.rstrip("\ufffd") for text in hf.generate_until(requests)]
+    assert lm.generate_until(requests) == theirs_until
+
+
+def asked(kind: Any, *arguments: Any) -> Any:
+    from lm_eval.api.instance import Instance
+
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def _analytic(share: float, count: int = 40) -> float:
+    """Standard error of a share, with the harness's n - 1."""
+    return float((share * (1 - share) / (count - 1)) ** 0.5)
+
+
+def over_ranks(run: str, task: str) -> dict[str, Any]:
+    found = find_checkpoint(Path(run))
+    job, plan = lay_out(found, [("parallel.tp", "2")], [], ("parallel.",), generating=True)
+    model = restore(found, job, plan, this_rank())
+    return asdict(score(read_task(Path(task)), model, speech_of(found), 16))
+
+
+def test_score_with_a_sharded_vocabulary_is_the_same(run: Path, task_file: Path) -> None:
+    for told in run_ranks(over_ranks, 2, str(run), str(task_file)):
+        assert told == ours(run, task_file)
+
+
+def test_log_probabilities_do_not_depend_on_the_batch(run: Path) -> None:
+    found = find_checkpoint(run)
+    model, speech = restore_alone(found, torch.device("cpu")), speech_of(found)
+    pairs = [encoded(speech, a, b) for a, b in (("x =", " 1"), ("", "def f():"), ("for ", "i in"))]
+    assert pairs[1][0] == [speech.begin]
+    assert pairs[2][1] == speech.tokenizer.encode("for i in").ids[2:]  # the space went over
+    pairs.append((list(range(100)), [5, 6]))  # longer than the model takes
+    together = log_probabilities(model, pairs, 4)
+    for pair, (sum_, _) in zip(pairs, together, strict=True):
+        assert log_probabilities(model, [pair], 1)[0][0] == pytest.approx(sum_, rel=1e-4)
+    tail = log_probabilities(model, [(list(range(37, 100)), [5, 6])], 1)[0][0]
+    assert together[3][0] == pytest.approx(tail, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("dataset_path: json", "dataset_path: allenai/ai2_arc"), "dataset_path"),
+        (("task: continue_it", "group: some"), "task"),
+        (("doc_to_target: answer", "doc_to_target: answer\nprocess_docs: x"), "process_docs"),
+        (("doc_to_target: answer", "doc_to_target: !function utils.f"), "cannot be read"),
+        (("multiple_choice", "generate_until"), "output_type"),
+        (("metric: acc\n", "metric: f1\n"), "metric_list"),
+        (("{{begin}}", "{{beginning}}"), "document 1: UndefinedError"),
+        (("doc_to_target: answer", "doc_to_target: '7'"), "number 7 of 3 choices"),
+        (("data.jsonl", "nowhere.jsonl"), "data_files"),
+        (("aggregation: mean", "aggregation: median"), "metric_list.aggregation"),
+        (("  data_files:", "  field: x\n  data_files:"), "dataset_kwargs.field"),
+        (("[first, second, third]", "[first, '', third]"), "a choice is empty"),
+        (("test_split: test", "test_split: other"), "data_files"),
+    ],
+)
+def test_read_task_unknown_fields_are_refused(
+    change: tuple[str, str], expected: str, task_file: Path, tmp_path: Path
+) -> None:
+    text = task_file.read_text()
+    assert change[0] in text
+    path = tmp_path / "task.yaml"
+    path.write_text(text.replace(*change))
+    with pytest.raises(InvalidJob) as caught:
+        read_task(path)
+    assert expected in str(caught.value)
+
+
+def test_templates_cannot_reach_outside(task_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    text = task_file.read_text()
+    path.write_text(text.replace("{{begin}}", "{{begin.__class__.__mro__[1].__subclasses__()}}"))
+    with pytest.raises(InvalidJob, match="SecurityError"):
+        read_task(path)
+
+
+def test_evaluate_task_command_prints_the_scores(
+    run: Path, task_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["evaluate", str(run), "--task", str(task_file), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["name"] == "continue_it"
+    assert told["acc"] == ours(run, task_file)["acc"]
+    assert main(["evaluate", str(run), "--task", str(task_file)]) == 0
+    assert f"  acc             {told['acc']:.4f}\n" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
+
+
+def test_read_task_digits_are_read_as_the_harness_does(tmp_path: Path) -> None:
+    """In a field a choice, in a template its number.  Ends of lines are JSON's, not Unicode's."""
+    head = "task: t\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+    head += "dataset_kwargs: {data_files: {test: data.jsonl}}\n"
+    head += 'doc_to_text: "{{q}}"\ndoc_to_choice: "{{c}}"\n'
+    (tmp_path / "data.jsonl").write_text('{"q": "a\u2028b", "c": ["1", "0"], "a": "0"}\n', "utf-8")
+    for target, gold in (("a", 1), ("'{{a}}'", 0)):
+        (tmp_path / "task.yaml").write_text(f"{head}doc_to_target: {target}\n")
+        (question,) = read_task(tmp_path / "task.yaml").questions
+        assert (question.context, question.gold) == ("a\u2028b", gold)
+
+
+def test_the_harness_may_ask_with_more_than_the_model_sees(run: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from weft.tools.lm_eval_model import WeftLM
+
+    lm = WeftLM(str(run), device="cpu")
+    lm.speech = replace(lm.speech, context=16)
+    request = Instance("generate_until", {}, ("def " * 60, {"max_gen_toks": 4}), 0)
+    assert len(lm.generate_until([request])) == 1

@@ -1,0 +1,166 @@
+"""Against published tables, and on differences whose truth is known."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from weft.tools.statistics import (
+    LEVEL,
+    holm,
+    interval,
+    p_different,
+    p_equivalent,
+    pairs_needed,
+    t_above,
+    t_quantile,
+    t_within,
+)
+
+# Fisher and Yates' table of Student's t: degrees of freedom; p = 0.9, 0.975, 0.995.
+TABLE = {
+    1: (3.078, 12.706, 63.657),
+    2: (1.886, 4.303, 9.925),
+    3: (1.638, 3.182, 5.841),
+    4: (1.533, 2.776, 4.604),
+    5: (1.476, 2.571, 4.032),
+    7: (1.415, 2.365, 3.499),
+    10: (1.372, 2.228, 3.169),
+    29: (1.311, 2.045, 2.756),
+    30: (1.310, 2.042, 2.750),
+    120: (1.289, 1.980, 2.617),
+}
+
+
+@pytest.mark.parametrize("df", TABLE)
+def test_quantile_equals_published_table(df: int) -> None:
+    found = [t_quantile(p, df) for p in (0.9, 0.975, 0.995)]
+    assert found == pytest.approx(TABLE[df], abs=5.1e-4)
+
+
+def test_distribution_equals_integral_of_density() -> None:
+    """The density, summed by Simpson's rule; and what is known in closed form."""
+    for df in (1, 2, 3, 4, 7, 12):
+        scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
+        x = np.linspace(0, 1.7, 2001)
+        density = scale * (1 + x**2 / df) ** (-(df + 1) / 2)
+        weights = np.array([1, *([4, 2] * 999), 4, 1])
+        integral = float((density * weights).sum()) * (x[1] - x[0]) / 3
+        assert t_within(1.7, df) == pytest.approx(2 * integral, abs=1e-10)
+    assert t_within(1, 1) == pytest.approx(0.5)
+    assert t_above(-1, 1) == pytest.approx(0.75)
+    assert t_within(2, 2) == pytest.approx(2 / math.sqrt(6))
+    for df in range(1, 60):
+        assert t_above(t_quantile(0.975, df), df) == pytest.approx(0.025, abs=1e-12)
+
+
+def test_t_test_students_example_has_published_value() -> None:
+    """Cushny and Peebles' hours of sleep, the data of the paper of 1908."""
+    hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
+    found = interval(hours)
+    assert found.mean == pytest.approx(1.58)
+    assert (found.low, found.high) == pytest.approx((0.700, 2.460), abs=1e-3)
+    assert p_different(hours) == pytest.approx(0.00283, abs=1e-5)
+
+
+def test_holm_adjusted_values_equal_published_example() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.4, 0.9]) == pytest.approx([0.8, 0.9])
+    assert holm([0.02]) == [0.02]
+
+
+def test_equal_differences_have_p_of_zero_or_one() -> None:
+    """Deterministic losses may differ by the same in every pair, or not at all."""
+    assert p_different([0.0, 0.0]) == 1
+    assert p_different([0.25, 0.25]) == 0
+    assert p_equivalent([0.0, 0.0], 0.1) == 0
+    assert p_equivalent([0.25, 0.25], 0.1) == 1
+    assert interval([0.25, 0.25]).low == interval([0.25, 0.25]).high == 0.25
+
+
+def test_equivalence_holds_if_90_percent_interval_is_inside_margin() -> None:
+    some = [0.011, -0.004, 0.006, 0.009]
+    found = interval(some, 0.9)
+    at = max(abs(found.low), abs(found.high))
+    assert p_equivalent(some, at) == pytest.approx(LEVEL)
+    assert p_equivalent(some, at * 1.01) < LEVEL < p_equivalent(some, at * 0.99)
+
+
+# --------------------------------------------------------------------------- simulated
+
+
+SIMULATED = 2000
+
+
+def within(hits: int, p: float, sigmas: float = 3.5) -> bool:
+    """Whether so many of `SIMULATED` agree with a probability."""
+    return abs(hits - SIMULATED * p) < sigmas * math.sqrt(SIMULATED * p * (1 - p))
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 6])
+def test_interval_coverage_and_false_claims_are_nominal(pairs: int) -> None:
+    """Of 95 % intervals 95 % hold the truth, and 5 % of the tests of nothing find something."""
+    noise = np.random.default_rng(pairs).normal(0.02, 0.3, (SIMULATED, pairs))
+    inside = false = wrongly_equivalent = 0
+    for row in noise.tolist():
+        found = interval(row)
+        inside += found.low <= 0.02 <= found.high
+        false += p_different([x - 0.02 for x in row]) < LEVEL
+        # The truth lies on the margin: an equivalence of less is false.
+        wrongly_equivalent += p_equivalent([x + 0.98 for x in row], 1.0) < LEVEL
+    assert within(inside, 0.95)
+    assert within(false, 0.05)
+    assert within(wrongly_equivalent, 0.05)
+
+
+def test_holm_false_claims_among_three_comparisons_are_limited() -> None:
+    """Without the correction 14 % of the comparisons of equals would name a winner."""
+    noise = np.random.default_rng(1).normal(0, 0.1, (SIMULATED, 3, 6)).tolist()
+    found = [[p_different(row) for row in rows] for rows in noise]
+    assert within(sum(min(holm(p)) < LEVEL for p in found), 0.05)
+    assert sum(min(p) < LEVEL for p in found) > 0.11 * SIMULATED
+
+
+@pytest.mark.parametrize(
+    ("mean", "margin", "least", "most"),
+    [
+        (0.8, 0.5, 0.76, 0.87),  # clearly no equivalence
+        (0.0, 1.0, 0.79, 0.92),  # clearly no difference
+        (0.0, 1.4, 0.79, 0.92),
+        (0.3, 1.0, 0.76, 0.87),  # nearer to one bound than to the other
+    ],
+)
+def test_pairs_needed_give_the_power_asked_for(
+    mean: float, margin: float, least: float, most: float
+) -> None:
+    """What `pairs_needed` promises, a claim in 80 % of the cases, comes about.
+
+    In the first case a difference is claimed, in the others equivalence; pairs are few, and one
+    more adds as much as 8 % to the power.
+    """
+    template = np.array([-1.0, 1.0, -1.0, 1.0])
+    needed = pairs_needed((mean + template / template.std(ddof=1)).tolist(), margin)
+    assert needed is not None
+    found = np.random.default_rng(2).normal(mean, 1.0, (SIMULATED, needed)).tolist()
+    p = [p_equivalent(row, margin) if mean < margin else p_different(row) for row in found]
+    assert least < sum(each < LEVEL for each in p) / SIMULATED < most
+
+
+def test_pairs_needed_grow_with_comparisons() -> None:
+    """As many as give the power at Holm's first level."""
+    pilot = [-0.9, 0.8, -0.7, 0.9]
+    alone, of_four = pairs_needed(pilot, 1.0), pairs_needed(pilot, 1.0, LEVEL / 4)
+    assert alone is not None
+    assert of_four is not None
+    assert of_four > alone
+
+
+def test_pairs_needed_grow_with_noise() -> None:
+    counts = [pairs_needed([-s, s, -s, s], 1.0) for s in (0.1, 0.5, 1.0, 2.0)]
+    assert all(a is not None and b is not None and a <= b for a, b in pairwise(counts))
+    assert pairs_needed([-50.0, 50.0], 0.001) is None
+    assert pairs_needed([0.5, 0.5], 0.1) is None
+    assert pairs_needed([0.5, -0.5, 0.1], 0.6) > 3  # type: ignore[operator]

@@ -1,0 +1,285 @@
+"""What is measured of records whose truth is known, and what may be said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import pytest
+
+from weft.config.job import Job, Problem, replace
+from weft.tools.comparison_dir import Ended, trial_folder
+from weft.tools.comparison_result import Result, Settings, finished, result_of
+from weft.tools.trials import held_out_loss, measure_trial, split_warm_up, train_loss
+from weft.tools.variants import Variant
+from weft.tools.verdict import percent
+
+TOKENS = 256  # of a step
+
+
+def record(step: int, seconds: float, loss: float, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": loss,
+        "tokens": step * TOKENS,
+        "step_seconds": seconds,
+        "mfu": None,
+        "memory_peak_gib": 1.0,
+        "seconds": {"restarting": 0.0},
+    } | more
+
+
+def plan(devices: int = 1) -> dict[str, Any]:
+    axes = dict.fromkeys(("pp", "dp_replicate", "cp", "tp"), 1) | {"dp_shard": devices}
+    return {"world_size": devices, "num_params": 1000, "tokens_per_step": TOKENS, **axes}
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], devices: int = 1) -> None:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (folder / "plan.json").write_text(json.dumps(plan(devices)))
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+def test_step_seconds_are_the_median_without_warm_up(tmp_path: Path) -> None:
+    """20 records: two are left out, and a hiccup moves the median by nothing."""
+    seconds = [9.0, 5.0, *[0.5] * 17, 7.0]
+    write_run(tmp_path / "run", [record(i + 1, s, 3.0, mfu=0.4) for i, s in enumerate(seconds)])
+    trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
+    assert (trial.records, trial.warm_up, trial.step_seconds) == (18, 2, 0.5)
+    assert trial.tokens_per_second == 512
+    assert trial.device_hours == pytest.approx(1e9 / 512 / 3600)
+    assert trial.mfu == 0.4
+
+
+def test_warm_up_each_start_has_its_own() -> None:
+    """One that went on from a checkpoint shows in the time that restarting took."""
+    first = [record(i, 1.0, 3.0) for i in range(1, 6)]
+    second = [record(i, 1.0, 3.0) | {"seconds": {"restarting": 12.5}} for i in range(6, 11)]
+    warm, cold = split_warm_up([*first, *second])
+    assert [each["step"] for each in cold] == [1, 6]
+    assert [each["step"] for each in warm] == [2, 3, 4, 5, 7, 8, 9, 10]
+
+
+def test_speed_of_one_step_is_none(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [record(1, 1.0, 3.0)])
+    trial = measure_trial(0, 1, 0, tmp_path / "run", plan())
+    assert trial.step_seconds is trial.tokens_per_second is trial.device_hours is None
+
+
+def test_losses_are_compared_at_equal_tokens() -> None:
+    records = [record(i, 1.0, 10.0 - i) for i in range(1, 21)]
+    records[4] |= {"loss": None}  # a skipped step
+    records[9] |= {"eval_loss": 2.5}
+    assert train_loss(records, 20 * TOKENS) == pytest.approx(10 - 19.5)  # the last two
+    assert train_loss(records, 10 * TOKENS) == 0.0  # the last one
+    assert train_loss(records, 5 * TOKENS) == 6.0  # the one before the skipped
+    assert held_out_loss(records, 10 * TOKENS) == 2.5
+    assert held_out_loss(records, 11 * TOKENS) is None
+
+
+# --------------------------------------------------------------------------- judging
+
+
+def outcome(
+    folder: Path,
+    speeds: dict[str, list[float]],
+    losses: dict[str, list[float]] | None = None,
+    devices: dict[str, int] | None = None,
+    jobs: dict[str, Job] | None = None,
+    **settings: Any,
+) -> Result:
+    """Of runs with these step seconds and losses, by variant and repeat."""
+    jobs = jobs or {}
+    variants = [
+        Variant(label, "demo", jobs.get(label, Job()), plan=object())  # type: ignore[arg-type]
+        for label in speeds
+    ]
+    ended = []
+    for v, (label, each) in enumerate(speeds.items()):
+        for r, seconds in enumerate(each, 1):
+            loss = (losses or {}).get(label, [3.0] * len(each))[r - 1]
+            steps = [record(i, seconds, loss) for i in range(1, 11)]
+            if loss is not None:
+                steps[-1] |= {"eval_loss": loss}
+            run = trial_folder(folder, v, label, r)
+            write_run(run, steps, (devices or {}).get(label, 1))
+            ended.append(Ended(v, r, 0, "", 1.0))
+    repeats = max(map(len, speeds.values()))
+    return result_of(folder, variants, ended, Settings(repeats, **settings))
+
+
+def test_judge_faster_variant_is_named(tmp_path: Path) -> None:
+    """The machine is twice as slow in one repeat: the pairs do not mind."""
+    found = outcome(tmp_path, {"A": [1.0, 2.0, 1.1], "B": [0.95, 1.9, 1.05]})
+    (judged,) = found.judged
+    assert judged.speed.answer == "faster"
+    assert judged.speed.differences == pytest.approx(
+        [math.log(1 / 0.95), math.log(1 / 0.95), math.log(1.1 / 1.05)]
+    )
+    (line,) = found.verdict
+    assert line.startswith("B is 5.1 % faster than A (95 % interval 4.4 to 5.8 %, 3 pairs); ")
+    assert "held-out losses are equivalent within 0.5 %: B's is +0.0 % to +0.0 %" in line
+    assert found.rows[1][8] == "+5.1 % (+4.4 to +5.8)"
+
+
+def test_judge_equal_variants_have_no_difference(tmp_path: Path) -> None:
+    found = outcome(tmp_path, {"A": [1.0, 1.0, 1.0], "B": [0.98, 1.03, 1.0]})
+    assert found.judged[0].speed.answer == "no difference found"
+    (line,) = found.verdict
+    assert line.startswith(
+        "no difference in speed was found: B is between 6.3 % slower and 6.1 % faster "
+        "(95 % interval, 3 pairs) than A"
+    )
+    assert "equal" not in line.replace("equivalent", "")
+
+
+def test_judge_best_of_three_by_chance_is_not_claimed(tmp_path: Path) -> None:
+    """An interval that excludes zero, found among three, is what chance brings in 14 %."""
+    found = outcome(
+        tmp_path,
+        {
+            "A": [1.0, 1.0, 1.0],
+            "B": [0.93, 0.96, 0.95],
+            "C": [1.02, 0.99, 1.0],
+            "D": [1.0, 1.02, 0.97],
+        },
+    )
+    speed = found.judged[0].speed
+    assert speed.answer == "not claimed"
+    assert speed.interval is not None
+    assert speed.interval.low > 0
+    assert found.verdict[0].startswith("whether B is faster than A is open")
+    assert "with 3 comparisons at once" in found.verdict[0]
+    assert found.verdict[-1].startswith("3 variants were compared with A, by Holm's correction")
+
+
+def test_judge_more_devices_are_judged_per_device_too(tmp_path: Path) -> None:
+    speeds = {"A": [1.0, 1.01, 0.99], "B": [0.60, 0.61, 0.60]}
+    found = outcome(tmp_path, speeds, devices={"B": 2}, price=3.0)
+    (judged,) = found.judged
+    assert judged.speed.answer == "faster"
+    assert judged.per_device is not None
+    assert judged.per_device.answer == "slower"
+    assert "slower than A per device" in found.verdict[0]
+    hours = 2 * geometric_mean([0.60, 0.61, 0.60]) / TOKENS * 1e9 / 3600
+    assert found.rows[1][-2:] == [f"{hours:,.1f}", f"{3 * hours:,.2f}"]
+
+
+def test_judge_corrects_for_comparisons_of_the_same_kind(tmp_path: Path) -> None:
+    """Three variants are compared in speed, of which two have other numbers of devices."""
+    speeds = {
+        "A": [1.0, 1.0, 1.0],
+        "B": [0.465, 0.48, 0.475],
+        "C": [0.51, 0.495, 0.5],
+        "D": [1.0, 1.02, 0.97],
+    }
+    found = outcome(tmp_path, speeds, devices={"B": 2, "C": 2})
+    assert found.judged[0].per_device is not None
+    assert found.judged[0].per_device.answer == "not claimed"
+    assert "faster than A per device is open" in found.verdict[0]
+    assert "with 2 comparisons at once" in found.verdict[0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "answer", "words"),
+    [
+        ([3.001, 3.002, 3.003], "equivalent", "equivalent within 0.5 %: B's is +0.0"),
+        ([3.10, 3.11, 3.10], "higher", "B's held-out loss is higher: +3.4 %"),
+        ([2.90, 2.91, 2.90], "lower", "B's held-out loss is lower: -3.2 %"),
+        ([3.02, 2.97, 3.00], "undecided", "is undecided: B's is"),
+    ],
+)
+def test_judge_loss_difference_is_compared_with_margin(
+    tmp_path: Path, theirs: list[float], answer: str, words: str
+) -> None:
+    same = [1.0, 1.0, 1.0]
+    found = outcome(tmp_path, {"A": same, "B": same}, {"B": theirs})
+    (judged,) = found.judged
+    assert judged.loss is not None
+    assert judged.loss.answer == answer
+    assert words in found.verdict[0]
+    if answer == "undecided":
+        assert judged.more_pairs is not None
+        assert f"--repeat {judged.more_pairs} might decide" in found.verdict[0]
+
+
+def test_judge_margin_is_relative_or_in_nats(tmp_path: Path) -> None:
+    """As a part of the loss or in nats."""
+    same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
+    losses = {"B": [3.020, 3.021, 3.022]}
+    answers = []
+    for n, (margin, relative) in enumerate([(0.005, True), (0.01, True), (0.02, False)]):
+        found = outcome(tmp_path / str(n), same, losses, margin=margin, relative=relative)
+        assert found.judged[0].loss is not None
+        answers.append(found.judged[0].loss.answer)
+    assert answers == ["higher", "equivalent", "higher"]
+
+
+def test_judge_negative_losses_have_a_margin(tmp_path: Path) -> None:
+    """Of an objective of the user's own, the margin is a part of its size."""
+    same = {"A": [1.0, 1.0, 1.0], "B": [1.0, 1.0, 1.0]}
+    losses = {"A": [-3.0, -3.0, -3.0], "B": [-3.001, -3.002, -3.001]}
+    found = outcome(tmp_path, same, losses)
+    assert found.judged[0].margin_nats == pytest.approx(0.015)
+    assert "losses are equivalent within 0.5 %: B's is -0.08 % to -0.01 %" in found.verdict[0]
+
+
+def test_judge_losses_of_other_data_are_not_compared(tmp_path: Path) -> None:
+    same = {name: [1.0, 1.0] for name in "ABCD"}
+    jobs = {
+        "B": replace(Job(), data={"vocab_size": 300}),
+        "C": replace(Job(), train={"objective": "dpo"}),
+        "D": replace(Job(), train={"objective": "mine:objective"}),
+    }
+    found = outcome(tmp_path, same, jobs=jobs)
+    for judged, line in zip(found.judged, found.verdict, strict=False):
+        assert judged.loss is None
+        assert "losses cannot be compared: they are of other tokens or objectives" in line
+    assert "loss: held-out, of next_token, dpo, mine:objective after 2,560 tokens" in found.notes
+
+
+def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> None:
+    job = Job()
+    variants = [
+        Variant("A", "demo", job, None, (Problem("parallel.tp", 3, "does not divide"),)),
+        Variant("B", "demo", job, plan=object()),  # type: ignore[arg-type]
+    ]
+    ended = [Ended(1, 1, -9, "ended with signal SIGKILL", 2.0)]
+    assert finished(tmp_path, variants, ended) == []
+    found = result_of(tmp_path, variants, ended, Settings(1))
+    assert found.verdict == ["no trial has finished: there is nothing to compare"]
+    assert found.failures[0] == "A: cannot be run: parallel.tp = 3: does not divide"
+    assert "B: repeat 1 failed: ended with signal SIGKILL; log: " in found.failures[1]
+    assert "no trial has finished" in found.text()
+    json.dumps(found.document, allow_nan=False)
+
+
+def test_judge_without_losses_reports_speed(tmp_path: Path) -> None:
+    """Every step was skipped: speed is told all the same."""
+    same = {"A": [1.0, 1.0], "B": [1.0, 1.1]}
+    found = outcome(tmp_path, same, {"A": [None, None], "B": [None, None]})  # type: ignore[list-item]
+    assert "there is no pair of losses" in found.verdict[0]
+    assert found.rows[0][7] == "-"
+    json.dumps(found.document, allow_nan=False)
+
+
+def test_judge_baseline_is_the_first_variant_that_ran(tmp_path: Path) -> None:
+    found = outcome(tmp_path, {"A": [], "B": [1.0, 1.0], "C": [2.0, 2.1]})
+    (judged,) = found.judged
+    assert (judged.baseline, judged.variant) == (1, 2)
+    assert "than B" in found.verdict[0]
+
+
+def test_percent_is_formatted_without_sign() -> None:
+    assert [percent(x) for x in (0.0512, -0.25, 0.0, 4e-5)] == [
+        "5.1 %",
+        "25.0 %",
+        "0.0 %",
+        "0.004 %",
+    ]

@@ -1,0 +1,763 @@
+"""Layouts hold against one process; each break of one is caught, and named where it begins."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.test_extending import MINE
+from weft.checkpoint.state_dict import named_parameters
+from weft.cli.main import main
+from weft.config.job import InvalidJob, Job, WeftError, recipe_names
+from weft.data.loader import Batch
+from weft.optim.optimizer import clip_grad_norm
+from weft.plan.resolve import Plan
+from weft.tools import verify_measure as measure
+from weft.tools.local_ranks import RanksFailed, run_ranks
+from weft.tools.shrink import Case, plan_of_recipe, shrink
+from weft.tools.verify import Report, read_recipe, verify
+from weft.train.setup import Built
+
+# As `weft verify` takes them.
+TP2 = ["--parallel.tp", "2", "--parallel.dp_shard", "1"]
+UNTIED = ["--model.tied_embeddings", "false"]
+
+
+def overrides(arguments: Iterable[str]) -> list[tuple[str, str]]:
+    words = list(arguments)
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return [(name.removeprefix("--"), value) for name, value in pairs]
+
+
+@functools.cache
+def read_and_plan(recipe: str, *arguments: str) -> tuple[Job, Plan]:
+    job = read_recipe(recipe, overrides(arguments))
+    return job, plan_of_recipe(job)
+
+
+def case(*arguments: str, recipe: str = "demo", ranks: int = 8) -> Case:
+    job, plan = read_and_plan(recipe, *arguments)
+    return shrink(job, plan, ranks, 3, [name for name, _ in overrides(arguments)])
+
+
+# --------------------------------------------------------------------------- layouts that hold
+
+LAYOUTS = [
+    TP2,
+    ["--parallel.dp_shard", "2", "--parallel.tp", "2", "--train.microbatch_size", "1"],
+    ["--parallel.cp", "2", "--parallel.dp_shard", "1", "--data.packing", "documents"],
+    ["--parallel.dp_replicate", "2", "--parallel.dp_shard", "2", "--train.microbatch_size", "1"],
+    ["--parallel.pp", "2", *UNTIED, "--pipeline.schedule", "1F1B", "--train.microbatch_size", "3"],
+    ["--parallel.pp", "2", *UNTIED, "--pipeline.schedule", "ZBVZeroBubble"],
+]
+OTHERS = [
+    ["--parallel.dp_shard", "2", "--precision.compute_dtype", "bfloat16"],
+    ["--parallel.dp_shard", "2", "--parallel.tp", "2", "--precision.compute_dtype", "bfloat16"],
+    [*TP2, "--parallel.sequence_parallel", "false"],
+    [*TP2, "--model.num_kv_heads", "1"],
+    ["--parallel.dp_shard", "8", "--parallel.hierarchical_gather", "true"],
+    [*TP2, "--parallel.cp", "2", "--parallel.cp_method", "ulysses", "--model.num_heads", "4"],
+    ["--parallel.pp", "2", *UNTIED, "--pipeline.schedule", "DualPipeV"],
+    ["--parallel.cpu_offload", "true", "--parallel.param_persistence_threshold", "512"],
+]
+
+
+def children() -> set[str]:
+    """Processes that this one has started."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {number for each in lists for number in each.read_text().split()}
+
+
+def check_holds(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    before = children()
+    status = main(["verify", *arguments])
+    assert children() == before
+    captured = capsys.readouterr()
+    assert status == 0, captured.out + captured.err
+    assert captured.err == ""
+    assert "\nholds: " in captured.out
+    return captured.out
+
+
+@pytest.mark.ranks
+@pytest.mark.slow  # tests/tools/test_verify_fuzz.py does it with twenty layouts
+@pytest.mark.parametrize("arguments", LAYOUTS, ids=" ".join)
+def test_verify_right_layout_holds(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_holds(capsys, "demo", "--parallel.dp_shard", "1", *arguments)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("arguments", OTHERS, ids=" ".join)
+def test_verify_other_right_layout_holds(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_holds(capsys, "demo", *arguments)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_verify_shipped_recipe_holds(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check_holds(capsys, recipe)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_verify_compiled_layout_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    check_holds(capsys, "demo", *TP2, "--compile.enable", "true", "--steps", "1")
+
+
+@pytest.mark.ranks
+def test_verify_report_names_layout_steps_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """The layout, what was shrunk, a line per step, the verdict; or one JSON object."""
+    arguments = ["demo", "--parallel.dp_shard", "64", "--train.global_batch_size", "128"]
+    said = check_holds(capsys, *arguments, "--ranks", "2", "--steps", "1").splitlines()
+    assert said[0] == "recipe: dp_shard 64 -> here: dp_shard 2"
+    assert any(line.strip().startswith("model ") and "dim 192 -> " in line for line in said)
+    assert sum(line.strip().startswith("1  ") for line in said) == 1
+
+    assert main(["verify", *arguments, "--ranks=2", "--steps=1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["holds"]
+    assert 0 < report["reached"] < 1e-5
+    assert 0 < report["share"] < 1
+    assert report["limits"]["gradients"]["norm.weight"] < 1e-5
+    assert (report["recipe"]["dp_shard"], report["here"]["dp_shard"]) == (64, 2)
+    (step,) = report["steps"]
+    assert step["loss_one"] == pytest.approx(5.66, abs=0.05)  # log of 288 entries
+    assert step["gradient"] in step["gradients"]
+    assert list(step["forward"])[:3] == ["before layers.0", "in layers.0", "before layers.1"]
+
+
+@pytest.mark.ranks
+def test_verify_custom_model_and_optimizer_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_model.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = ["--model.kind", "own_model:FAMILY", "--model.preset", "small"]
+    arguments += ["--optim.name", "own_model:sgd", "--data.vocab_size", "512"]
+    said = check_holds(capsys, "demo", *arguments, "--train.seq_len", "32")
+    assert "the model has no num_layers, dim" in said
+
+
+# --------------------------------------------------------------------------- breaking one
+
+Tamper = Callable[[Built, Plan], None]
+
+
+def local(param: Tensor | None) -> Tensor:
+    assert param is not None
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+@torch.no_grad()
+def zero_a_shard(built: Built, plan: Plan) -> None:
+    if dist.get_rank() == 1:
+        local(dict(named_parameters(built.parts))["layers.1.self_attn.q_proj.weight"]).zero_()
+
+
+@torch.no_grad()
+def take_the_wrong_slice(built: Built, plan: Plan) -> None:
+    weight = local(dict(named_parameters(built.parts))["layers.2.mlp.up_proj.weight"])
+    weight.copy_(weight.roll(1, dims=0))
+
+
+@torch.no_grad()
+def lose_rows_of_the_embedding(built: Built, plan: Plan) -> None:
+    if dist.get_rank() == 1:
+        local(dict(named_parameters(built.parts))["embed_tokens.weight"])[:3].zero_()
+
+
+def pass_something_else_on(built: Built, plan: Plan) -> None:
+    """What a stage receives is not what the one before it sent."""
+    for part in built.parts:
+        if block := dict(part.named_modules()).get("layers.2"):
+            block.register_forward_pre_hook(lambda module, args: (args[0] * 1.01, *args[1:]))
+
+
+class _OnlyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1.01
+
+
+def break_backward_of_a_product(built: Built, plan: Plan) -> None:
+    for part in built.parts:
+        product = dict(part.named_modules())["layers.1.self_attn.k_proj"]
+        product.register_forward_hook(lambda module, args, out: _OnlyBackward.apply(out))
+
+
+def break_a_gradient_on_rank_1(built: Built, plan: Plan) -> None:
+    forward_backward = built.engine.forward_backward
+
+    def broken(batches: list[Batch]) -> Tensor:
+        loss = forward_backward(batches)
+        if dist.get_rank() == 1:
+            local(dict(named_parameters(built.parts))["layers.1.mlp.up_proj.weight"].grad).mul_(
+                1.01
+            )
+        return loss
+
+    built.engine.forward_backward = broken  # type: ignore[method-assign, assignment]
+
+
+def skip_the_sum_of_a_gain(built: Built, plan: Plan) -> None:
+    """Under sequence parallelism each rank has seen only its slice of the sequence."""
+
+    def weight(module: nn.Module) -> Any:
+        param = module._parameters["weight"]
+        gathered = isinstance(param, DTensor) and param.device_mesh.ndim == 1
+        return param.to_local() if gathered else param
+
+    for part in built.parts:
+        norm = part.get_submodule("layers.2.input_layernorm")
+        norm.__class__ = type("Norm", (type(norm),), {"weight": property(weight)})
+
+
+class _Sums:
+    """A mesh whose sum over tokens is another."""
+
+    def __init__(self, built: Built, total: Callable[[Tensor], Tensor]) -> None:
+        self.mesh, self.sum_over_tokens = built.mesh, total
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mesh, name)
+
+
+def count_tokens_twice(built: Built, plan: Plan) -> None:
+    total = built.mesh.sum_over_tokens
+    built.engine.mesh = _Sums(built, lambda count: total(count) * 2)  # type: ignore[assignment]
+
+
+def take_the_mean_of_means(built: Built, plan: Plan) -> None:
+    ranks = dist.get_world_size()
+    built.engine.mesh = _Sums(built, lambda count: count * ranks)  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def spoil_the_head(built: Built, plan: Plan) -> None:
+    local(dict(named_parameters(built.parts))["norm.weight"]).mul_(1.01)
+
+
+def average_gradients(built: Built, plan: Plan) -> None:
+    for part in built.parts:
+        for module in part.modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(2.0)
+
+
+def tell_the_loss_twice(built: Built, plan: Plan) -> None:
+    built.engine.tells = True
+
+
+def leave_one_out_of_the_norm(built: Built, plan: Plan) -> None:
+    def broken(params: Iterable[nn.Parameter], limit: float, stages: Any) -> Tensor:
+        return clip_grad_norm(list(params)[1:], limit, stages)
+
+    measure.clip_grad_norm = broken  # type: ignore[assignment]  # in this rank's process only
+
+
+def leave_one_out_of_the_update(built: Built, plan: Plan) -> None:
+    if dist.get_rank() == 1:
+        built.optimizer.param_groups[0]["params"].pop(3)
+
+
+def evaluate_other_tokens(built: Built, plan: Plan) -> None:
+    evaluate = built.engine.evaluate
+
+    def broken(batches: Iterable[Batch]) -> float:
+        return evaluate([batch._replace(tokens_BT=batch.tokens_BT.flip(1)) for batch in batches])
+
+    built.engine.evaluate = broken  # type: ignore[method-assign]
+
+
+def fail_on_rank_1(built: Built, plan: Plan) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 cannot")
+
+
+DP2 = ["--parallel.dp_shard", "2", "--train.microbatch_size", "1"]
+HSDP = ["--parallel.dp_shard", "1", "--parallel.dp_replicate", "2"]
+PP2 = ["--parallel.dp_shard", "1", "--parallel.pp", "2", *UNTIED]
+
+AGREES = "step 1: forward agrees, block by block; "
+BREAKS: list[tuple[list[str], Tamper, str]] = [
+    (DP2, zero_a_shard, "step 1: forward departs first in layers.1 ("),
+    (TP2, zero_a_shard, "step 1: forward departs first in layers.1 ("),
+    (TP2, take_the_wrong_slice, "step 1: forward departs first in layers.2 ("),
+    (TP2, lose_rows_of_the_embedding, "step 1: forward departs first before layers.0: in the em"),
+    (PP2, pass_something_else_on, "step 1: forward departs first between layers.1 and layers.2 ("),
+    (
+        DP2,
+        break_backward_of_a_product,
+        f"{AGREES}gradients depart first in layers.1.self_attn.k_proj.weight (1.0e-02)",
+    ),
+    (TP2, break_a_gradient_on_rank_1, f"{AGREES}gradients depart first in layers.1.mlp.up_proj"),
+    (
+        HSDP,
+        break_a_gradient_on_rank_1,
+        f"{AGREES}gradients depart first in layers.1.mlp.up_proj.weight on rank 1 only (1.0e-02)",
+    ),
+    (TP2, skip_the_sum_of_a_gain, f"{AGREES}gradients depart first in layers.2.input_layernorm"),
+    (DP2, count_tokens_twice, f"{AGREES}the loss departs (5.0e-01), and every gradient is 0.5 ti"),
+    (
+        DP2,
+        take_the_mean_of_means,
+        f"{AGREES}the loss departs (4.9e-05), and every gradient departs, first norm.weight (",
+    ),
+    (
+        TP2,
+        spoil_the_head,
+        f"{AGREES}the loss departs (7.7e-05), and every gradient departs, first norm.weight (",
+    ),
+    (DP2, average_gradients, f"{AGREES}every gradient is 0.5 times one process's: sums ov"),
+    (TP2, tell_the_loss_twice, f"{AGREES}the loss departs (1.0e+00), and no gradient"),
+    (
+        DP2,
+        leave_one_out_of_the_norm,
+        "step 1: forward agrees, block by block, and so do gradients; the gradient norm departs (",
+    ),
+    (DP2, leave_one_out_of_the_update, "step 1: gradients agree; the optimizer's updates depart f"),
+    (TP2, evaluate_other_tokens, "training agrees; the evaluation loss departs ("),
+]
+
+
+# These are found in fewer bits, or by the command, with the same words: see below.
+FOUND_BELOW = {
+    zero_a_shard,
+    take_the_wrong_slice,
+    skip_the_sum_of_a_gain,
+    leave_one_out_of_the_norm,
+    leave_one_out_of_the_update,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "tamper", "reason"),
+    [
+        pytest.param(
+            *each,
+            marks=[pytest.mark.slow] if each[1] in FOUND_BELOW else [],
+            id=f"{each[1].__name__} {' '.join(each[0])}",
+        )
+        for each in BREAKS
+    ],
+)
+def test_verify_fault_is_found_and_located(layout: list[str], tamper: Tamper, reason: str) -> None:
+    report = verify(read_recipe("demo", overrides(layout)), steps=1, tamper=tamper)
+    assert not report.holds
+    assert re.sub(", limit [^)]*", "", report.reason).startswith(reason), report.reason
+    json.loads(report.to_json())
+
+
+PRECISIONS = {
+    "bfloat16": ["--precision.compute_dtype", "bfloat16"],
+    "bfloat16 sums": ["--precision.reduce_dtype", "bfloat16"],
+    "float8": ["--precision.float8", "tensorwise", "--precision.float8_small", "true"],
+}
+COARSE: list[tuple[list[str], Tamper, str]] = [
+    (DP2, count_tokens_twice, "every gradient is 0."),
+    (DP2, take_the_mean_of_means, "norm.weight ("),
+    (DP2, average_gradients, "every gradient is 0."),
+    (TP2, skip_the_sum_of_a_gain, "gradients depart first in layers.2.input_layernorm"),
+    (TP2, take_the_wrong_slice, "step 1: forward departs first in layers.2 ("),
+    (DP2, leave_one_out_of_the_norm, "step 1: forward agrees, block by block, and so do gradients"),
+    (DP2, leave_one_out_of_the_update, "step 1: gradients agree; the optimizer's updates depart f"),
+]
+
+
+# Every fault in one precision, and every precision with several, is in the default suite.
+OFTEN = {
+    ("bfloat16", count_tokens_twice),
+    ("bfloat16", skip_the_sum_of_a_gain),
+    ("bfloat16", leave_one_out_of_the_norm),
+    ("bfloat16 sums", average_gradients),
+    ("bfloat16 sums", leave_one_out_of_the_update),
+    ("float8", take_the_mean_of_means),
+    ("bfloat16 sums", take_the_wrong_slice),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "tamper", "reason", "precision"),
+    [
+        pytest.param(
+            layout,
+            tamper,
+            reason,
+            precision,
+            marks=[] if (precision, tamper) in OFTEN else pytest.mark.slow,
+            id=f"{tamper.__name__}-{precision}",
+        )
+        for layout, tamper, reason in COARSE
+        for precision in PRECISIONS
+    ],
+)
+def test_verify_fault_in_few_bits_is_found(
+    layout: list[str], tamper: Tamper, reason: str, precision: str
+) -> None:
+    changes = overrides([*layout, *PRECISIONS[precision]])
+    keep = [name for name, _ in changes]
+    report = verify(read_recipe("demo", changes), steps=1, keep=keep, tamper=tamper)
+    assert reason in report.reason
+
+
+@pytest.mark.ranks
+def test_verify_fault_exits_with_status_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_it(*args: Any, **kwargs: Any) -> Report:
+        return verify(*args, **kwargs, tamper=zero_a_shard)
+
+    monkeypatch.setattr("weft.tools.verify.verify", break_it)
+    assert main(["verify", "demo", *DP2, "--steps", "1"]) == 1
+    assert "DOES NOT HOLD: step 1: forward departs first in layers.1" in capsys.readouterr().out
+
+
+def test_verify_fault_in_a_later_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = verify(read_recipe("demo", overrides(DP2)), steps=2, tamper=break_the_second_step)
+    assert report.reason.startswith("step 2: forward agrees, block by block; gradients depart ")
+    assert report.reason.endswith("; step 1 agrees")
+
+
+def break_the_second_step(built: Built, plan: Plan) -> None:
+    step = built.optimizer.step
+
+    def then_break(*args: Any, **kwargs: Any) -> Any:
+        break_a_gradient_on_rank_1(built, plan)
+        return step(*args, **kwargs)
+
+    built.optimizer.step = then_break  # type: ignore[method-assign]
+
+
+# --------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.ranks
+def test_verify_failing_rank_is_reported_with_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        verify(read_recipe("demo", overrides(DP2)), tamper=fail_on_rank_1)
+    assert str(failed.value).startswith("rank 1 of 2 failed: ValueError: rank 1 cannot\n")
+    assert "in fail_on_rank_1" in str(failed.value)
+    assert isinstance(failed.value, WeftError)
+
+
+def die_or_wait(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "hang":
+            time.sleep(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_run_ranks_silent_death_is_the_cause() -> None:
+    with pytest.raises(RanksFailed, match=r"^rank 1 of 3 was killed by SIGKILL"):
+        run_ranks(die_or_wait, 3, "die")
+
+
+def test_run_ranks_time_limit_reports_stacks() -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(die_or_wait, 2, "hang", timeout=1)
+    assert time.monotonic() - began < 10
+    assert "2 ranks did not end within 1 s" in str(failed.value)
+    assert "rank 0 stands at" in str(failed.value)
+    assert str(failed.value).count("in die_or_wait") == 2
+
+
+def living(mark: str) -> list[str]:
+    """Processes with that word in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_run_ranks_killed_parent_leaves_no_rank() -> None:
+    mark = f"weft-{uuid.uuid4()}"
+    program = (
+        "from weft.tools.local_ranks import run_ranks\n"
+        "from tests.tools.test_verify import die_or_wait\n"
+        "run_ranks(die_or_wait, 2, 'hang')"
+    )
+    started = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"MARK": mark})
+    limit = time.monotonic() + 60
+    while len(living(mark)) < 3 and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert len(living(mark)) == 3
+    started.kill()
+    started.wait()
+    while living(mark) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert living(mark) == []
+
+
+@pytest.mark.slow
+def test_verify_command_leaves_no_process() -> None:
+    mark = f"weft-{uuid.uuid4()}"
+    command = [sys.executable, "-m", "weft.cli", "verify", "demo", "--steps", "1"]
+    done = subprocess.run(
+        command, env=os.environ | {"MARK": mark}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert living(mark) == []
+
+
+# --------------------------------------------------------------------------- mistakes
+
+
+def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["verify", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return [line.strip() for line in captured.err.splitlines()[1:]]
+
+
+def test_verify_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--ranks", "1", "--steps=no", "--train.step", "2", "--parallel.tp", "5"]
+    lines = rejected(capsys, "demo", *arguments, "--optim.name", "adm")
+    keys = [line.split(" = ")[0] for line in lines]
+    assert keys[:3] == ["--ranks", "--steps", "train.step"]
+    assert set(keys[3:]) == {"parallel.tp", "train.seq_len", "optim.name"}
+    assert rejected(capsys, "dmeo")[0].startswith('recipe = "dmeo": no such recipe; did you mean')
+    (line,) = rejected(capsys, "demo", "--run.cluster", "8xH100")
+    assert line.startswith('run.cluster = "8xH100": is not a cluster')
+
+
+@pytest.mark.ranks
+def test_shrink_schedule_file_keeps_its_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.csv"
+    rows = [f"{s}F0,{s}F1,{s}B0,{s}B1" for s in range(4)]
+    file.write_text("\n".join(rows) + "\n")
+    layout = [
+        "--parallel.pp",
+        "4",
+        "--pipeline.schedule",
+        str(file),
+        "--train.microbatch_size",
+        "2",
+    ]
+    layout += ["--parallel.dp_shard", "2", *UNTIED]
+    found = case(*layout, ranks=4)
+    assert found.plan.sizes == {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    assert found.plan.accumulation == 2
+    with pytest.raises(InvalidJob, match="--ranks = 2: is fewer than the 4 of the pipeline"):
+        case(*layout, ranks=2)
+
+
+# --------------------------------------------------------------------------- what is shrunk
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("ranks", [2, 8, 32])
+def test_shrink_shipped_recipe_keeps_its_techniques(recipe: str, ranks: int) -> None:
+    """No size of a recipe is left, and of its kind what there are ranks for."""
+    found = case(recipe=recipe, ranks=ranks)
+    plan = found.plan
+    job, theirs = read_and_plan(recipe)
+    assert plan.world_size <= ranks
+    notes = " ".join(found.notes)
+    for axis, size in found.recipe_sizes.items():
+        assert plan.sizes[axis] > 1 or size == 1 or f"parallel.{axis}: not tried" in notes
+        assert plan.sizes[axis] <= size
+    assert plan.model.dim <= 128
+    assert plan.num_params < 1_000_000
+    assert plan.model.vocab_size < 300
+    assert plan.tokens_per_step < 5000
+    for flag in ("tied_embeddings", "rope_scaling", "rope_theta"):
+        assert getattr(plan.model, flag, None) == getattr(theirs.model, flag, None)
+    grouped = theirs.model.num_heads > theirs.model.num_kv_heads
+    assert (plan.model.num_heads > plan.model.num_kv_heads) == grouped
+    assert (plan.accumulation > 1) == (theirs.accumulation > 1)
+    if plan.pipeline and theirs.pipeline:
+        assert plan.pipeline.schedule == theirs.pipeline.schedule
+        several = len(theirs.pipeline.stages) > theirs.pp
+        assert (len(plan.pipeline.stages) > plan.pp) == several
+    assert found.one_plan.world_size == found.one_plan.accumulation == 1
+    assert found.one_plan.model == plan.model
+    assert found.one_plan.tokens_per_step == plan.tokens_per_step
+    assert found.job.parallel.mesh_order == job.parallel.mesh_order
+    assert found.job.parallel.cp_method == job.parallel.cp_method
+
+
+def test_shrink_405b_equals_the_manual() -> None:
+    found = case(recipe="llama3-405b")
+    assert found.recipe_sizes == {"pp": 8, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 8}
+    assert found.plan.sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert found.shrunk["model.dim"] == (16384, found.plan.model.dim)
+    assert found.shrunk["precision.compute_dtype"] == ("auto", "float32")
+    assert found.notes == ()
+
+
+def test_shrink_ranks_that_share_a_head_still_do() -> None:
+    layout = ["--parallel.tp", "8", "--model.num_heads", "16", "--model.num_kv_heads", "2"]
+    layout += ["--model.dim", "256", "--parallel.dp_shard", "1"]
+    for ranks, heads in ((8, 2), (4, 1), (2, 1)):
+        plan = case(*layout, ranks=ranks).plan
+        assert (plan.tp, plan.model.num_kv_heads) == (ranks, heads)
+    several = case(*TP2, "--model.num_heads", "12", "--model.num_kv_heads", "12").plan
+    assert several.model.num_kv_heads == several.model.num_heads == 4
+
+
+def test_shrink_short_last_microbatch_stays_short() -> None:
+    found = case(
+        "--parallel.dp_shard", "1", "--train.microbatch_size", "3", "--run.nproc_per_node", "1"
+    ).plan
+    assert (found.local_batch, found.microbatch, found.accumulation) == (5, 2, 3)
+
+
+def test_shrink_keys_that_depend_on_sizes_follow_them() -> None:
+    wide = ["--parallel.dp_shard", "64", "--train.global_batch_size", "64"]
+    found = case(*wide, "--parallel.reshard_after_forward", "8")
+    assert (found.plan.dp_shard, found.plan.reshard_after_forward) == (8, 2)
+    found = case(*wide, "--parallel.reshard_after_forward", "8", ranks=2)
+    assert found.plan.reshard_after_forward is True
+    assert "parallel.reshard_after_forward = 8: 2 ranks have no part" in found.notes[0]
+    assert case(*wide, "--parallel.hierarchical_gather", "true").plan.shard_ranks_per_node == 4
+    found = case(*wide, "--parallel.hierarchical_gather", "true", ranks=2)
+    assert found.notes == ("parallel.hierarchical_gather: not tried; 2 shards make one node",)
+    # Of the gains (192 elements) and the smallest matrix (192 x 64) the first, or neither.
+    found = case("--parallel.param_persistence_threshold", "1000")
+    assert (
+        found.plan.model.dim
+        < found.job.parallel.param_persistence_threshold
+        < found.plan.model.dim * 8
+    )
+    assert (
+        case(
+            "--parallel.param_persistence_threshold", "100"
+        ).job.parallel.param_persistence_threshold
+        == 1
+    )
+
+
+def test_shrink_stages_given_by_hand_are_kept() -> None:
+    pipeline = ["--parallel.pp", "2", "--parallel.dp_shard", "1", *UNTIED]
+    pipeline += ["--model.num_layers", "12", "--pipeline.layers_per_stage", "[7, 5]"]
+    found = case(*pipeline)
+    assert [stage.blocks for stage in found.plan.pipeline.stages] == [2, 1]  # type: ignore[union-attr]
+    wide = [*pipeline, "--parallel.pp", "4", "--pipeline.layers_per_stage", "[3, 3, 3, 3]"]
+    found = case(*wide, ranks=2)
+    assert found.notes == ("pipeline.layers_per_stage: for 4 stages, here are 2: cut by cost",)
+    assert found.plan.pp == 2
+
+
+def test_shrink_keys_that_need_hardware_are_off_and_noted() -> None:
+    tp = [*TP2, "--parallel.async_tp", "true"]
+    job = read_recipe("demo", overrides([*tp, "--compile.enable", "true"]))
+    found = shrink(job, plan_of_recipe(job), 8, 3)
+    assert not found.job.parallel.async_tp
+    assert not found.job.compile.enable
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "parallel.async_tp",
+        "compile.enable",
+    ]
+    assert shrink(job, plan_of_recipe(job), 8, 3, ["compile.enable"]).job.compile.enable
+
+
+def test_shrink_precision_is_float32_unless_overridden() -> None:
+    job = read_recipe("llama3-8b", [("precision.compute_dtype", "bfloat16")])
+    plan = plan_of_recipe(job)
+    assert shrink(job, plan, 2, 3).plan.compute_dtype == "float32"
+    assert shrink(job, plan, 2, 3, ["precision.compute_dtype"]).plan.compute_dtype == "bfloat16"
+
+
+def test_shrink_auto_axis_has_more_than_one_rank() -> None:
+    assert case().plan.dp_shard == 2
+    assert case("--parallel.tp", "2").plan.sizes["dp_shard"] == 2
+
+
+# --------------------------------------------------------------------------- what is measured
+
+
+def test_difference_of_nan_zero_and_other_shapes_is_infinite() -> None:
+    theirs = torch.tensor([1.0, -4.0])
+    assert measure.difference(theirs, theirs) == (0.0, 1.0)
+    assert measure.difference(theirs * 2, theirs) == (1.0, 2.0)
+    assert measure.difference(torch.tensor([1.0, float("nan")]), theirs).largest == float("inf")
+    zeros = torch.zeros(2)
+    assert measure.difference(zeros, zeros).largest == 0
+    assert measure.difference(theirs, zeros).largest == float("inf")
+    assert measure.difference(theirs[:1], theirs).largest == float("inf")
+
+
+def test_fingerprints_are_independent_of_the_split() -> None:
+    x_BTD = torch.randn(4, 6, 5)
+
+    def sums(*pieces: Tensor, rows: int = 99) -> measure.Sums:
+        block = nn.Module()
+        block.block = nn.Identity()
+        prints = measure.Fingerprints([block], lambda part: [part.block])
+        with prints.of([rows] * len(pieces)) as found:
+            for piece in pieces:
+                block.block(piece)
+        assert list(found) == ["before block", "in block"]
+        return found["in block"]
+
+    whole = sums(x_BTD)
+    left, right = sums(x_BTD[:, :2]), sums(x_BTD[:, 2:])
+    assert measure.apart(measure.added([left, right]), whole) < 1e-12  # slices
+    assert measure.apart(sums(x_BTD[:1], x_BTD[1:]), whole) < 1e-12  # microbatches
+    assert measure.apart(measure.added([whole, whole]), whole) < 1e-12  # copies
+    padded = torch.cat((x_BTD, x_BTD[:1]))
+    assert measure.apart(sums(padded, rows=4), whole) < 1e-12
+    assert measure.apart(sums(padded), whole) > 1e-3
+    assert measure.apart(sums(x_BTD[:, :5]), whole) > 1e-3
+    assert measure.apart(sums(x_BTD.flip(2)), whole) > 1e-3
+    assert measure.apart(sums(x_BTD[..., :4]), whole) == float("inf")
+
+
+def test_data_is_uneven_and_depends_on_the_seed() -> None:
+    found = case("--data.packing", "documents", "--train.microbatch_size", "4").one_plan
+    job = case("--data.packing", "documents").one_job
+
+    class Mesh:
+        dp_rank = 0
+
+    def rows(seed: int) -> Batch:
+        other = job.model_copy(update={"train": job.train.model_copy(update={"seed": seed})})
+        (batch,) = measure._loader(other, found, Mesh()).batch(0)  # type: ignore[arg-type]
+        return measure._with_fewer_targets(batch)
+
+    batch = rows(0)
+    assert torch.equal(batch.tokens_BT, rows(0).tokens_BT)
+    assert not torch.equal(batch.tokens_BT, rows(1).tokens_BT)
+    assert batch.documents_BT is not None
+    assert batch.documents_BT.max() > 0
+    counts = (batch.targets_BT >= 0).sum(1)
+    assert counts.max() > 1.5 * counts.min() > 0

@@ -1,0 +1,275 @@
+"""Random jobs: what is drawn, what a failure becomes, and that right ones agree."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living, overrides
+from weft.checkpoint.load import load
+from weft.cli.main import main
+from weft.config.job import flatten
+from weft.models import FAMILIES
+from weft.plan.resolve import Plan
+from weft.tools import verify as verify_module
+from weft.tools import verify_measure as measure
+from weft.tools.job_space import (
+    BATCH,
+    EXCLUDED,
+    NEEDS,
+    SIZES,
+    VALUES,
+    candidates,
+    case_of,
+    draw_job,
+    excluded,
+    families_of,
+    goals,
+    keys,
+    technique,
+    techniques,
+)
+from weft.tools.verify import Report, read_recipe, verify
+from weft.tools.verify_fuzz import Outcome, Settings, Tried, fuzz, read_log, shrink_failure
+from weft.train.setup import Built
+
+# --------------------------------------------------------------------------- the space
+
+
+def test_space_every_key_is_drawn_or_excluded() -> None:
+    for key in keys():
+        sized = key in BATCH or key.removeprefix("model.") in SIZES
+        known = [bool(excluded(key)), sized, not sized and bool(candidates(key))]
+        assert any(known), f"{key}: its type says nothing; see VALUES and EXCLUDED"
+        assert sum(known[:2]) <= 1, f"{key} is excluded and drawn"
+
+
+def test_space_tables_name_keys_that_exist() -> None:
+    for key in (*VALUES, *NEEDS, *(name for needs in NEEDS.values() for name in needs)):
+        assert key.partition("=")[0] in keys()
+    for key in EXCLUDED:
+        assert any(name.startswith(key) for name in keys())
+
+
+def test_candidates_follow_from_the_type() -> None:
+    assert candidates("parallel.cp_method") == ("allgather", "ulysses")
+    assert candidates("parallel.sequence_parallel") == ("false",)
+    assert candidates("parallel.gradient_sync") == ("microbatch", "step")
+    assert candidates("optim.beta1") == ("0.45",)  # 1.35 is out of its bounds
+    assert candidates("model.tied_embeddings") == ("true", "false")  # presets have their own
+    assert families_of("model.score") == ["moe"]
+    assert set(families_of("parallel.tp")) == set(FAMILIES)
+
+
+def test_draw_depends_on_seed_and_index_only() -> None:
+    first, again, other = (draw_job(seed, 5, {}, 8) for seed in (3, 3, 4))
+    assert first == again
+    assert first.overrides != other.overrides
+
+
+def test_draw_covers_techniques_and_layouts() -> None:
+    """Every axis of the mesh and most of the goals are there, at most 8 ranks, none of size."""
+    jobs = [draw_job(1, index, {}, 8) for index in range(40)]
+    kept, pairs = 0, set()
+    for job in jobs:
+        names = {technique(key, text) for key, text in job.overrides.items()} & set(techniques())
+        kept += set(job.goal) <= names
+        pairs |= set(itertools.combinations(sorted(names), 2))
+    assert kept > 25
+    assert len(pairs) > 500
+    plans = [case_of(job.overrides, 8).plan for job in jobs]
+    for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp"):
+        assert sum(plan.sizes[axis] > 1 for plan in plans) > 3, axis
+    assert all(1 <= plan.world_size <= 8 for plan in plans)
+    assert sum(plan.world_size > 2 for plan in plans) > 20
+    assert {type(plan.model).__name__ for plan in plans} >= {"LlamaConfig", "MoeConfig"}
+    assert 5 < sum(bool(job.resume) for job in jobs) < 25
+    assert len(goals(1)) > 2000
+
+
+def test_case_of_a_drawn_job_is_not_shrunk() -> None:
+    """What is drawn is what runs, and what the command that is printed runs."""
+    for index in range(5):
+        job = draw_job(2, index, {}, 4)
+        here = flatten(case_of(job.overrides, 4).job)
+        read = flatten(read_recipe("demo", list(job.overrides.items())))
+        for key in job.overrides:
+            if key not in ("data.vocab_size", "optim.warmup_steps"):
+                assert here[key] == read[key], key
+
+
+# --------------------------------------------------------------------------- jobs
+
+
+def break_tensor_parallel(built: Built, plan: Plan) -> None:
+    if plan.tp > 1:
+        break_a_gradient_on_rank_1(built, plan)
+
+
+def fail_in_a_pipeline(built: Built, plan: Plan) -> None:
+    if plan.pp > 1 and dist.get_rank() == 1:
+        raise ValueError("this rank cannot")
+
+
+def test_fuzz_fault_is_shrunk_to_a_command_that_reproduces_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--run.device cpu --parallel.tp 2 --parallel.dp_shard 1 --optim.beta1 0.45"
+    settings = Settings(ranks=2, steps=2, tamper=break_tensor_parallel)
+    changes = dict(overrides(words.split()))
+    found = shrink_failure(
+        Tried(0, 0, changes, {}, 2, Outcome("failed", "gradients depart")), settings
+    )
+    assert found.outcome.status == "failed"
+    assert found.outcome.reason.startswith(f"{AGREES}gradients depart first in layers.1.mlp.up")
+    command = shlex.split(found.command)
+    assert command[:3] == ["weft", "verify", "demo"]
+    assert command[command.index("--parallel.tp") + 1] == "2"
+    assert command[command.index("--steps") + 1] == "1"
+    assert "--optim.beta1" not in command
+
+    def break_it(*args: Any, **kwargs: Any) -> Report:
+        return verify(*args, **kwargs, tamper=break_tensor_parallel)
+
+    monkeypatch.setattr(verify_module, "verify", break_it)
+    assert main(command[1:]) == 1
+    assert "DOES NOT HOLD: step 1" in capsys.readouterr().out
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_fuzz_resumes_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished jobs are in the log, and are not run again; a crash is one, with its command."""
+    monkeypatch.setattr("weft.tools.verify_fuzz.SHRINK_RUNS", 2)
+    pinned = {"parallel.pp": "2", "model.tied_embeddings": "false"}
+    settings = Settings(seed=6, ranks=2, steps=1, pinned=pinned, tamper=fail_in_a_pipeline)
+    log, said = tmp_path / "log.jsonl", list[str]()
+    first = fuzz(2, settings, log, say=said.append)
+    assert (first["crashed"], first["agreed"], first["missing"]) == (2, 0, 0)
+    assert first["failures"][0]["command"].startswith("weft verify demo --steps 1 --ranks 2 ")
+    assert "this rank cannot" in first["failures"][0]["reason"]
+    with log.open("a") as file:
+        file.write('{"seed": 6, "ind')  # as of a process that was killed
+    before = log.read_text()
+    again = fuzz(2, settings, log)
+    assert log.read_text() == before
+    assert again["failures"] == first["failures"]
+    assert len(read_log(log, settings)) == 2
+    assert read_log(log, Settings(seed=7)) == []
+
+
+def test_fuzz_stops_at_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    mark = f"weft-{time.time_ns()}"
+    command = [sys.executable, "-m", "weft.cli", "verify", "--fuzz", "50", "--ranks", "2"]
+    command += ["--log", str(log), "--json"]
+    process = subprocess.Popen(
+        command, env=os.environ | {"MARK": mark}, stdout=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 100
+    while not (log.exists() and log.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate()
+    assert process.returncode == 130
+    result = json.loads(out)
+    assert result["interrupted"]
+    assert 0 < result["jobs"] - result["missing"] < 50
+    assert living(mark) == []
+
+
+def test_fuzz_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama3-8b", "--fuzz", "0", "--seed", "x", "--minutes", "0", "--steps", "0"]
+    assert main(["verify", *words, "--resume-layout", "parallel.tp=2"]) == 2
+    lines = [line.split(" = ")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
+    assert lines == ["--steps", "--fuzz", "--seed", "--minutes", "RECIPE", "--resume-layout"]
+    assert main(["verify"]) == 2
+    assert "RECIPE: is missing" in capsys.readouterr().err
+    assert main(["verify", "demo", "--minutes", "3"]) == 2
+    assert "--minutes = " in capsys.readouterr().err
+    assert main(["verify", "--fuzz", "3", "--parallel.tp", "9"]) == 2
+    assert "takes more than 8 ranks" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- resuming
+
+LAYOUT = ["--parallel.tp", "2", "--parallel.dp_shard", "1"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow  # so do several of the twenty random jobs
+def test_resume_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--steps",
+        "2",
+        "--resume-layout",
+        "parallel.dp_shard=2,activation_checkpoint.mode=full",
+    ]
+    assert main(["verify", "demo", *LAYOUT, *words]) == 0
+    assert "resumed from a checkpoint as dp_shard 2: " in capsys.readouterr().out
+
+
+@pytest.mark.ranks
+def test_resume_layout_lost_optimizer_states_are_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forgetful(path: Path, parts: Any, optimizer: Any) -> Any:
+        return load(path, parts, None)
+
+    monkeypatch.setattr(measure, "load", forgetful)  # before the ranks are forked
+    words = ["--steps", "2", "--resume-layout", "parallel.dp_shard=2"]
+    assert main(["verify", "demo", *LAYOUT, *words]) == 1
+    expected = "resumed from a checkpoint as dp_shard 2: step 2: gradients agree; the optimizer's "
+    assert f"DOES NOT HOLD: {expected}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--resume-layout", "parallel.tp"], "is not KEY=VALUE"),
+        (["--resume-layout", "optim.lr=1"], "changes more than the layout"),
+        (["--resume-layout", "parallel.tpp=2"], "unknown key"),
+        (["--resume-layout", "parallel.tp=16"], "takes more than 8 ranks"),
+        (["--resume-layout", "parallel.tp=2", "--steps", "1"], "leaves no step"),
+    ],
+)
+def test_resume_layout_mistake_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "demo", *LAYOUT, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- many jobs
+
+
+def check_all(count: int, seed: int, log: Path, ranks: int) -> None:
+    result = fuzz(count, Settings(seed=seed, ranks=ranks), log, say=print)
+    assert result["failures"] == []
+    assert result["agreed"] == count
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_twenty_random_jobs_agree(tmp_path: Path) -> None:
+    check_all(20, 20, tmp_path / "log.jsonl", ranks=4)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_hundred_jobs_of_a_fresh_seed_agree(tmp_path: Path) -> None:
+    seed = time.time_ns() % 10**9
+    print(f"seed {seed}")
+    check_all(200, seed, tmp_path / "log.jsonl", ranks=8)

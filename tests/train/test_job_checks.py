@@ -1,0 +1,64 @@
+"""What is said of a job and its text before anything starts."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from tests.harness import run_ranks
+from tests.small import small_job, train_rank
+from weft.cluster.start import describe_text
+from weft.config.job import Job
+from weft.data.dataset import Source, Text, open_text
+from weft.data.loader import samples_of
+from weft.monitor.terminal import quiet_console
+from weft.plan.resolve import Machine, resolve
+from weft.train.epochs import MOST_EPOCHS, repetition_warnings
+
+
+def warned(job: Job, text: Text) -> list[str]:
+    samples = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
+    return list(repetition_warnings(job, text, samples))
+
+
+def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(
+    store_path: Path, tmp_path: Path
+) -> None:
+    text = open_text(store_path)
+    tokens = text.sources[0].store.manifest.train.tokens
+    sequences = (tokens - 1) // 32
+    enough = int(MOST_EPOCHS * sequences) // 8
+    assert warned(small_job(("train.steps", str(enough))), text) == []
+    (said,) = warned(small_job(("train.steps", str(50 * enough))), text)
+    times = 50 * enough * 8 / sequences
+    assert f" {times:,.1f} times (epochs): it has {sequences:,} sequences of 32 tokens" in said
+    assert said.endswith("Use more text, a smaller train.steps or train.global_batch_size.")
+
+
+def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_path: Path) -> None:
+    (one,) = open_text(store_path).sources
+    text = Text(store_path, (Source("web", 0.99, one.store), Source("code", 0.01, one.store)))
+    sequences = (one.store.manifest.train.tokens - 1) // 32
+    steps = int(2 * MOST_EPOCHS * sequences / 8)
+    (said,) = warned(small_job(("train.steps", str(steps))), text)
+    assert said.startswith("the run sees web ")
+    assert said.endswith("or a smaller weight in data.mixture.")
+
+
+def test_describe_text_of_few_sequences_warns(store_path: Path) -> None:
+    job = small_job(("train.steps", "100000"))
+    written = io.StringIO()
+    text = open_text(store_path)
+    plan = resolve(job, Machine("cpu", 2, world_size=1))
+    describe_text(job, plan, text, quiet_console(written))
+    assert ", seen " in written.getvalue()
+    assert "warning: the run sees " in written.getvalue()
+
+
+def test_plan_of_a_run_has_its_warnings(store_path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job = ("train.seq_len", "64"), ("train.steps", "2"), ("lora.alpha", "3")
+    run_ranks(train_rank, 1, [("run.dir", str(folder)), *job], str(store_path), timeout=100)
+    warnings = json.loads((folder / "plan.json").read_text())["warnings"]
+    assert [w.partition("=")[0] for w in warnings] == ["optim.warmup_steps", "lora.alpha"]

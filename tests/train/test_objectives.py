@@ -1,0 +1,401 @@
+"""Conversations and preferences under every layout, and DPO against its formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.chat import CHATML, message, write_lines, write_tokenizer
+from tests.harness import RankError, run_ranks
+from tests.layouts import parse
+from tests.small import (
+    Overrides,
+    merged,
+    plan_here,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+    whole,
+)
+from weft.checkpoint.state_dict import named_parameters
+from weft.config.job import DataSection, InvalidJob, TrainSection
+from weft.data.dataset import open_text
+from weft.data.loader import IGNORE, Batch, Loader, Mixture, Packed, Pairs, samples_of
+from weft.data.prepare import prepare_text
+from weft.plan.resolve import Machine, resolve
+from weft.train.job_checks import check_names
+from weft.train.objectives import Losses, Objective, dpo, targets_of_rows
+from weft.train.reference_logprobs import log_probs
+from weft.train.setup import build
+
+MODEL: Overrides = [
+    ("model.num_layers", "4"),
+    ("model.tied_embeddings", "false"),
+    ("model.max_seq_len", "128"),
+    ("train.seq_len", "96"),
+    ("train.global_batch_size", "8"),
+    ("train.microbatch_size", "2"),
+]
+CHAT: Overrides = [*MODEL, ("data.format", "chat")]
+DPO: Overrides = [
+    *MODEL,
+    ("data.format", "preferences"),
+    ("train.objective", "dpo"),
+    ("train.dpo_beta", "0.5"),
+]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Prepared conversations, and preferences for the word 'is' over the word 'was'."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = write_tokenizer(folder / "model", CHATML)
+    words = ["it", "is", "what", "there", "and", "too"]
+    system = message("system", "so")
+    write_lines(
+        folder / "chat.jsonl",
+        [
+            {
+                "messages": [
+                    system,
+                    message("user", " ".join(words[: i % 5 + 1])),
+                    message("assistant", " ".join(words[i % 3 : i % 3 + i % 4 + 1])),
+                ]
+            }
+            for i in range(80)
+        ],
+    )
+    asked = [[system, message("user", f"{words[i % 6]} {i}")] for i in range(36)]
+    pairs = [
+        {
+            "prompt": asked[i],
+            "chosen": [message("assistant", "it is " * (i % 2 + 1))],
+            "rejected": [message("assistant", "was " * (i % 3 + 1))],
+        }
+        for i in range(36)
+    ]
+    write_lines(folder / "preferences.jsonl", pairs)
+    found = {}
+    for name in ("chat", "preferences"):
+        values = {"path": str(folder / f"{name}.jsonl"), "tokenizer": str(tokenizer)}
+        section = DataSection.model_validate(values | {"format": name, "validation_fraction": 0.2})
+        found[name] = str(prepare_text(section, folder / "cache").path)
+    return found
+
+
+def gradients(overrides: Overrides, text: str, tamper: str = "") -> dict[str, Any]:
+    """Loss and whole gradients of one global batch with the initial weights."""
+    job = small_job(*overrides)
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, job.train.seed)
+    found: dict[str, Any] = {}
+    if built.engine.objective.references:
+        [pairs] = mixture.sources
+        assert isinstance(pairs, Pairs)
+        known = log_probs(built.engine, pairs, plan, built.mesh)
+        found["references"] = known
+        # As if training had moved away from them.
+        moved = known + torch.randn(known.shape, generator=torch.Generator().manual_seed(1))
+        mixture = Mixture([replace(pairs, references=moved)])
+    loader = Loader(
+        mixture,
+        seed=job.train.seed,
+        global_batch=job.train.global_batch_size,
+        dp_rank=built.mesh.dp_rank,
+        dp_size=plan.dp_size,
+        microbatch=plan.microbatch,
+    )
+    batches = loader.batch(0)
+    loss = built.engine.forward_backward(batches)
+    dist.all_reduce(loss)
+    metrics = built.engine.metrics
+    if metrics is not None:
+        dist.all_reduce(metrics)
+        found["metrics"] = metrics.tolist()
+    params = dict(named_parameters(built.parts))
+    grads = {name: whole(param.grad).clone() for name, param in params.items()}
+    if tamper == "plain":
+        found["plain"] = plain_dpo(built.parts[0], batches, job.train.dpo_beta)
+    return found | {"loss": loss.item(), "grads": grads, "clipped": {}}
+
+
+def plain_dpo(model: nn.Module, batches: list[Batch], beta: float) -> dict[str, Any]:
+    """DPO as its paper has it: one answer at a time, by itself, without weft's engine."""
+    for param in model.parameters():
+        param.grad = None
+    losses = []
+    for batch in batches:
+        assert batch.documents_BT is not None
+        assert batch.references_B2 is not None
+        for row in range(len(batch.tokens_BT)):
+            ratios = []
+            for answer in (0, 1):
+                here = batch.documents_BT[row] == answer
+                tokens, targets = batch.tokens_BT[row, here], batch.targets_BT[row, here]
+                log_p = torch.log_softmax(model(tokens[None])[0].double(), dim=-1)
+                known = targets != IGNORE
+                of_targets = log_p[known].gather(1, targets[known][:, None])
+                ratios.append(of_targets.sum() - batch.references_B2[row, answer].double())
+            losses.append(-torch.log(torch.sigmoid(beta * (ratios[0] - ratios[1]))))
+    loss = torch.stack(losses).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = {name: whole(p.grad).clone() for name, p in named_parameters([model])}
+    return {"loss": loss.item(), "grads": grads}
+
+
+def expect_same(found: dict[str, Any], expected: dict[str, Any], rel: float = 2e-5) -> None:
+    assert found["loss"] == pytest.approx(expected["loss"], rel=rel)
+    assert found["grads"].keys() == expected["grads"].keys()
+    for name, grad in expected["grads"].items():
+        largest = float(grad.abs().max())
+        assert largest > 0, name
+        assert float((found["grads"][name] - grad).abs().max()) < rel * largest, name
+
+
+# --------------------------------------------------------------------------- conversations
+
+
+@pytest.fixture(scope="module")
+def one_chat(texts: dict[str, str]) -> dict[str, Any]:
+    [found] = run_ranks(gradients, 1, CHAT, texts["chat"])
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "cp2",
+        "pp2 train.microbatch_size=3",
+        pytest.param("dp_shard2", marks=pytest.mark.slow),
+        pytest.param("tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_chat_layouts_gradients_equal_one_process(
+    layout: str, texts: dict[str, str], one_chat: dict[str, Any]
+) -> None:
+    ranks, overrides = parse(layout)
+    for rank in merged(run_ranks(gradients, ranks, CHAT + overrides, texts["chat"], timeout=180)):
+        expect_same(rank, one_chat)
+
+
+def test_chat_packed_conversations_have_the_loss_of_each_alone(texts: dict[str, str]) -> None:
+    """The loss of packed rows is the mean over the conversations' own targets, each by itself."""
+    [(packed, alone)] = run_ranks(packed_and_alone, 1, CHAT, texts["chat"])
+    assert packed == pytest.approx(alone, rel=1e-6)
+
+
+def packed_and_alone(overrides: Overrides, text: str) -> tuple[float, float]:
+    job = small_job(*overrides, ("train.microbatch_size", "8"))
+    built = build(job, plan_here(job), this_rank())
+    mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, 0)
+    [rows] = mixture.sources
+    assert isinstance(rows, Packed)
+    assert rows.learned is not None
+    batch = rows.rows(np.arange(8))
+    loss = built.engine.forward_backward([batch]).item()
+    total, count, packed = 0.0, 0, rows.packed
+    for document in packed.order[: packed.firsts[8]].tolist():
+        at, size = packed.begins[[document]], int(packed.lengths[document]) + 1
+        tokens, learned = (
+            torch.from_numpy(s.window(at, size)[0]) for s in (rows.stream, rows.learned)
+        )
+        targets = tokens[1:].where(learned[1:] == 1, IGNORE)
+        logits = built.parts[0](tokens[None, :-1])[0]
+        total += nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        count += int(learned.sum())
+    return loss, total / count
+
+
+# --------------------------------------------------------------------------- dpo
+
+
+@pytest.fixture(scope="module")
+def one_dpo(texts: dict[str, str]) -> dict[str, Any]:
+    [found] = run_ranks(gradients, 1, DPO, texts["preferences"], "plain")
+    return dict(found)
+
+
+def test_dpo_gradients_equal_the_formula(one_dpo: dict[str, Any]) -> None:
+    expect_same(one_dpo, one_dpo["plain"])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_replicate2 train.microbatch_size=3",
+        "tp2",
+        pytest.param("dp_shard2", marks=pytest.mark.slow),
+        pytest.param("pp2 train.microbatch_size=3", marks=pytest.mark.slow),
+        "pp2 pipeline.schedule=DualPipeV train.microbatch_size=1",
+        "train.world_size_invariant=true train.microbatch_size=1 dp_replicate2",
+    ],
+)
+def test_dpo_layouts_gradients_equal_one_process(
+    layout: str, texts: dict[str, str], one_dpo: dict[str, Any]
+) -> None:
+    ranks, overrides = parse(layout)
+    found = run_ranks(gradients, ranks, DPO + overrides, texts["preferences"], timeout=180)
+    for rank in merged(found):
+        expect_same(rank, one_dpo)
+        torch.testing.assert_close(rank["references"], one_dpo["references"], rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(rank["metrics"], one_dpo["metrics"], strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+def test_dpo_with_lora_references_are_the_frozen_model(
+    texts: dict[str, str], one_dpo: dict[str, Any]
+) -> None:
+    """The frozen model is the initial one, and only adapters learn."""
+    tuned: Overrides = [*DPO, ("lora.rank", "4")]
+    [one] = run_ranks(gradients, 1, tuned, texts["preferences"], timeout=180)
+    torch.testing.assert_close(one["references"], one_dpo["references"])
+    assert one["loss"] == pytest.approx(one_dpo["loss"], rel=1e-5)
+    assert all("lora" in name for name in one["grads"])
+    ranks, overrides = parse("tp2")
+    for rank in merged(run_ranks(gradients, ranks, tuned + overrides, texts["preferences"])):
+        for each in (one, rank):  # at first B is zero, so A has no gradient
+            for name in [name for name in each["grads"] if "lora_A" in name]:
+                assert not each["grads"].pop(name).any()
+        expect_same(rank, one)
+
+
+def test_dpo_padding_row_counts_for_nothing() -> None:
+    section = TrainSection(objective="dpo", dpo_beta=0.5)
+    objective = dpo(section)
+    targets = torch.tensor([[1, 2, 3, IGNORE], [IGNORE] * 4])
+    documents = torch.tensor([[0, 0, 1, 2]] * 2)
+    batch = Batch(targets, targets, documents, documents, None, torch.tensor([[-3.0, -1.0]] * 2))
+    losses_BT = torch.tensor([[1.0, 1.5, 0.5, 0.0], [0.0] * 4], requires_grad=True)
+    found = objective.losses(losses_BT, batch)
+    # Rewards: (-2.5 + 3) / 2 and (-0.5 + 1) / 2: no margin.
+    assert objective.counts(batch).tolist() == [1, 0]
+    assert found.loss_B.tolist() == [pytest.approx(math.log(2)), 0.0]
+    assert found.metrics_BM.tolist() == [[0.0, 0.0, 0.25, 0.25], [0.0, 0.0, 0.0, 0.0]]
+    found.loss_B.sum().backward()
+    assert losses_BT.grad is not None
+    assert losses_BT.grad.tolist() == [[0.25, 0.25, -0.25, 0.0], [0.0, 0.0, 0.0, 0.0]]
+
+
+RUN: Overrides = [
+    ("train.steps", "6"),
+    ("train.eval_interval", "3"),
+    ("checkpoint.interval", "3"),
+    ("monitor.log_interval", "1"),
+    ("optim.lr", "1e-3"),
+]
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    keys = ("loss", "grad_norm", "eval_loss", "metrics", "eval_metrics")
+    return [{key: record[key] for key in keys if key in record} for record in records(folder)]
+
+
+def references_of_a_source(text: str) -> bool:
+    """Of one of two sources, which are asked one after the other."""
+    job = small_job(*DPO, ("data.mixture", "a=0.5,b=0.5"))
+    plan = plan_here(job)
+    built = build(job, plan, this_rank())
+    mixture = samples_of(open_text(text), "train", job.train.seq_len, job.data, job.train.seed)
+    [pairs] = mixture.sources
+    assert isinstance(pairs, Pairs)
+    known = log_probs(built.engine, pairs, plan, built.mesh)
+    assert built.engine.by_source is not None
+    return bool((known < 0).all())
+
+
+def test_dpo_references_of_a_mixture_are_of_one_source(texts: dict[str, str]) -> None:
+    assert run_ranks(references_of_a_source, 1, texts["preferences"]) == [True]
+
+
+def test_dpo_run_learns_preferences_and_resumes_in_another_layout(
+    texts: dict[str, str], tmp_path: Path
+) -> None:
+    """Learns the preference, tells of it, and goes on in another layout as if nothing were."""
+    text, one, two = texts["preferences"], tmp_path / "one", tmp_path / "two"
+    run_ranks(train_rank, 1, [*DPO, *RUN, ("run.dir", str(one))], text)
+    found = told(one)
+    # At first the model is the initial one: to rounding no margin, and both are as likely.
+    assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert found[0]["metrics"]["reward_margin"] == pytest.approx(0, abs=1e-4)
+    assert found[-1]["metrics"]["reward_margin"] > 0.05
+    assert found[-1]["metrics"]["reward_accuracy"] > 0.9
+    assert found[-1]["eval_metrics"]["reward_accuracy"] > 0.9
+    assert found[-1]["eval_loss"] < found[2]["eval_loss"] < math.log(2)
+    margin = found[-1]["metrics"]["reward_chosen"] - found[-1]["metrics"]["reward_rejected"]
+    assert margin == pytest.approx(found[-1]["metrics"]["reward_margin"], rel=1e-5)
+
+    fault = ("resilience.faults", '[{site = "step", passing = 5, kind = "raise"}]')
+    with pytest.raises(RankError, match="injected fault"):
+        run_ranks(train_rank, 1, [*DPO, *RUN, fault, ("run.dir", str(two))], text)
+    [file] = two.glob("references-*.npy")
+    known = np.load(file)
+    assert known.shape[1] == 2
+    ranks, overrides = parse("pp2")
+    again = [*DPO, *RUN, *overrides, fault, ("run.dir", str(two))]
+    run_ranks(train_rank, ranks, again, text, timeout=180)
+    for ours, theirs in zip(told(two), found, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ("loss", "grad_norm", "eval_loss"):
+            assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=2e-4)
+        for key in ("metrics", "eval_metrics"):
+            assert ours.get(key, {}) == pytest.approx(theirs.get(key, {}), rel=1e-3, abs=1e-4)
+
+    file.unlink()
+    more = [*DPO, *RUN, ("run.dir", str(two)), ("train.steps", "7")]
+    with pytest.raises(RankError, match="is gone, which has the initial model's"):
+        run_ranks(train_rank, 1, more, text)
+
+
+# --------------------------------------------------------------------------- objectives
+
+
+def careful(section: TrainSection) -> Objective:
+    """Somebody's own: next tokens, of which those with a high loss count double."""
+
+    def losses(losses_BT: Tensor, batch: Batch) -> Losses:
+        loss_B = (losses_BT * (1 + (losses_BT > 6.2).float())).sum(1)
+        return Losses(loss_B, (losses_BT > 6.2).float().sum(1, keepdim=True))
+
+    return Objective(targets_of_rows, losses, ("hard",))
+
+
+def test_objective_custom_function_is_trained_and_recorded(
+    texts: dict[str, str], tmp_path: Path
+) -> None:
+    name = ("train.objective", "tests.train.test_objectives:careful")
+    folder = ("run.dir", str(tmp_path / "run"))
+    run_ranks(train_rank, 2, [*CHAT, *RUN, name, folder, ("train.steps", "2")], texts["chat"])
+    [first, *_] = told(tmp_path / "run")
+    assert 0 < first["metrics"]["hard"] <= 1
+    assert first["loss"] > 1.2 * math.log(512)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "rule"),
+    [
+        ([("train.objective", "dpo")], "train.objective", "learns from preferences"),
+        ([("data.format", "preferences")], "train.objective", "rejected answers, too"),
+        ([*DPO, ("parallel.cp", "2")], "train.objective", "looks at whole rows"),
+    ],
+)
+def test_objective_unsupported_keys_are_refused(overrides: Overrides, key: str, rule: str) -> None:
+    job = small_job(*overrides)
+    with pytest.raises(InvalidJob) as caught:
+        resolve(job, Machine("cpu", devices=2, world_size=2))
+    assert [(p.key, rule in p.rule) for p in caught.value.problems] == [(key, True)]
+
+
+def test_objective_unknown_name_is_refused_with_a_suggestion() -> None:
+    [problem] = check_names(small_job(("train.objective", "dpoo")))
+    assert problem.key == "train.objective"
+    assert "did you mean 'dpo'" in problem.remedy

@@ -1,0 +1,708 @@
+"""The commands: each reads its arguments (`weft.cli.arguments`), calls what does it, and tells.
+
+Heavy imports stay inside them: ``weft --help`` must be quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli.arguments import parse
+from weft.cluster import FAILED, INTERRUPTED, MISTAKE, REQUEUE
+from weft.config.escaping import escape_controls, escaping_stream, is_one_line, raw_stream
+from weft.config.job import MISSING, InvalidJob, Job, Problem, WeftError, read_job, recipe_names
+
+if TYPE_CHECKING:
+    from weft.data.dataset import Text
+    from weft.plan.resolve import Machine, Plan
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    if sys.stdout is None:  # closed by whoever started this; the ranks inherit it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.set_inheritable(1, True)
+        sys.stdout = os.fdopen(1, "w")
+    sys.stdout, sys.stderr = escaping_stream(sys.stdout), escaping_stream(sys.stderr)
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        print("weft: the folder that this was started in has been removed", file=sys.stderr)
+        return MISTAKE
+    if not is_one_line(here):
+        rule = "has control characters, or bytes that are not UTF-8, in its path"
+        print(f"weft: the working directory {here!a} {rule}", file=sys.stderr)
+        print("  start weft in another directory, or rename this one", file=sys.stderr)
+        return MISTAKE
+    if here not in sys.path:
+        sys.path.append(here)  # where module:attribute of the user's own is looked for
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        return RUN[options.command](options)
+    except InvalidJob as error:
+        return reject(error)
+    except WeftError as error:
+        print(f"weft: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left: 'weft ... | head'
+        return FAILED
+
+
+def reject(error: InvalidJob) -> int:
+    """Show every problem, one a line."""
+    count = len(error.problems)
+    print(f"weft: {count} problem{'s' * (count != 1)}, nothing was started:", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  {problem}", file=sys.stderr)
+    return MISTAKE
+
+
+def train(options: argparse.Namespace) -> int:
+    """Check everything, prepare the text, then run the ranks."""
+    if "RANK" not in os.environ:  # what is worth a warning in C++, the launcher says itself
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from weft.cluster.start import join, start
+    from weft.monitor.terminal import quiet_console
+    from weft.train.environment import speaks
+    from weft.train.job_checks import prepare_job
+    from weft.train.setup import joined
+
+    job, base, plan = prepare_job(options.recipe, options.overrides, options.problems)
+    if options.dry_run:
+        print(plan.to_json())
+        return 0
+    if joined():
+        join(job, base, plan, options.recipe, options.force)
+    console = quiet_console(sys.stdout, quiet=not speaks(os.environ))
+    return start(job, base, plan, options.recipe, console, options.force)
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Hand a recipe in to a cluster, or look after a run that was."""
+    problems = list(options.problems)
+    if options.follow and options.what != "logs":
+        problems.append(Problem("--follow", True, "is for weft launch logs"))
+    if options.what in ("status", "logs", "stop"):
+        return look_after(options, problems)
+    if options.run is not None:
+        words = shlex.join(["weft", "launch", "status", str(options.run)])
+        remedy = f"did you mean '{words}'?"
+        problems.append(Problem("RUN", str(options.run), "is only for status, logs, stop", remedy))
+    from weft.cluster.submit import cluster, request, submit
+    from weft.train.setup import detect_machine
+
+    asked = request(options.on, options.what, options.overrides, problems, detect_machine)
+    text = cluster(options.on).render(asked)
+    print(text)
+    if wrong := cluster(options.on).check(text):
+        raise InvalidJob(Problem(f"--on {options.on}", MISSING, rule) for rule in wrong)
+    if not options.dry_run:
+        id = submit(options.on, asked, text)
+        next = f"weft launch status {shlex.quote(str(asked.run_dir))}"
+        print(f"handed in as {options.on} job {id}: {next}")
+    return 0
+
+
+def look_after(options: argparse.Namespace, problems: list[Problem]) -> int:
+    """Tell how a run is that was handed in, what it has printed, or stop it."""
+    from weft.cluster.submit import Launched
+
+    problems += (Problem(key, value, "is not for this") for key, value in options.overrides)
+    problems += [
+        Problem(f"--{name}", value, "is for handing in only")
+        for name, value in (("on", options.on), ("dry-run", options.dry_run))
+        if value
+    ]
+    if options.run is None:
+        problems.append(Problem("RUN", MISSING, "is missing: the folder of the run"))
+    if problems:
+        raise InvalidJob(problems)
+    run = Launched.of(options.run)
+    if options.what == "status":
+        print(f"{run.on} job {run.id}: {run.status()}")
+    elif options.what == "stop":
+        print(run.stop())
+    else:
+        for line in run.logs(options.follow):
+            print(line, flush=True)
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print what a recipe does on a cluster."""
+    from weft.plan.plan_text import machine_text, map_of_ranks, plan_recipe
+    from weft.train.setup import detect_machine
+
+    problems = list(options.problems)
+    if options.calibrate:
+        return calibrate(options)
+    if options.recipe is None:
+        problems.append(Problem("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
+        raise InvalidJob(problems)
+    if options.write and not options.search:
+        problems.append(Problem("--write", options.write, "is for --search", "add --search"))
+    if options.rank_map and options.json:
+        problems.append(Problem("--rank-map", True, "is a drawing", "leave out --json"))
+    if options.report and (options.rank_map or options.search):
+        rule, remedy = "shows a plan", "leave out --rank-map and --search"
+        problems.append(Problem("--report", options.report, rule, remedy))
+    for option in ("report", "write"):
+        if path := getattr(options, option):
+            check_file(f"--{option}", Path(path), problems)
+    job, plan, machine = plan_recipe(
+        options.recipe, options.overrides, problems, options.cluster, detect_machine
+    )
+    if options.rank_map:
+        print(map_of_ranks(plan))
+        return 0
+    if options.search:
+        return search(options, job, plan, machine)
+    from weft.estimate.advice import advise
+    from weft.estimate.charts import page
+    from weft.estimate.forecast import device_of, forecast, to_json
+    from weft.estimate.forecast_text import screen
+
+    device = device_of(plan, machine)
+    seen = forecast(job, plan, machine, device)
+    if options.report:
+        where = machine_text(plan, machine)
+        write_file(Path(options.report), page(job, plan, seen, options.recipe, where))
+    if options.json:
+        print(to_json(plan, seen))
+        return 0
+    advice = [] if device is None else advise(job, plan, machine, device, seen)
+    print(screen(job, plan, machine, options.recipe, seen, advice))
+    return 0
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Learn from a run, and print the errors before and after."""
+    from weft.estimate.calibrate import calibrate, read_run, save, told
+
+    problems = list(options.problems)
+    given = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
+    for word in filter(None, [*given, options.report, options.write]):
+        rule, remedy = "does not go with --calibrate, which takes all from the run", "leave it out"
+        problems.append(Problem(word, MISSING, rule, remedy))
+    if problems:
+        raise InvalidJob(problems)
+    found = calibrate(read_run(Path(options.calibrate)))
+    path = save(found)
+    print(json.dumps(found.to_dict(), indent=2) if options.json else told(found, path))
+    return 0
+
+
+def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) -> int:
+    """Print the best layouts of a recipe's model on a cluster."""
+    from weft.estimate.forecast_text import search_screen
+    from weft.estimate.search import search, written
+
+    def tell(text: str) -> None:
+        if not options.json and sys.stderr.isatty():
+            line = f"\r\033[K{escape_controls(text)}"
+            print(line, end="", file=raw_stream(sys.stderr), flush=True)
+
+    found = search(job, plan, machine, tell=tell)
+    tell("")
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        print(search_screen(found))
+    if options.write and found.winner:
+        text = written(found, job, options.recipe, options.cluster or job.run.cluster)
+        write_file(Path(options.write), text)
+        if not options.json:
+            print(f"\nnumber {found.best.index(found.winner) + 1} is in {options.write}")
+    return 0 if found.winner else FAILED
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Train the recipe's layout and one process, both small, and compare them."""
+    from weft.monitor.terminal import quiet_console
+    from weft.plan.resolve import MAX_CPU_WORKERS
+    from weft.tools.verify import read_recipe, verify
+
+    problems = list(options.problems)
+    ranks = between("--ranks", options.ranks, 2, MAX_CPU_WORKERS, problems)
+    usual = "3" if options.fuzz is None else "2"
+    steps = between("--steps", options.steps or usual, 1, 1000, problems)
+    console = quiet_console(sys.stdout, quiet=options.json)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    if options.fuzz is not None:
+        return fuzz(options, ranks, steps, problems, say)
+    for name in ("minutes", "log"):
+        if (given := getattr(options, name)) is not None:
+            problems.append(Problem(f"--{name}", str(given), "is for --fuzz"))
+    if options.recipe is None:
+        remedy = f"use {recipe_names()[0]}, or --fuzz 100"
+        raise InvalidJob([*problems, Problem("RECIPE", MISSING, "is missing", remedy)])
+    resume = parse_layout(options.resume_layout or "", problems)
+    report = verify(
+        read_recipe(options.recipe, options.overrides, problems),
+        ranks=ranks,
+        steps=steps,
+        keep=[name for name, _ in options.overrides],
+        resume=resume,
+        say=say,
+    )
+    if options.json:
+        print(report.to_json())
+    return 0 if report.holds else FAILED
+
+
+def fuzz(
+    options: argparse.Namespace,
+    ranks: int,
+    steps: int,
+    problems: list[Problem],
+    say: Callable[[str], None],
+) -> int:
+    """Verify random jobs."""
+    count = between("--fuzz", options.fuzz, 1, 10**6, problems)
+    seed = between("--seed", options.seed, 0, 10**9 - 1, problems)
+    minutes = between("--minutes", options.minutes or "1", 1, 10**5, problems)
+    if options.recipe not in (None, "demo"):
+        rule, remedy = "is not for --fuzz, whose jobs are drawn", "leave it out"
+        problems.append(Problem("RECIPE", options.recipe, rule, remedy))
+    if options.resume_layout:
+        rule, remedy = "is not for --fuzz, which draws its own", "leave it out"
+        problems.append(Problem("--resume-layout", options.resume_layout, rule, remedy))
+    if problems:
+        raise InvalidJob(problems)
+    from weft.tools.verify_fuzz import BAD, Settings, fuzz
+
+    settings = Settings(seed, ranks, steps, dict(options.overrides))
+    log = options.log or Path("runs") / f"verify-fuzz-{seed}.jsonl"
+    result = fuzz(count, settings, log, minutes if options.minutes else 0, say)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    if result["interrupted"]:
+        return INTERRUPTED
+    return FAILED if any(result[status.replace(" ", "_")] for status in BAD) else 0
+
+
+def parse_layout(text: str, problems: list[Problem]) -> list[tuple[str, str]]:
+    """Read ``key=value,...``; a value in brackets may have commas."""
+    found = []
+    for part in re.split(r",(?=[a-z]+\.[a-z_]+=)", text) if text else []:
+        name, equals, value = part.partition("=")
+        if not equals:
+            rule, remedy = (
+                "is not KEY=VALUE,...",
+                "use such as parallel.tp=2,activation_checkpoint.mode=full",
+            )
+            problems.append(Problem("--resume-layout", text, rule, remedy))
+        found.append((name, value))
+    return found
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Train variants, or only plan them, and compare them."""
+    from weft.monitor.terminal import quiet_console
+    from weft.tools.comparison_dir import default_folder
+    from weft.tools.comparison_result import Settings
+    from weft.tools.experiment import compare
+    from weft.tools.variants import (
+        parse_margin,
+        parse_price,
+        parse_vary,
+        prepare,
+        read_variants,
+    )
+
+    problems = list(options.problems)
+    repeats = between("--repeat", options.repeat, 1, 1000, problems)
+    margin, relative = parse_margin(options.margin, problems)
+    price = parse_price(options.price, problems)
+    if options.cluster and not options.plan_only:
+        rule = "is for --plan-only: runs are started on this machine"
+        problems.append(Problem("--cluster", options.cluster, rule, "add --plan-only"))
+    if not options.recipes:
+        problems.append(Problem("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
+    vary = [pair for text in options.vary for pair in parse_vary(text, problems)]
+    console = quiet_console(sys.stdout, quiet=options.json)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    asked = (options.recipes, vary, options.overrides, problems)
+    if options.plan_only:
+        from weft.tools.planned_comparison import compare_plans
+
+        found, able = compare_plans(*asked, options.cluster, price, options.out, say)
+        if options.json:
+            print(json.dumps(found, indent=2))
+        return 0 if able > 1 else FAILED
+    variants = read_variants(*asked, partial(prepare, options.out or "runs"))
+    folder = Path(options.out) if options.out else default_folder(variants)
+    result, stopped = compare(folder, variants, Settings(repeats, margin, relative, price), say)
+    say(f"\n{result.text()}\n\neverything is in {folder}")
+    if options.json:
+        print(json.dumps(result.document, indent=2))
+    if stopped:
+        print("interrupted; the same command goes on with the trial", file=sys.stderr)
+        return REQUEUE if stopped == 1 else INTERRUPTED
+    return 0 if result.judged else FAILED
+
+
+def check_file(option: str, path: Path, problems: list[Problem]) -> None:
+    """Whether an option names a file that can be there; a mistake is added to ``problems``."""
+    if not path.parent.is_dir():
+        problems.append(Problem(option, str(path), "its folder does not exist", "make it first"))
+    elif path.is_dir():
+        problems.append(Problem(option, str(path), "is a folder", "name a file in it"))
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write what an option asked for, whole or not at all.
+
+    Raises:
+        WeftError: if that cannot be.
+    """
+    from weft.config.files import replace_bytes
+
+    try:
+        replace_bytes(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise WeftError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def between(name: str, text: str, least: int, most: int, problems: list[Problem]) -> int:
+    """An option's whole number; a mistake is added to ``problems``."""
+    if text.isdecimal() and len(text) < 10 and least <= int(text) <= most:
+        return int(text)
+    problems.append(Problem(name, text, f"must be a whole number from {least} to {most}"))
+    return least
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the page of one run, or of several beside each other."""
+    from weft.monitor.html import plotly
+    from weft.monitor.run_reader import History, no_run
+    from weft.monitor.run_report import FILE, report_page
+
+    folders: list[Path] = options.runs
+    out: Path = options.out or (folders[0] / FILE if len(folders) == 1 else Path(FILE))
+    problems = [no_run(folder) for folder in folders if not (folder / "job.toml").is_file()]
+    if options.out:
+        check_file("--out", out, problems)
+    if problems:
+        raise InvalidJob(problems)
+    plotly()  # it is missed before the seconds that a forecast takes
+    runs = [History(folder) for folder in folders]
+    from weft.estimate.report_sections import sections
+
+    write_file(out, report_page(runs, later=sections(runs)))
+    print(out)
+    return 0
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Print the prompts and their continuations, one alone as it grows."""
+    from weft.cluster.respawn import on_every_rank
+    from weft.tools.generate import Prompt, Sampling, generate, read_prompts, rows_of, speech_of
+    from weft.tools.inference_model import find_checkpoint, lay_out, restore
+    from weft.train.setup import Rank
+
+    problems = list(options.problems)
+    prompts: list[Prompt] = [
+        os.fsencode(text).decode("utf-8", "replace") for text in options.prompt
+    ]
+    if options.prompts:
+        prompts += read_prompts(options.prompts, problems, options.chat)
+    if options.chat and not prompts and not problems:
+        problems.append(Problem("--chat", MISSING, "answers prompts", "give --prompt or --prompts"))
+    names = ("max_tokens", "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
+    chosen = {name: getattr(options, name) for name in names}
+    sampling = Sampling(**chosen, stop=tuple(filter(None, options.stop)))
+    problems += sampling.problems()
+    if isinstance(stdout := raw_stream(sys.stdout), io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    found = find_checkpoint(options.checkpoint.resolve())
+    allowed = ["parallel.", "precision.compute_dtype", "run.device"]
+    allowed += ["data.chat_template"] * options.chat
+    job, plan = lay_out(found, options.overrides, problems, allowed, generating=True)
+    given = dict(options.overrides).get("data.chat_template", "auto")
+    speech = speech_of(found, given if options.chat else None)
+
+    def run(rank: Rank) -> None:
+        model = restore(found, job, plan, rank)
+
+        def say(*texts: str, end: str = "\n") -> None:
+            if rank.rank == 0:
+                # What a model has written reaches files and pipes as it is.
+                out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)
+                print(*texts, end=end, flush=True, file=out)
+
+        growing = len(prompts) < 2 and not options.json
+        if growing and not options.chat:
+            say(*map(str, prompts), end="")
+        for first in range(0, max(1, len(prompts)), options.batch):
+            here = prompts[first : first + options.batch] or [""]
+            rows = rows_of(here, speech, sampling, first)
+            for _, piece in generate(model, speech, rows, sampling):
+                if growing:
+                    say(piece, end="")
+            between = "\n" if options.chat else ""
+            for row in [] if growing else rows:
+                told = f"{row.prompt}{between}{row.text}\n---"
+                say(json.dumps(row.to_dict()) if options.json else told)
+        if growing:
+            say()
+
+    return on_every_rank(plan, options.words, run)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Print losses, or scores of tasks."""
+    from dataclasses import asdict
+
+    from weft.cluster.preparing import showing
+    from weft.cluster.respawn import on_every_rank, prepare_to_evaluate, text_to_evaluate
+    from weft.monitor.terminal import quiet_console
+    from weft.tools.evaluate import EVERY, losses_on
+    from weft.tools.generate import speech_of
+    from weft.tools.inference_model import find_checkpoint, lay_out, restore
+    from weft.tools.multiple_choice import read_task, score
+    from weft.train.setup import Rank, joined
+
+    problems, tasks = list(options.problems), []
+    for path in options.task:
+        try:
+            tasks.append(read_task(path))
+        except InvalidJob as error:
+            problems += error.problems
+    found = find_checkpoint(options.checkpoint.resolve())
+    allowed = ["parallel.", "precision.compute_dtype", "run.device"]
+    if not tasks:
+        allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]
+        allowed += ["train.eval_sequences"]
+    asking = bool(options.task)
+    job, plan = lay_out(found, options.overrides, problems, allowed, generating=asking)
+    given = {name for name, _ in options.overrides}
+    own = not given & {"data.path", "data.mixture"}
+    sequences = job.train.eval_sequences if "train.eval_sequences" in given else EVERY
+    if not tasks and plan.world_size > 1 and not joined():  # mistakes are told by one process
+        prepare_to_evaluate(found, job, own, quiet_console(sys.stderr))
+
+    def run(rank: Rank) -> None:
+        console = quiet_console(sys.stderr, quiet=rank.rank != 0)
+        told: dict[str, dict[str, object]] = {}
+        if tasks:
+            model, speech = restore(found, job, plan, rank), speech_of(found)
+            told = {task.name: asdict(score(task, model, speech, options.batch)) for task in tasks}
+        else:
+            text = text_to_evaluate(found, job, own, console, rank)
+            # Another text was not trained on, neither its one split nor its other.
+            with showing(console) as show:
+                losses = losses_on(found, job, plan, text, sequences, rank, not own, show)
+            told = {loss.name: loss.to_dict() for loss in losses}
+        for name, numbers in told.items() if rank.rank == 0 else ():
+            if options.json:
+                print(json.dumps({"checkpoint": str(found.path), "name": name, **numbers}))
+                continue
+            print(name)
+            for key, value in numbers.items():
+                if isinstance(value, int | float):
+                    shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+                    print(f"  {key:<16}{shown}")
+
+    return on_every_rank(plan, options.words, run)
+
+
+def rollback(options: argparse.Namespace) -> int:
+    """Make an earlier checkpoint the newest one that counts."""
+    from weft.cluster.start import rollback
+
+    print(rollback(options.run.resolve(), options.step))
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write a checkpoint for others."""
+    from weft.cluster.preparing import showing
+    from weft.monitor.terminal import quiet_console
+    from weft.tools.hf_convert import export_checkpoint
+
+    console = quiet_console(sys.stdout)
+    with showing(console) as show:
+        paths = (options.checkpoint.resolve(), options.out.absolute())
+        said = export_checkpoint(*paths, options.dtype, options.max_shard, show, options.adapter)
+    console.print(said, soft_wrap=True)
+    return 0
+
+
+def import_(options: argparse.Namespace) -> int:
+    """Make a run of what others have trained."""
+    from weft.cluster.preparing import showing
+    from weft.monitor.terminal import quiet_console
+    from weft.tools.hf_convert import import_model
+
+    console = quiet_console(sys.stdout)
+    with showing(console) as show:
+        folder, run_dir = options.folder.absolute(), options.run_dir.absolute()
+        said = import_model(folder, run_dir, show, options.force)
+    again = shlex.quote(str(options.run_dir / "job.toml"))
+    console.print(f"{said}\nnext:  weft train {again} --data.path FILE_OR_FOLDER", soft_wrap=True)
+    return 0
+
+
+def data_prepare(options: argparse.Namespace) -> int:
+    """Tokenise what a recipe or path names, unless that was done before."""
+    from weft.data.inspect import summary
+
+    print("\n".join(summary(_prepared(options))))
+    return 0
+
+
+def data_inspect(options: argparse.Namespace) -> int:
+    """Print what is in the data of a recipe or path, which are prepared for it."""
+    from weft.data.inspect import inspect
+
+    for line in inspect(_prepared(options), options.samples):
+        print(line)
+    return 0
+
+
+def data_verify(options: argparse.Namespace) -> int:
+    """Read prepared stores in full, and print for each whether it is what was prepared."""
+    from rich.console import Console
+
+    from weft.cluster.preparing import cache_folder, showing
+    from weft.data.dataset import MIXTURE_FILE, mixture_stores
+    from weft.data.prepared_cache import open_verified
+    from weft.data.token_store import STORE_FILE
+
+    job, _, problems = read_job(recipe_names()[0], options.overrides)
+    problems = [*options.problems, *problems]
+    rule, remedy = "has no effect on a check of stores", "leave it out; data.cache_dir may be given"
+    others = {name: value for name, value in options.overrides if name != "data.cache_dir"}
+    for problem in problems:
+        others.pop(problem.key, None)
+    problems += [Problem(name, value, rule, remedy) for name, value in others.items()]
+    stores: list[Path] = []
+    for path in options.stores:
+        try:
+            stores += mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
+        except InvalidJob as error:
+            problems += error.problems
+    rule, remedy = f"is not a prepared store: it has no {STORE_FILE}", "weft data prepare makes one"
+    problems += [
+        Problem("STORE", str(path), rule, remedy)
+        for path in stores
+        if not (path / STORE_FILE).is_file()
+    ]
+    if problems:
+        raise InvalidJob(problems)
+    damaged = 0
+    with showing(Console(stderr=True)) as show:
+        for path in stores:
+            try:
+                store = open_verified(path, cache_folder(job.data), show, anew=True)
+            except InvalidJob as error:
+                damaged += 1
+                print("\n".join(str(problem) for problem in error.problems), flush=True)
+                continue
+            files = [file for split in store.splits for file in split.files]
+            size = sum(file.size_bytes for file in files)
+            what = f"{len(files):,} files, {size:,} bytes, as they were prepared"
+            print(f"{path}: {what}", flush=True)
+    if damaged:
+        print(f"weft: {damaged} of {len(stores)} stores are damaged", file=sys.stderr)
+    return FAILED if damaged else 0
+
+
+def _prepared(options: argparse.Namespace) -> Text:
+    from weft.cluster.preparing import cache_folder, showing
+    from weft.data.prepare import prepare_text
+    from weft.monitor.terminal import quiet_console
+
+    named = options.what in recipe_names() or options.what.endswith(".toml")
+    recipe = options.what if named else recipe_names()[0]
+    given = [] if named else [("data.path", options.what)]
+    job, _, problems = read_job(recipe, [*given, *options.overrides])
+    problems = [*options.problems, *problems]
+    if problems:
+        raise InvalidJob(problems)
+    with showing(quiet_console(sys.stderr)) as show:
+        return prepare_text(job.data, cache_folder(job.data), show)
+
+
+def debug_hang(options: argparse.Namespace) -> int:
+    """Print which rank stands still where."""
+    from weft.cluster.hang import explain
+
+    told = explain(options.run.resolve())
+    print(told.to_json() if options.json else told)
+    return 0
+
+
+def debug_diff(options: argparse.Namespace) -> int:
+    """Print where two runs part."""
+    from weft.tools.diff import compare_runs
+
+    found = compare_runs(options.run_a, options.run_b, options.tolerance)
+    print(found.to_json() if options.json else found)
+    return FAILED if found.part else 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what is good and bad about this machine."""
+    import time
+
+    from weft.cluster.doctor import gather, screen, to_json
+    from weft.cluster.node_checks import examine
+
+    began = time.monotonic()
+    job, _, problems = read_job(options.recipe or recipe_names()[0], options.overrides)
+    if problems := [*options.problems, *problems]:
+        raise InvalidJob(problems)
+    facts = gather(job, options.full)
+    findings = examine(facts)
+    told = (facts, findings, time.monotonic() - began)
+    print(json.dumps(to_json(*told), indent=2) if options.json else screen(*told))
+    return FAILED if any(finding.severity == "bad" for finding in findings) else 0
+
+
+def schema(options: argparse.Namespace) -> int:
+    """Print the recipe's schema with the fields of weft's own models."""
+    from weft.config.job import schema as job_schema
+    from weft.models import FAMILIES
+
+    tree = job_schema()
+    for family in reversed(FAMILIES.values()):  # llama, the default, has the last word
+        fields = family.config.model_json_schema()["properties"]
+        tree["$defs"]["ModelSection"]["properties"] |= {
+            name: {k: v for k, v in field.items() if k != "default"}
+            for name, field in fields.items()
+        }
+    print(json.dumps(tree, indent=2))
+    return 0
+
+
+# By their names in `weft.cli.arguments.COMMANDS`.
+RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    run.__name__.replace("_", " ").strip(): run
+    for run in (
+        *(train, launch, plan, verify, compare, report, generate, evaluate, rollback, export),
+        *(import_, data_prepare, data_inspect, data_verify, debug_hang, debug_diff),
+        *(doctor, schema),
+    )
+}

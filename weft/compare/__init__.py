@@ -1,1 +1,0 @@
-"""Comparing what layouts and recipes compute."""

@@ -1,0 +1,201 @@
+"""Files that are written as a whole: a reader, and the next start, sees the old or the new one.
+
+What a run shows is written with `replace_text`, `replace_bytes` and `write_json`; what must still
+be there after a power cut with `write_durably`, which waits for the disk.  Checkpoints have more
+to fear than that and their own way: `weft.checkpoint.storage`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from weft.config.job import Problem, WeftError
+
+MAX_BYTES = 64 << 20  # of a file that is read back as a whole
+
+
+def replace_text(path: Path, text: str) -> None:
+    """See `replace_bytes`."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old or the new one, never a part.
+
+    Raises:
+        OSError: nothing of the new one is left.
+    """
+    with _replacing(path) as file:
+        file.write(data)
+
+
+def write_durably(path: Path, data: bytes | memoryview[Any]) -> None:
+    """`replace_bytes`, and when this returns the file outlives a power cut."""
+    with _replacing(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    # Other nodes may be writing the same.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk needs its bytes
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Force a folder's entries to the disk: a rename is durable only then.
+
+    Raises:
+        OSError: if the disk fails; not on a file system that knows no such thing.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: object, indent: int | None = None) -> None:
+    """See `replace_bytes`."""
+    replace_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is no file.
+
+    Raises:
+        WeftError: if the file cannot be read, or is not a JSON object.
+    """
+    try:
+        found = json.loads(read_text(path))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise WeftError(f"{path}: cannot be read: {describe_cause(error)}") from error
+    except RecursionError as error:
+        raise WeftError(f"{path}: cannot be read: its values are nested too deep") from error
+    except ValueError as error:
+        raise WeftError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise WeftError(f"{path}: cannot be read: it is not a JSON object")
+    return found
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what damaged content makes code inside raise into an error that names the file.
+
+    Raises:
+        WeftError: the content of ``path`` is not what weft wrote.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WeftError(f"{path}: cannot be read: {describe_cause(error)}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise WeftError(f"{path}: is damaged: {describe_cause(error)}") from error
+    except (ArithmeticError, RecursionError) as error:
+        raise WeftError(f"{path}: is damaged: {describe_cause(error)}") from error
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; a pipe or device could block for ever or never end.
+
+    Raises:
+        OSError: if there is none, or it is something else.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(handle, "rb")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file of at most `MAX_BYTES`.
+
+    Raises:
+        OSError: if it cannot be read, or is longer.
+        ValueError: if it is not UTF-8.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB", str(path))
+        return file.read(size).decode("utf-8")
+
+
+def append_bytes(path: Path, data: bytes, lines: bool = True) -> None:
+    """Append to a file, all or nothing; another process may append to it, too.
+
+    Args:
+        lines: of text; a last one that a crash cut short is ended first, so that it damages no
+            other.
+
+    Raises:
+        OSError: nothing of ``data`` is left in the file.
+    """
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if lines and end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            data = b"\n" + data
+        done = 0
+        try:
+            while done < len(data):
+                done += file.write(data[done:]) or 0
+        except OSError:
+            if done and os.fstat(file.fileno()).st_size == end + done:
+                file.truncate(end)
+            raise
+
+
+def describe_cause(error: BaseException) -> str:
+    """Return the reason of an error for people: 'no space left on device'."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror[0].lower() + error.strerror[1:]
+    return f"{type(error).__name__}: {error}"
+
+
+def only_finite(value: Any, instead: Callable[[float], object] = lambda number: None) -> Any:
+    """A tree of dicts and lists as JSON can have it: what is infinite or not a number becomes null.
+
+    Args:
+        instead: makes something else of such a number.
+    """
+    if isinstance(value, dict):
+        return {name: only_finite(each, instead) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [only_finite(each, instead) for each in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_url(key: str, url: str) -> list[Problem]:
+    """Refuse credentials in a URL, without showing them: it would stand in files and logs."""
+    scheme, found, rest = url.partition("://")
+    # A secret may have slashes: then it looks like a folder.
+    if not found or not re.match(r"[^/]*@|[^/@]*:[^@]*@", rest):
+        return []
+    remedy = "put them into ~/.aws/credentials, AWS_* variables or ~/.netrc"
+    return [Problem(key, f"{scheme}://...", "has credentials in it", remedy)]

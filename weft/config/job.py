@@ -1,0 +1,947 @@
+"""Job: everything that the user chose for a run, and nothing else.
+
+A Job is a tree of frozen sections.  It is read from a TOML recipe (which may
+``extends`` another one), overridden from the command line as
+``--section.key value``, and written back whole as ``job.toml``.  Nothing that
+can be derived is stored here: degrees, batch arithmetic and sizes live in the
+Plan, which ``weft.plan.resolve`` makes from a Job.
+
+Two rules keep mistakes cheap for the user:
+
+* Reading never stops at the first mistake.  A bad value is set aside, with a
+  Problem that says so, and the rest is still read and planned, so that one
+  attempt shows every mistake.
+* Values in TOML have their own types and are taken strictly (``steps = "100"``
+  is a mistake); values on the command line are text and are read by the type of
+  the key they go to.  No key is ever null, since TOML cannot write that.
+
+This module imports neither torch nor anything else of weft.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+T = TypeVar("T")
+
+RECIPES = resources.files("weft") / "recipes"
+SHOWN = 10  # of many things that one problem is about
+
+
+# --------------------------------------------------------------------------- problems
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "(missing)"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake of the user's: key, value, rule, remedy.
+
+    ``depends`` names the other keys that the rule read.  When one of those is
+    itself wrong, this problem may be only its echo and is not shown.
+    """
+
+    key: str
+    value: object
+    rule: str
+    remedy: str = ""
+    depends: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = json.dumps(self.value) if isinstance(self.value, bool | str) else str(self.value)
+        head = self.key if self.value is MISSING else f"{self.key} = {shown}"
+        return f"{head}: {self.rule}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class WeftError(Exception):
+    """A failure that was foreseen: its message is for people, and needs no traceback."""
+
+
+class InvalidJob(WeftError):
+    """The run cannot start; ``problems`` lists every reason that was found."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """'did you mean X?' for the nearest of ``known``, or the whole list if none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
+    """The remedy for an unknown ``section.key`` (or bare key): the nearest valid one.
+
+    ``beside``: keys that are valid there and not among ``keys()``.
+    """
+    every = [*keys(), *beside]
+    section, dot, rest = name.partition(".")
+    if dot and section not in SECTIONS:
+        for other in difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.6):
+            open_to_all = SECTIONS[other].model_config["extra"] == "allow"
+            if open_to_all or f"{other}.{rest}" in every:
+                return f"did you mean '{other}.{rest}'?"
+    near = difflib.get_close_matches(name, every, n=1, cutoff=0.7)
+    if not near:
+        last = name.rsplit(".", 1)[-1]
+        by_last = {key.rsplit(".", 1)[-1]: key for key in every}
+        near = [by_last[k] for k in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
+    return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
+
+
+def some(lines: Sequence[str], separator: str = ", ", count: int | None = None) -> str:
+    """The first `SHOWN`, and how many more there are (of ``count``, if not all are listed)."""
+    more = (len(lines) if count is None else count) - len(lines[:SHOWN])
+    return separator.join([*lines[:SHOWN], *([f"and {more:,} more"] if more else [])])
+
+
+def lookup(name: str, table: Mapping[str, T]) -> T:
+    """``table[name]``, or the attribute that ``module:attribute`` names.
+
+    Raises:
+        LookupError: saying what is not there.
+    """
+    if name in table:
+        return table[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise LookupError("unknown name, and not of the form module:attribute")
+    try:
+        found: T = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the user's module raises
+        raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    return found
+
+
+# --------------------------------------------------------------------------- sections
+
+
+class Section(BaseModel):
+    """A frozen group of keys.  Unknown keys are refused; NaN and infinity are no values."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Auto = Literal["auto"]
+# Bounded, so that no arithmetic on them takes long.
+MOST = 2**31 - 1
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+# Paths, names and options enter scripts, manifests and messages, where a newline would begin
+# another command.  Lines of shell are the user's own script, and may have several.
+ONE_LINE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
+NO_NUL = r"^[^\x00]*$"
+Text = Annotated[str, Field(min_length=1, pattern=ONE_LINE)]
+Name = Annotated[str, Field(pattern=ONE_LINE)]
+ShellLines = Annotated[str, Field(min_length=1, pattern=NO_NUL)]
+
+
+def steps_of(text: str) -> list[range]:
+    """The steps that a key names: ``"7,20-30"`` are the seventh, and 20 to 30; "" are none.
+
+    Raises:
+        ValueError: if it is no such text.
+    """
+    found = []
+    for part in text.split(",") if text else []:
+        first, _, last = part.partition("-")
+        bounds = [first, last or first] if "-" not in part or last else []
+        if not bounds or not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", bound) for bound in bounds):
+            raise ValueError("must be steps such as 7 or 7,20-30")
+        steps = range(int(bounds[0]), int(bounds[1]) + 1)
+        if not steps or steps[0] < 1:
+            raise ValueError("must be steps from 1, the smaller of a range first")
+        found.append(steps)
+    return found
+
+
+def _check_steps(text: str) -> str:
+    steps_of(text)
+    return text
+
+
+Steps = Annotated[str, AfterValidator(_check_steps)]
+
+
+def key(default: Any, description: str, **rules: Any) -> Any:
+    """A key with its default and the sentence that help text and schema show."""
+    return Field(default, description=description, **rules)
+
+
+class RunSection(Section):
+    """Where a run is stored and which devices it uses."""
+
+    dir: Text = key(
+        "auto",
+        "run directory; auto: runs/<recipe>, plus a short hash of the overridden keys",
+    )
+    nproc_per_node: Positive | Auto = key(
+        "auto",
+        "processes per node; auto: one per GPU, or up to 4 on CPU, which share its cores",
+    )
+    nodes: Positive | Text = key(
+        "auto",
+        "number of nodes, or MIN:MAX for an elastic run; auto: from the environment (torchrun, "
+        "Slurm, ...), else 1",
+    )
+    rendezvous: Text = key(
+        "auto",
+        "rendezvous endpoint HOST:PORT of a run on several nodes; auto: from the environment",
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "device type; auto: cuda if available")
+    cluster: Text = key(
+        "local",
+        "cluster that weft plan plans for, as NODESxDEVICESxNAME (64x8xH100); local: this machine",
+    )
+
+
+class ModelSection(Section):
+    """The model family and size; further keys override fields of the model's configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    kind: Text = key("llama", "model family, or module:attribute of your own")
+    preset: Name = key("toy", "named size of the family")
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the keys that are fields of the family's configuration."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class DataSection(Section):
+    """The training data and how it becomes sequences of tokens; see docs/data.md."""
+
+    path: Text = key(
+        "python-stdlib",
+        "training data: a file, directory or glob of text, JSONL, Parquet or Arrow, also at "
+        "s3://; hf://org/name[:config][@split]; module:function that yields documents; a prepared "
+        "token store; or python-stdlib",
+    )
+    mixture: dict[Text, Annotated[float, Field(gt=0)]] = key(
+        {},
+        "weighted data sources, in place of data.path; a weight is the source's share of the "
+        'tokens: {"web/" = 0.7, "code/" = 0.3}, or web/=0.7,code/=0.3 on the command line',
+    )
+    text_field: Text = key("text", "field or column that holds the text of a document")
+    format: Literal["text", "chat", "preferences"] = key(
+        "text",
+        "content of data.path. text: documents; chat: JSONL lines with messages, or with prompt "
+        "and response; preferences: JSONL lines with prompt, chosen and rejected, for "
+        "train.objective=dpo",
+    )
+    tokenizer: Text = key("train", "path of a tokenizer.json; train: train one on the data")
+    chat_template: Text = key(
+        "auto",
+        "Jinja file that formats a conversation; auto: chat_template.jinja or "
+        "tokenizer_config.json beside the tokenizer",
+    )
+    vocab_size: Annotated[int, Field(ge=257, le=MOST)] = key(
+        4096, "vocabulary size of the tokenizer that data.tokenizer=train trains"
+    )
+    validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = key(
+        0.05, "fraction of the data in the validation set"
+    )
+    packing: Literal["windows", "documents", "best_fit"] = key(
+        "windows",
+        "how text fills sequences. windows: slices of the token stream; documents: the same, with "
+        "attention and loss inside each document; best_fit: as documents, and a document that "
+        "fits into a sequence is not split. Conversations are always packed by best_fit",
+    )
+    overlong: Literal["error", "skip", "truncate"] = key(
+        "error",
+        "action on a conversation longer than train.seq_len. error: stop; skip: drop it; "
+        "truncate: cut its end",
+    )
+    invalid_utf8: Literal["error", "replace", "skip"] = key(
+        "error",
+        "action on a file or document that is not UTF-8. error: stop; replace: replace the bad "
+        "bytes; skip: drop it",
+    )
+    cache_dir: Text = key("auto", "directory of prepared data; auto: the user's cache directory")
+
+    @property
+    def keeps_documents(self) -> bool:
+        """Return True if a sequence may hold several documents that do not see each other."""
+        return self.format != "text" or self.packing != "windows"
+
+
+class TrainSection(Section):
+    """The length of the run, its batches and its objective."""
+
+    steps: Positive = key(1000, "optimizer steps of the whole run")
+    seed: Seed = key(0, "seed of the initial weights and of the data order")
+    seq_len: Positive = key(1024, "sequence length, in tokens")
+    global_batch_size: Positive = key(64, "sequences per optimizer step, over all ranks")
+    microbatch_size: Positive | Auto = key(
+        "auto",
+        "sequences per rank and forward pass; auto: the rank's share of the global batch, split "
+        "for a pipeline",
+    )
+    world_size_invariant: bool = key(
+        False,
+        "add gradients sequence by sequence in the order of the global batch, so that any number "
+        "of ranks computes bitwise the same weights; slower, and not sharded",
+    )
+    objective: Text = key(
+        "next_token",
+        "loss function: next_token, dpo (with data.format=preferences), or module:function",
+    )
+    dpo_beta: Annotated[float, Field(gt=0)] = key(
+        0.1, "dpo: strength of the penalty for leaving the reference model"
+    )
+    eval_interval: NonNegative = key(0, "steps between evaluations; 0: only at the end")
+    eval_sequences: Positive = key(64, "validation sequences per evaluation")
+
+
+class LoraSection(Section):
+    """Low-rank adapters beside frozen weights (LoRA, QLoRA); see docs/fine-tuning.md."""
+
+    rank: NonNegative = key(0, "rank of the adapters; 0: train all weights")
+    alpha: Annotated[float, Field(gt=0)] = key(16.0, "scale of the adapters: alpha / rank")
+    rank_stabilized: bool = key(False, "scale the adapters by alpha / sqrt(rank) (rsLoRA)")
+    targets: tuple[Text, ...] = key(
+        (), "linear layers with adapters, such as q_proj,v_proj; empty: all linear layers of blocks"
+    )
+    quantize: Literal["none", "int8", "nf4"] = key(
+        "none",
+        "storage of the blocks' frozen weights, with one scale per 64 numbers (nf4: QLoRA); none: "
+        "the compute dtype",
+    )
+
+
+class OptimSection(Section):
+    """The optimizer and its learning rate."""
+
+    name: Name = key("adamw", "optimizer: adamw, muon, or module:function")
+    state_dtype: Literal["float32", "bfloat16", "8bit"] = key(
+        "float32",
+        "adamw: dtype of the moments; 8bit applies to the blocks' matrices, the rest stays float32",
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "muon: momentum decay")
+    lr: Annotated[float, Field(gt=0)] = key(3e-4, "peak learning rate")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "decay of the second moment")
+    eps: Annotated[float, Field(gt=0)] = key(1e-8, "term added to the denominator")
+    weight_decay: Annotated[float, Field(ge=0)] = key(
+        0.1, "decoupled weight decay of matrices; norms and embeddings have none"
+    )
+    max_grad_norm: Annotated[float, Field(gt=0)] = key(
+        1.0, "global gradient norm above which gradients are clipped"
+    )
+    schedule: Name = key(
+        "wsd", "learning-rate schedule after warmup: wsd, cosine, linear, or module:function"
+    )
+    warmup_steps: NonNegative = key(100, "steps of linear warmup")
+    decay_fraction: Annotated[float, Field(ge=0, le=1)] = key(
+        0.2, "wsd: fraction of the steps after warmup in which the learning rate decays"
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
+        0.1, "final learning rate, as a fraction of the peak"
+    )
+
+
+class ParallelSection(Section):
+    """Degrees of parallelism; the product of all but ep is the number of ranks."""
+
+    dp_replicate: Positive = key(1, "replicas of the sharded model (HSDP)")
+    dp_shard: Positive | Literal["auto", "fit"] = key(
+        "auto",
+        "data-parallel ranks that shard parameters, gradients and optimizer state (FSDP). auto: "
+        "all remaining ranks; fit: the fewest that fit into memory, the rest replicate (MiCS)",
+    )
+    tp: Positive = key(1, "tensor-parallel degree")
+    pp: Positive = key(1, "pipeline-parallel degree")
+    cp: Positive = key(1, "context-parallel degree")
+    ep: Positive = key(1, "expert-parallel degree; divides dp_shard x cp")
+    sequence_parallel: bool = key(
+        True, "tp: shard activations between matrix products along the sequence"
+    )
+    async_tp: bool = key(False, "tp: overlap communication with matrix products (SymmetricMemory)")
+    cp_method: Literal["ring", "allgather", "ulysses"] = key(
+        "ring",
+        "cp: attention across ranks. ring: pass keys and values around; allgather: gather keys "
+        "and values; ulysses: exchange heads for tokens",
+    )
+    cp_load_balance: bool = key(
+        True, "cp: give each rank a chunk from the head and one from the tail of a sequence"
+    )
+    mesh_order: Literal["pipeline-outer", "replica-outer"] = key(
+        "pipeline-outer",
+        "outermost axis of the device mesh. pipeline-outer: the ranks of a stage are neighbors; "
+        "replica-outer: the ranks of a replica are neighbors",
+    )
+    reshard_after_forward: Literal["auto", "always", "never"] | Positive = key(
+        "auto",
+        "parameters after forward. always: reshard (ZeRO-3); never: keep unsharded (ZeRO-2); a "
+        "number: reshard over that many ranks; auto: never in a pipeline, else always",
+    )
+    gradient_sync: Literal["auto", "microbatch", "step"] = key(
+        "auto",
+        "gradient reduction. microbatch: reduce-scatter each microbatch, all-reduce replicas once "
+        "a step; step: accumulate unsharded gradients and reduce once; auto: step if parameters "
+        "stay unsharded or gradients take less than 2 GiB",
+    )
+    hierarchical_gather: bool = key(
+        False, "all-gather parameters across nodes first, then inside each node"
+    )
+    symmetric_memory: bool = key(
+        False, "communicate parameters and gradients through memory that a node's GPUs share"
+    )
+    fsdp_prefetch: NonNegative = key(1, "blocks whose parameters are gathered ahead of use")
+    param_persistence_threshold: NonNegative = key(
+        0,
+        "elements below which a parameter stays unsharded from its first use to the end of a step",
+    )
+    cpu_offload: bool = key(False, "keep parameters, gradients and optimizer state in host memory")
+
+
+class PipelineSection(Section):
+    """The pipeline schedule and the split into stages."""
+
+    schedule: Text = key(
+        "1F1B",
+        "pipeline schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
+        "ZBVZeroBubble, DualPipeV, or the path of a .csv file",
+    )
+    stages_per_rank: Positive | Auto = key(
+        "auto", "stages per rank; auto: what the schedule needs, or 2 if it allows several"
+    )
+    balance: Literal["speed", "memory"] = key(
+        "speed",
+        "objective of the split. speed: the slowest stage is as fast as possible; memory: the "
+        "largest stage is as small as possible",
+    )
+    layers_per_stage: tuple[NonNegative, ...] = key(
+        (), "layers of each stage, first to last; empty: split by pipeline.balance"
+    )
+
+
+class PrecisionSection(Section):
+    """Dtypes of computation; trained weights are stored in float32."""
+
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", "dtype of forward and backward; auto: bfloat16 on cuda, float32 on cpu"
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype of the gradient reduction")
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = key(
+        "none",
+        "float8 matrix products of the blocks, by the elements that share a scale. tensorwise: a "
+        "matrix; rowwise: a row; rowwise_with_gw_hp: a row, weight gradients in high precision; "
+        "mxfp8: 32 elements; needs weft[torchao]",
+    )
+    float8_exclude: tuple[Text, ...] = key(
+        (), "float8: name patterns of matrices that stay in high precision, such as *.o_proj"
+    )
+    float8_small: bool = key(False, "float8: convert matrices that are too small to get faster")
+
+
+class ActivationCheckpointSection(Section):
+    """Recomputation and offload of activations; see docs/speed.md."""
+
+    mode: Literal["none", "full", "selective", "budget"] = key(
+        "none",
+        "activation checkpointing of the blocks. full: recompute every block; selective: "
+        "recompute cheap operators; budget: fit a memory budget",
+    )
+    every_n_layers: Positive = key(1, "checkpoint every n-th block only")
+    recompute_every_n_matmuls: NonNegative = key(
+        2, "selective: recompute every n-th matrix product; 0: none"
+    )
+    memory_budget: Annotated[float, Field(ge=0, le=1)] = key(
+        0.5, "budget: fraction of the activation memory that may be kept"
+    )
+    offload: bool = key(
+        False,
+        "keep saved activations in host memory until backward; with selective and budget the "
+        "blocks' inputs",
+    )
+    offload_prefetch: Positive = key(
+        1, "offload: blocks whose activations are loaded, or stay on the device, ahead of use"
+    )
+
+
+class CompileSection(Section):
+    """Compilation of each block with torch.compile; see docs/speed.md."""
+
+    enable: bool = key(False, "compile each block with torch.compile")
+    cache_dir: Text = key(
+        "~/.cache/weft/compile", "directory of compiled code, reused by the next start"
+    )
+
+
+class CheckpointSection(Section):
+    """When and where a run saves its state; see docs/reliability.md."""
+
+    interval: NonNegative | Auto = key(
+        100,
+        "steps between checkpoints; 0: only at the end; auto: the interval that loses the least "
+        "time, from the measured cost of a checkpoint and checkpoint.mtbf_hours",
+    )
+    mtbf_hours: Annotated[float, Field(gt=0)] = key(
+        24.0, "interval=auto: mean time between failures of the whole job, in hours"
+    )
+    async_save: bool = key(True, "write a copy of the state in the background while training")
+    dir: Text = key(
+        "auto",
+        "directory or s3://bucket/prefix of the checkpoints; auto: checkpoints in run.dir",
+    )
+    keep_latest: Positive = key(2, "checkpoints to keep, newest first")
+    local_dir: Text = key(
+        "off",
+        "node-local directory for the newest state, such as /dev/shm (takes twice the state in "
+        "memory) or a local disk; off: none",
+    )
+    local_interval: Positive = key(10, "steps between node-local saves")
+
+
+class Fault(Section):
+    """One injected fault; `weft.monitor.faults` lists the sites."""
+
+    site: Text = key("step", "site: one of weft.monitor.faults")
+    kind: Literal["kill", "stop", "slow", "lock", "raise", "error", "corrupt", "nan", "flip"] = key(
+        "kill",
+        "effect. kill: SIGKILL; stop: SIGSTOP; slow: sleep; lock: sleep and hold the GIL; raise: "
+        "an exception; error: an OSError; corrupt: multiply the tensors by factor; nan: fill them "
+        "with NaN; flip: flip one bit",
+    )
+    rank: NonNegative = key(0, "rank")
+    passing: Positive = key(1, "fire at the n-th call of this site")
+    times: Positive = key(1, "number of consecutive calls that fire")
+    seconds: Annotated[float, Field(ge=0)] = key(1.0, "slow and lock: duration in seconds")
+    error: Literal["EIO", "ENOSPC", "EDQUOT", "EACCES"] = key("ENOSPC", "error: its errno")
+    factor: float = key(1e4, "corrupt: factor")
+
+
+class ResilienceSection(Section):
+    """Failures, hangs and restarts; see docs/reliability.md."""
+
+    time_limit: Annotated[float, Field(ge=0)] = key(
+        0.0, "seconds of training after which the run saves and exits with status 75; 0: no limit"
+    )
+    on_anomaly: Literal["stop", "skip", "rewind"] = key(
+        "stop",
+        "action on a NaN or Inf loss or gradient norm. stop: end the run; skip: skip the update; "
+        "rewind: load the last checkpoint and skip the samples since; skip and rewind also act "
+        "on spikes",
+    )
+    max_anomalies: Positive = key(
+        10, "skipped steps in a row, or rewinds to one checkpoint, before the run stops"
+    )
+    spike_threshold: Annotated[float, Field(gt=0)] = key(
+        10.0, "robust standard deviations above the median that count as a spike"
+    )
+    spike_window: Annotated[int, Field(ge=4, le=10_000)] = key(
+        128, "accepted steps that define the median; spikes are detected once half are there"
+    )
+    replica_check: NonNegative = key(
+        100, "steps between comparisons of the replicas, also made before each save; 0: never"
+    )
+    step_timeout: Annotated[float, Field(ge=0)] | Auto = key(
+        "auto",
+        "seconds without progress in a step before the run is ended as hung, with exit status 3 "
+        "(outside a step ten times as many, at least 600); auto: 60, or (10 + "
+        "monitor.log_interval) times the median step time, whichever is more; 0: never",
+    )
+    preflight: bool = key(
+        False,
+        "run the checks of weft doctor on each node before its ranks start; a node that fails "
+        "exits with status 69",
+    )
+    max_restarts_per_hour: NonNegative = key(
+        3, "restarts from the newest checkpoint within an hour; 0: none"
+    )
+    lighthouse: Text = key(
+        "none",
+        "HOST:PORT of torchft's lighthouse, for replica groups that fail independently; needs "
+        "weft[torchft]; none: no replica groups",
+    )
+    faults: tuple[Fault, ...] = key((), "faults to inject, as tables [[resilience.faults]]")
+
+
+class MonitorSection(Section):
+    """Metrics, trackers and reports; see docs/observing.md."""
+
+    log_interval: Positive = key(10, "steps between logged metrics")
+    trackers: tuple[Text, ...] = key(
+        ("tensorboard",),
+        "trackers in addition to metrics.jsonl: tensorboard, wandb, mlflow, or module:function",
+    )
+    layer_grad_norms: bool = key(False, "log the gradient norm of each layer")
+    report: bool = key(True, "render report.html during training; needs weft[report]")
+    spans: bool = key(True, "write a timeline of each rank for Perfetto, into spans/")
+
+
+class ProfileSection(Section):
+    """Profiles by torch.profiler; see docs/observing.md."""
+
+    steps: Steps = key("", "steps to profile, into traces/: 10, or 10-12; empty: none")
+    memory: bool = key(False, "record memory allocations, too")
+
+
+class DebugSection(Section):
+    """Tools that find the cause of a wrong loss; see docs/debugging.md."""
+
+    layer_stats_steps: Steps = key(
+        "",
+        "steps, such as 7,20-30, whose layer statistics (mean, size, NaN count of each block's "
+        "output, gradient and parameter) go into statistics.jsonl; empty: none",
+    )
+    deterministic: bool = key(
+        False, "bitwise reproducible on the same layout and devices; slower on GPUs"
+    )
+    autograd_anomaly: bool = key(
+        False, "name the operator and layer whose backward makes NaN; slow"
+    )
+
+
+class LaunchSection(Section):
+    """What ``weft launch`` requests from a cluster; the run itself ignores it."""
+
+    time_limit: Text = key(
+        "1-00:00:00", "wall-clock limit of one submission: D-HH:MM:SS or HH:MM:SS"
+    )
+    image: Text = key("auto", "container image with weft installed; auto: the cluster's default")
+    setup: tuple[ShellLines, ...] = key(
+        (), "shell lines that each node runs first, such as 'source ~/venv/bin/activate'"
+    )
+    options: dict[Text, Text] = key(
+        {}, "further options of the scheduler, by its own names: partition=gpu,account=mine"
+    )
+
+
+class Job(Section):
+    """The user's choices, one field per section."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
+    optim: OptimSection = OptimSection()
+    parallel: ParallelSection = ParallelSection()
+    pipeline: PipelineSection = PipelineSection()
+    precision: PrecisionSection = PrecisionSection()
+    activation_checkpoint: ActivationCheckpointSection = ActivationCheckpointSection()
+    compile: CompileSection = CompileSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    resilience: ResilienceSection = ResilienceSection()
+    monitor: MonitorSection = MonitorSection()
+    profile: ProfileSection = ProfileSection()
+    debug: DebugSection = DebugSection()
+    launch: LaunchSection = LaunchSection()
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in Job.model_fields.items()
+}
+
+
+def keys() -> Iterator[str]:
+    """Every ``section.key``, in order."""
+    for name, section in SECTIONS.items():
+        yield from (f"{name}.{key}" for key in section.model_fields)
+
+
+# --------------------------------------------------------------------------- reading
+
+Tree = dict[str, dict[str, Any]]
+MAX_RECIPE_BYTES = 16 << 20
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(
+        f.name.removesuffix(".toml") for f in RECIPES.iterdir() if f.name.endswith(".toml")
+    )
+
+
+def read_job(
+    recipe: str, overrides: Sequence[tuple[str, str]] = ()
+) -> tuple[Job, Job, list[Problem]]:
+    """Read a recipe and apply command-line overrides.
+
+    Args:
+        recipe: a shipped name, or the path of a TOML file.
+        overrides: ``("section.key", "text")`` pairs; a later one wins.
+
+    Returns:
+        The job, the recipe without the overrides (to tell the differences), and every
+        problem found.  Where a value was bad, the jobs hold the default instead.
+    """
+    problems: list[Problem] = []
+    tree = _load_recipe(recipe, problems)
+    base = _validate(tree, problems)
+    for name, text in overrides:
+        _override(tree, name, text, problems)
+    return _validate(tree, problems), base, problems
+
+
+def _load_recipe(recipe: str, problems: list[Problem], seen: tuple[str, ...] = ()) -> Tree:
+    """The recipe's tree with everything that it extends underneath."""
+    path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
+    if path is None:
+        remedy = suggest(recipe, recipe_names()) + " or the path of a .toml file"
+        problems.append(Problem("extends" if seen else "recipe", recipe, "no such recipe", remedy))
+        return {}
+    if str(path) in seen:
+        chain = " -> ".join(Path(p).name for p in (*seen, str(path)))
+        problems.append(Problem("extends", recipe, f"recipes extend each other: {chain}"))
+        return {}
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise ValueError(f"it is larger than {MAX_RECIPE_BYTES >> 20} MiB")
+        tree = tomllib.loads(path.read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(Problem("recipe", str(path), f"cannot be read as TOML: {error}"))
+        return {}
+    parent = tree.pop("extends", None)
+    for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
+        rule = "is not a section" if name in SECTIONS else "unknown key outside a section"
+        problems.append(
+            Problem(name, tree.pop(name), rule, f"write [section] first; {nearest_key(name)}")
+        )
+    if parent is None:
+        return tree
+    if not isinstance(parent, str):
+        problems.append(Problem("extends", parent, "must be the name or path of a recipe"))
+        return tree
+    below = _load_recipe(parent, problems, (*seen, str(path)))
+    return {
+        name: below.get(name, {}) | tree.get(name, {}) for name in dict.fromkeys([*below, *tree])
+    }
+
+
+def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
+    shipped = Path(str(RECIPES / f"{recipe}.toml"))
+    candidates = [Path(recipe)] if beside is None else [beside / recipe, Path(recipe)]
+    if recipe in recipe_names():
+        return shipped
+    try:
+        return next((path.resolve() for path in candidates if path.is_file()), None)
+    except (OSError, ValueError):  # no path at all: too long, or with a NUL in it
+        return None
+
+
+def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in name + text):
+        problems.append(Problem(ascii(name)[1:-1], ascii(text), "is not UTF-8 text"))
+        return
+    section, _, last = name.partition(".")
+    model = SECTIONS.get(section)
+    if model is None or (
+        last not in model.model_fields and model.model_config["extra"] == "forbid"
+    ):
+        problems.append(Problem(name, _literal(text), "unknown key", nearest_key(name)))
+        return
+    if last not in model.model_fields:
+        tree.setdefault(section, {})[last] = _literal(text)
+        return
+    literal = _literal(text)
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    origin = get_origin(model.model_fields[last].annotation)
+    if origin is tuple and not isinstance(literal, list):
+        literal = [_literal(part) for part in parts]
+    elif origin is dict and not isinstance(literal, dict):
+        pairs = [part.rpartition("=") for part in parts]
+        text_only = get_args(model.model_fields[last].annotation)[1] == Text
+        literal = {
+            name or value: value if text_only else _literal(value) for name, _, value in pairs
+        }
+    try:
+        if isinstance(literal, list | dict):
+            model.model_validate_json(json.dumps({last: literal}, default=_no_json), strict=True)
+            value: Any = literal
+        else:
+            value = getattr(model.model_validate_strings({last: text}), last)
+    except ValidationError as error:
+        problems += _translate(error, model, section, {last: literal})
+        value = None
+    if value is None:
+        tree.get(section, {}).pop(last, None)
+    else:
+        tree.setdefault(section, {})[last] = value
+
+
+def _literal(text: str) -> Any:
+    """Command-line text for a key whose type is not known here: a TOML value, or a string."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def _validate(tree: Tree, problems: list[Problem]) -> Job:
+    """The Job of ``tree``; bad entries are reported once, removed from ``tree``, and defaulted."""
+    for name in [name for name in tree if name not in SECTIONS]:
+        shown = f"[{name}]"
+        problems.append(Problem(shown, MISSING, "unknown section", suggest(name, SECTIONS)))
+        del tree[name]
+    for name, section in tree.items():
+        found = check_section(SECTIONS[name], name, section)
+        problems += found
+        for problem in found:
+            section.pop(problem.key.partition(".")[2], None)
+    return Job.model_validate_json(json.dumps(tree, default=_no_json), strict=True)
+
+
+def _no_json(value: object) -> dict[str, str]:
+    """TOML's dates, as something that no key accepts."""
+    return {"date": str(value)}
+
+
+def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the ``values`` of section ``name``, taken strictly.
+
+    They are read as JSON, in which an array may become a tuple, but "8" is not 8.
+    """
+    try:
+        kind.model_validate_json(json.dumps(values, default=_no_json), strict=True)
+    except ValidationError as error:
+        return _translate(error, kind, name, values)
+    return []
+
+
+def _translate(
+    error: ValidationError, kind: type[Section], name: str, values: Mapping[str, Any]
+) -> list[Problem]:
+    """Pydantic's errors as Problems, one for each key however many alternatives it has."""
+    rules: dict[str, list[str]] = {}
+    for entry in error.errors(include_url=False):
+        # What is nested too deeply has no place: it is in one of the lists.
+        nested = [last for last, value in values.items() if isinstance(value, list | dict)]
+        for last in entry["loc"][:1] or nested:
+            rules.setdefault(str(last), []).append(_rule(entry["type"], entry))
+    problems = []
+    for last, rule in rules.items():
+        field = kind.model_fields.get(last)
+        if field is None:
+            remedy = nearest_key(
+                f"{name}.{last}", [f"{name}.{known}" for known in kind.model_fields]
+            )
+        else:
+            usual = json.dumps(field.get_default(call_default_factory=True), default=str)
+            default = "" if field.is_required() else f" (default {usual})"
+            remedy = f"{field.description or kind.__name__}{default}"
+        shown = " or ".join(dict.fromkeys(rule))
+        problems.append(Problem(f"{name}.{last}", values.get(last, MISSING), shown, remedy))
+    return problems
+
+
+_RULES = {
+    "extra_forbidden": "unknown key",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of fewer digits",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list: [1, 2]",
+    "string_pattern_mismatch": "must match {pattern}",
+    "value_error": "{error}",
+}
+
+
+def _rule(kind: str, entry: Mapping[str, Any]) -> str:
+    broken = {
+        NO_NUL: "must not contain a NUL character",
+        ONE_LINE: "must not contain control characters, such as a newline",
+    }.get(entry.get("ctx", {}).get("pattern", ""))
+    if broken:
+        return broken
+    template = _RULES.get(kind)
+    if template is None:
+        return str(entry["msg"][0].lower() + entry["msg"][1:])
+    return template.format(**entry.get("ctx", {}))
+
+
+# --------------------------------------------------------------------------- using
+
+
+def flatten(job: Job) -> dict[str, Any]:
+    """``{"section.key": value}`` of every key, in order."""
+    return {
+        f"{name}.{key}": value
+        for name, section in job.model_dump(mode="json").items()
+        for key, value in section.items()
+    }
+
+
+def difference(job: Job, base: Job) -> dict[str, tuple[Any, Any]]:
+    """``{"section.key": (value in job, value in base)}`` where the two differ."""
+    ours, theirs = flatten(job), flatten(base)
+    every = dict.fromkeys([*ours, *theirs])
+    return {
+        name: (ours.get(name, MISSING), theirs.get(name, MISSING))
+        for name in every
+        if ours.get(name, MISSING) != theirs.get(name, MISSING)
+    }
+
+
+def replace(job: Job, **sections: Mapping[str, Any]) -> Job:
+    """A copy with some keys changed: ``replace(job, run={"dir": "x"})``, validated again."""
+    tree = job.model_dump()
+    for name, changes in sections.items():
+        tree[name] |= changes
+    return Job.model_validate(tree)
+
+
+def to_toml(job: Job, recipe: str, base: Job) -> str:
+    """The complete job as TOML, headed by its differences from the recipe."""
+    import tomli_w
+
+    lines = [
+        f"# {name}: {theirs!r} -> {ours!r}"
+        for name, (ours, theirs) in difference(job, base).items()
+    ]
+    head = [f"# Complete job of a weft run, started from the recipe {recipe!r}."]
+    head += (
+        ["# What differs from the recipe:", *lines]
+        if lines
+        else ["# Nothing differs from the recipe."]
+    )
+    return "\n".join(head) + "\n\n" + tomli_w.dumps(job.model_dump(mode="json"))
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of a recipe file (``extends`` included), for editors."""
+    tree = Job.model_json_schema()
+    tree["title"] = "weft recipe"
+    tree["properties"] = {
+        "extends": {
+            "type": "string",
+            "description": "a shipped recipe's name, or a path beside this file",
+        }
+    } | tree["properties"]
+    return tree

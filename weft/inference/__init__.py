@@ -1,1 +1,0 @@
-"""A trained model that is asked: what it writes, how likely it finds something."""

@@ -1,1 +1,0 @@
-"""Models in from others, and out to them."""

@@ -1,1 +1,0 @@
-"""Going on when something goes wrong."""

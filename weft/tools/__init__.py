@@ -1,0 +1,1 @@
+"""Commands on top of training: verify, compare, diff, generate, evaluate, convert."""
