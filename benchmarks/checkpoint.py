@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from weft.checkpoint.load import load
-from weft.checkpoint.manager import Saver
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state_dict import named_parameters
 from weft.config.job import read_job
@@ -120,7 +120,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="weft-checkpoint-", dir=options.folder))
     savers = {
-        kind: Saver(home / kind, 1, background=kind == "background")
+        kind: CheckpointManager(home / kind, 1, background=kind == "background")
         for kind in ("background", "waiting")
     }
     seconds: dict[str, list[float]] = {}

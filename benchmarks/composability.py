@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from weft.config.files import write_json
-from weft.config.job import InvalidJob, WeftError
+from weft.config.job import InvalidConfig, WeftError
 from weft.tools.shrink import plan_of_recipe
 from weft.tools.verify import read_recipe, verify
 
@@ -189,7 +189,7 @@ def refusals(overrides: Overrides) -> list[str]:
     """Return why weft refuses a job; empty if it accepts it."""
     try:
         plan_of_recipe(read_recipe(RECIPE, list(overrides.items())))
-    except InvalidJob as error:
+    except InvalidConfig as error:
         return [str(problem) for problem in error.problems]
     return []
 
@@ -201,7 +201,7 @@ def run_pair(overrides: Overrides) -> dict[str, Any]:
     try:
         job = read_recipe(RECIPE, list(overrides.items()))
         report = verify(job, ranks=RANKS, steps=STEPS, keep=list(overrides))
-    except InvalidJob as error:
+    except InvalidConfig as error:
         return {"outcome": "refused", "reason": str(error)}
     except WeftError as error:
         return {"outcome": "failed", "reason": str(error)}

@@ -35,7 +35,7 @@ import numpy as np
 import tokenizers
 
 from weft.config.job import DataSection
-from weft.data.dataset import Source, Text
+from weft.data.dataset import Source, Dataset
 from weft.data.loader import Loader, samples_of
 from weft.data.prepare import prepare
 from weft.data.tokenizer import train_tokenizer
@@ -104,7 +104,7 @@ def tokenising(file: Path, tokenizer: Path, folder: Path, rounds: int) -> None:
 def reading(file: Path, tokenizer: Path, folder: Path, seq_len: int, rounds: int) -> None:
     section = DataSection(path=str(file), tokenizer=str(tokenizer))
     store = prepare(section, folder / "warm")
-    text = Text(store.path, (Source("x", 1.0, store),))
+    text = Dataset(store.path, (Source("x", 1.0, store),))
     stream = store.tokens("train")
     rows = stream.window(np.arange((len(stream) - 1) // seq_len) * seq_len, seq_len + 1)
     arrow = datasets.Dataset.from_dict({"ids": rows.astype(np.int32)}).with_format("numpy")

@@ -45,7 +45,7 @@ from weft.data.loader import Loader, Mixture, Windows
 from weft.data.token_store import TokenStream
 from weft.monitor.anomaly import gather
 from weft.monitor.stragglers import Stragglers, every_rank
-from weft.optim.optimizer import clip, grad_norm, step_unless
+from weft.optim.optimizer import clip, grad_norm, masked_step
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import Rank, build
 
@@ -128,7 +128,7 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
         share = engine.forward_backward(loader.batch(consumed))
         trial = gather(share, *grad_norm(params))
         clip(params, trial.norm, 1.0)
-        step_unless(optimizer, ~trial.told.isfinite().all())
+        masked_step(optimizer, ~trial.told.isfinite().all())
         optimizer.zero_grad()
         consumed += ranks
         own.append(time.process_time() - began - spent["others"])

@@ -39,7 +39,7 @@ from benchmarks.checkpoint import build_model, forget, step
 from benchmarks.data import write_lines
 from tests import s3
 from weft.checkpoint.load import load
-from weft.checkpoint.manager import Saver
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.storage import create, open_folder, remove
 from weft.data.tokenizer import train_tokenizer
@@ -62,7 +62,7 @@ class Checkpoints:
 
     def __init__(self, place: str | Path, built: Built) -> None:
         self.home, self.built, self.step = open_folder(place), built, 0
-        self.saver = Saver(self.home, 1, background=False)
+        self.saver = CheckpointManager(self.home, 1, background=False)
 
     def save(self) -> None:
         self.step += 1

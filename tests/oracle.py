@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from tests.small import SMALL, Overrides
 from weft.checkpoint.state_dict import named_parameters
 from weft.config.job import Job, read_job
-from weft.data.dataset import Source, Text
+from weft.data.dataset import Source, Dataset
 from weft.data.loader import (
     Batch,
     Loader,
@@ -44,7 +44,7 @@ from weft.data.loader import (
     samples_of,
 )
 from weft.data.token_store import Manifest, Shard, Split, Store
-from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
+from weft.optim.optimizer import clip, grad_norm, set_learning_rate, masked_step
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.reference_logprobs import log_probs
@@ -771,7 +771,7 @@ def build_weft(case: Case, folder: Path, rank: Rank | None = None) -> Weft:
     job = case.job
     plan = resolve(job, Machine("cpu", devices=1, world_size=1))
     store = case.corpus.write(folder, plan.model.vocab_size, case.held_out)
-    text = Text(folder, (Source("oracle", 1.0, store),))
+    text = Dataset(folder, (Source("oracle", 1.0, store),))
     built = build(job, plan, rank or Rank(0, 0, 1, torch.device("cpu")))
     mixtures = {
         split: samples_of(text, split, job.train.seq_len, job.data, job.train.seed)  # type: ignore[arg-type]
@@ -912,7 +912,7 @@ class _Comparison:
                     "optim/schedule.py",
                 )
             set_learning_rate(self.built.optimizer, lr)
-            step_unless(self.built.optimizer, torch.tensor(False))
+            masked_step(self.built.optimizer, torch.tensor(False))
             engine.balance.total()
             engine.balance.step(torch.tensor(False))
             yield from self._update(step, here, norm.item())

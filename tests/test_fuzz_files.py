@@ -24,7 +24,7 @@ from tests.tools.test_hf_convert import tiny_folder
 from weft.cluster.hang import seen_in_dump
 from weft.cluster.submit import RECORD, Launched
 from weft.config.files import read_json
-from weft.config.job import InvalidJob, WeftError, read_job
+from weft.config.job import InvalidConfig, WeftError, read_job
 from weft.data.prepared_cache import read_scans, write_scans
 from weft.plan.devices import OURS, read_clusters
 from weft.tools.comparison_dir import COMPARISON, Ended, open_comparison, stored
@@ -167,7 +167,7 @@ def is_read(read: Callable[[Path], object], path: Path) -> bool:
     """Return False if it is refused, by an error for people."""
     try:
         read(path)
-    except (InvalidJob, WeftError):
+    except (InvalidConfig, WeftError):
         return False
     return True
 

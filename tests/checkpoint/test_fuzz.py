@@ -22,12 +22,12 @@ import torch
 
 from tests.checkpoint.test_manager import everything, stepped
 from tests.harness import run_ranks
-from weft.checkpoint.manager import Saver
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import CheckpointError, manifest_text
 from weft.checkpoint.state_dict import named_parameters
 from weft.config.job import ResilienceSection
-from weft.monitor.anomaly import Watch
-from weft.train.state import Position, resume
+from weft.monitor.anomaly import AnomalyDetector
+from weft.train.state import TrainState, resume
 
 MEMORY_BYTES = 2 << 30  # that one load may take more than the process has
 SECONDS = 5.0  # of the processor, for one load
@@ -141,8 +141,8 @@ def next_step(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     return everything(parts, optimizer)
 
 
-def is_sound(at: Position, step: int) -> bool:
-    Watch(ResilienceSection(on_anomaly="skip"), at.watch)
+def is_sound(at: TrainState, step: int) -> bool:
+    AnomalyDetector(ResilienceSection(on_anomaly="skip"), at.watch)
     whole = type(at.step) is type(at.samples) is int
     return whole and at.step == step and step <= at.samples < 2**53
 
@@ -164,7 +164,7 @@ def fuzz(folder: str, seed: int, count: int, local: bool) -> tuple[list[str], di
     """
     home, nodes = Path(folder) / "checkpoints", Path(folder) / "nodes"
     parts, optimizer = stepped(1e-3)
-    saver = Saver(home, 9, local=str(nodes) if local else "off")
+    saver = CheckpointManager(home, 9, local=str(nodes) if local else "off")
     saver.take(0)
     states, watch = {}, {"loss": [5.0, 4.5], "gradient norm": [1.0, 0.9], "in_a_row": 0}
     for step in (1, 2):

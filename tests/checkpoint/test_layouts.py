@@ -25,7 +25,7 @@ from weft.config.job import Job
 from weft.data.dataset import open_text
 from weft.optim.optimizer import set_learning_rate
 from weft.train.setup import Built, build
-from weft.train.state import Position, resume
+from weft.train.state import TrainState, resume
 
 # Twelve rows go over 1 to 4 ranks; three of these cut 32 rows of a weight into 11, 11 and 10.
 BATCH = 12
@@ -55,7 +55,7 @@ def hand_on(
         The tensors of each source that this rank had.
     """
     job = small_job(*overrides)
-    found, at = [], Position(0, first)
+    found, at = [], TrainState(0, first)
     built = build(job, plan_here(job), this_rank())
     for number, source in enumerate(sources):
         if number:
@@ -69,7 +69,7 @@ def hand_on(
     set_learning_rate(built.optimizer, job.optim.lr)
     built.optimizer.step()
     built.optimizer.zero_grad()
-    at = Position(at.step + 1, at.samples + BATCH)
+    at = TrainState(at.step + 1, at.samples + BATCH)
     manifest = at.manifest(plan_here(job), open_text(Path(store)))
     save(Path(target) / "checkpoints", built.parts, built.optimizer, manifest, keep=1)
     state = in_memory(built)
@@ -78,7 +78,7 @@ def hand_on(
     return found
 
 
-def check(job: Job, built: Built, at: Position, store: str, source: Path) -> set[str]:
+def check(job: Job, built: Built, at: TrainState, store: str, source: Path) -> set[str]:
     """What has just been loaded against what its saver had."""
     said = noted(source)
     assert at == said["at"]
@@ -112,7 +112,7 @@ def in_memory(built: Built) -> Tensors:
     return {name: whole(tensor).clone() for name, tensor in state.items()}
 
 
-def backward(job: Job, built: Built, at: Position, store: str) -> float:
+def backward(job: Job, built: Built, at: TrainState, store: str) -> float:
     """The loss of the step that comes next, whose gradients are there then."""
     built.optimizer.zero_grad()
     loader = loader_of(job, plan_here(job), store, built.mesh)

@@ -17,7 +17,7 @@ from tests.harness import RankError, run_ranks
 from tests.monitor.test_anomaly import faults
 from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.load import load
-from weft.checkpoint.manager import Saver
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, take
 from weft.train.setup import build
 
@@ -218,7 +218,7 @@ def bytes_read(folder: str) -> tuple[int, int]:
     """Bytes that this rank reads to load a checkpoint, and that the checkpoint has."""
     job = small_job(("parallel.dp_replicate", "2"), ("model.dim", "256"))
     built = build(job, plan_here(job), this_rank())
-    saver = Saver(Path(folder), keep=1)
+    saver = CheckpointManager(Path(folder), keep=1)
     for param in (p for part in built.parts for p in part.parameters()):
         param.grad = torch.ones_like(param)
     built.optimizer.step()

@@ -17,7 +17,7 @@ from torch import nn
 from tests.harness import RankError, run_ranks
 from tests.small import plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint.load import load
-from weft.checkpoint.manager import Saver
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -49,7 +49,7 @@ def everything(parts: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 def save(folder: Path, parts: Any, optimizer: Any, manifest: dict[str, Any], keep: int) -> None:
     """Save one checkpoint and wait for it."""
-    saver = Saver(folder, keep)
+    saver = CheckpointManager(folder, keep)
     saver.save(parts, optimizer, manifest)
     saver.wait()
 

@@ -29,7 +29,7 @@ from tests.small import (
 )
 from weft.checkpoint import manager as store_module
 from weft.checkpoint import manifest
-from weft.checkpoint.manager import Saver, _delete_old
+from weft.checkpoint.manager import CheckpointManager, _delete_old
 from weft.checkpoint.manifest import (
     CheckpointError,
     Superseded,
@@ -40,22 +40,22 @@ from weft.checkpoint.manifest import (
     read_manifest,
     take,
 )
-from weft.checkpoint.save_schedule import Saves, young_interval
+from weft.checkpoint.save_schedule import CheckpointSchedule, young_interval
 from weft.checkpoint.state_dict import named_parameters
 from weft.checkpoint.storage import put_new
 from weft.config.job import CheckpointSection
 from weft.data.dataset import open_text
-from weft.monitor.faults import arm, listeners
+from weft.monitor.faults import install_faults, listeners
 from weft.train.loop import train
 
 
 def write_late(folder: str, background: bool) -> tuple[dict[str, torch.Tensor], float, float]:
     """The state at the save, which training changes before anything of it is written."""
     parts, optimizer = stepped(1e-3)
-    saver = Saver(Path(folder), 9, background=background)
+    saver = CheckpointManager(Path(folder), 9, background=background)
     before = everything(parts, optimizer)
     slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 1.0, "rank": this_rank().rank}
-    arm(
+    install_faults(
         small_job(("resilience.faults", toml(slow))).resilience.faults,
         this_rank().rank,
         Path(folder),
@@ -84,9 +84,9 @@ def test_saver_background_save_holds_the_state_of_its_moment(ranks: int, tmp_pat
 def save_several(folder: str) -> list[dict[str, torch.Tensor]]:
     """Without waiting in between, so that each must wait for the one before."""
     parts, optimizer = stepped(1e-3)
-    saver = Saver(Path(folder), 9, background=True)
+    saver = CheckpointManager(Path(folder), 9, background=True)
     slow = {"site": "checkpoint.shards", "kind": "slow", "seconds": 0.5, "passing": 2}
-    arm(
+    install_faults(
         small_job(("resilience.faults", toml(slow))).resilience.faults,
         this_rank().rank,
         Path(folder),
@@ -209,7 +209,7 @@ def test_young_interval_loses_least() -> None:
 
 def ask_when(mtbf_hours: float, stalls: list[float]) -> list[int]:
     section = CheckpointSection(interval="auto", mtbf_hours=mtbf_hours)
-    saves, steps = Saves(section, 100, lambda text: None), []
+    saves, steps = CheckpointSchedule(section, 100, lambda text: None), []
     for step in range(101, 500):
         if saves.due(step):
             # Ranks measure different costs and must come to one answer.
@@ -247,7 +247,7 @@ def test_auto_interval_in_a_run_saves_often_and_says_so(store_path: Path, tmp_pa
 def take_and_save(folder: str, step: int, first: int, last: int) -> int:
     """One incarnation: goes on from ``step``, saves the steps from ``first`` to ``last``."""
     home = Path(folder)
-    saver = Saver(home, 9)
+    saver = CheckpointManager(home, 9)
     saver.take(step)
     parts, optimizer = stepped(1e-3 * saver.epoch)
     for step in range(first, last + 1):
@@ -277,7 +277,7 @@ def test_checkpoints_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None
 def be_superseded(folder: str) -> str:
     home = Path(folder)
     parts, optimizer = stepped(1e-3)
-    saver = Saver(home, 9, background=True)
+    saver = CheckpointManager(home, 9, background=True)
     saver.take(0)
     saver.save(parts, optimizer, {"step": 1, "samples": 8})
     saver.wait()
@@ -376,7 +376,7 @@ def lose_the_folder(folder: str) -> tuple[list[str], int]:
     """Save, lose the folder, save twice: what was said. Then somebody else takes the run."""
     home, said = Path(folder) / "checkpoints", []
     parts, optimizer = stepped(1e-3)
-    saver = Saver(home, 9, say=said.append)
+    saver = CheckpointManager(home, 9, say=said.append)
     for step in (0, 0):  # of the second epoch
         saver.take(step)
     for step in (1, 2, 3):
@@ -403,7 +403,7 @@ def test_saver_folder_deleted_restores_lease_and_fencing(tmp_path: Path) -> None
 def lose_the_folder_to_another(folder: str) -> str:
     home = Path(folder) / "checkpoints"
     parts, optimizer = stepped(1e-3)
-    saver = Saver(home, 9)
+    saver = CheckpointManager(home, 9)
     for step in (0, 0):
         saver.take(step)
     shutil.rmtree(home)

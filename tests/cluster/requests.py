@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.cluster.submit import Request, words_of
-from weft.config.job import Problem, read_job
+from weft.config.job import ConfigError, read_job
 
 
 def request(
@@ -29,7 +29,7 @@ def request(
     return Request("small-run", words, job, nodes, devices, folder)
 
 
-def said(problems: list[Problem]) -> str:
+def said(problems: list[ConfigError]) -> str:
     return "\n".join(str(problem) for problem in problems)
 
 

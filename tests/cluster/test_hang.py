@@ -26,7 +26,7 @@ from weft.cli.main import main
 from weft.cluster import HUNG
 from weft.cluster.hang import explain, seen_in_dump
 from weft.cluster.watchdog import Call, Seen, verdict, write_evidence
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.monitor.heartbeat import process_began, ranks_text
 from weft.parallel.private_hooks import record_flights
 
@@ -309,7 +309,7 @@ def test_seen_in_dump_hostile_pickle_runs_nothing(
     data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidJob, match="is no dump of torch's Flight Recorder"):
+    with pytest.raises(InvalidConfig, match="is no dump of torch's Flight Recorder"):
         seen_in_dump(0, data)
     assert not (tmp_path / "evil").exists()
 

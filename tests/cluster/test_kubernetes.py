@@ -15,7 +15,7 @@ from tests.cluster.requests import fake_tool, own_recipe, request, said
 from weft.cluster import kubernetes, submit
 from weft.cluster.submit import alive
 from weft.config.job import WeftError
-from weft.train.environment import find
+from weft.train.environment import detect_environment
 
 OPTIONS = {"claim": "shared"}
 IMAGE = ("launch.image", "registry/weft:1")
@@ -152,7 +152,7 @@ def test_jobset_pods_know_each_other() -> None:
     asked = request(IMAGE, options=OPTIONS | {"kind": "jobset"}, nodes=(2, 2))
     env = pod_of(documents(kubernetes.render(asked)))["containers"][0]["env"]
     around = {each["name"]: each.get("value", "1") for each in env}
-    where = find(around | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    where = detect_environment(around | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
     assert (where.source, where.nodes) == ("kubernetes", "2")
     assert where.rendezvous == "small-run-node-0-0.small-run:29400"
     rank = next(each for each in env if each["name"] == "PET_NODE_RANK")

@@ -27,8 +27,8 @@ from tests.cluster.test_launcher import wait_for
 from tests.harness import run_ranks
 from tests.small import records, train_rank
 from weft.cluster import REQUEUE
-from weft.cluster.rendezvous import Meeting, is_here, meet
-from weft.config.job import InvalidJob, read_job
+from weft.cluster.rendezvous import RendezvousHandler, is_here, meet
+from weft.config.job import InvalidConfig, read_job
 from weft.parallel.private import listening_store
 from weft.plan.resolve import Machine, resolve_nodes
 
@@ -175,7 +175,7 @@ def test_meet_lost_node_is_noticed(nodes: Callable[..., Node]) -> None:
 
 def test_meet_node_of_another_job_is_refused(nodes: Callable[..., Node]) -> None:
     nodes(1, 2, **{"optim.lr": 1e-3, "train.seed": 0})
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         nodes(1, 2, **{"optim.lr": 2e-3, "train.seed": 0})
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("optim.lr", 2e-3)
@@ -230,7 +230,7 @@ def test_torch_private_rendezvous_api_is_there() -> None:
     assert stores <= set(names)
     waiting = DynamicRendezvousHandler.num_nodes_waiting.__code__.co_names
     assert {"state", "wait_list", "sync"} <= set(waiting)
-    assert issubclass(Meeting, DynamicRendezvousHandler)
+    assert issubclass(RendezvousHandler, DynamicRendezvousHandler)
 
 
 def test_node_range_invalid_numbers_are_refused() -> None:
@@ -252,12 +252,12 @@ def test_node_range_invalid_numbers_are_refused() -> None:
         four.warnings
     )
     assert plan("2").node_counts == (2,)
-    with pytest.raises(InvalidJob, match=r"does not divide over the 6"):
+    with pytest.raises(InvalidConfig, match=r"does not divide over the 6"):
         plan("3")
     for wrong in ("4:1", "0", "1:", "many"):
-        with pytest.raises(InvalidJob, match=r"run.nodes = \"?.*neither a number"):
+        with pytest.raises(InvalidConfig, match=r"run.nodes = \"?.*neither a number"):
             plan(wrong)
-    with pytest.raises(InvalidJob, match=r"run.rendezvous = \"auto\": several nodes"):
+    with pytest.raises(InvalidConfig, match=r"run.rendezvous = \"auto\": several nodes"):
         plan("2", ("run.rendezvous", "auto"))
 
 

@@ -12,7 +12,7 @@ from tests.small import newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.cli.main import main
 from weft.cluster.start import rollback
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
@@ -32,7 +32,7 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
     assert steps_of(tmp_path) == [5, 10, 15, 20]
     before = newest_state(tmp_path / "run")
 
-    with pytest.raises(InvalidJob, match=r"use one of \[0, 5, 10, 15, 20\]"):
+    with pytest.raises(InvalidConfig, match=r"use one of \[0, 5, 10, 15, 20\]"):
         rollback(tmp_path / "run", 7)
     monkeypatch.chdir(tmp_path)
     assert main(["rollback", "run", "10"]) == 0
@@ -51,5 +51,5 @@ def test_rollback_and_train_again_ends_with_the_same_bits(
 
 
 def test_rollback_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidJob, match="is not the folder of a run"):
+    with pytest.raises(InvalidConfig, match="is not the folder of a run"):
         rollback(tmp_path / "nothing", 7)

@@ -40,7 +40,7 @@ from weft.cluster.sagemaker_entry import (
     train_words,
     write_failure,
 )
-from weft.config.job import InvalidJob, WeftError
+from weft.config.job import InvalidConfig, WeftError
 
 TOOLKIT = os.environ.get("WEFT_SAGEMAKER_TOOLKIT", "")
 HAVE_TOOLKIT = bool(TOOLKIT) or importlib.util.find_spec("sagemaker_training") is not None
@@ -131,9 +131,9 @@ def test_entry_values_written_by_the_toolkit_are_read() -> None:
 
 
 def test_entry_word_without_a_value_is_refused() -> None:
-    with pytest.raises(InvalidJob, match="--b: is not --key value"):
+    with pytest.raises(InvalidConfig, match="--b: is not --key value"):
         pairs_of(["--a", "1", "--b"])
-    with pytest.raises(InvalidJob, match="-k: is not --key value"):
+    with pytest.raises(InvalidConfig, match="-k: is not --key value"):
         pairs_of(["-k", "1"])
 
 
@@ -157,13 +157,13 @@ def test_entry_given_values_override_defaults(tmp_path: Path) -> None:
 
 
 def test_entry_without_a_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidJob, match="recipe: is missing; give the hyperparameter recipe"):
+    with pytest.raises(InvalidConfig, match="recipe: is missing; give the hyperparameter recipe"):
         train_words([("train.steps", "5")], alone(tmp_path))
 
 
 def test_entry_several_hosts_need_a_shared_checkpoint_dir(tmp_path: Path) -> None:
     two = Container(("a", "b"), "a", {}, tmp_path, tmp_path / "model", tmp_path / "failure")
-    with pytest.raises(InvalidJob, match=r"checkpoint\.dir = .*each of the 2 hosts has"):
+    with pytest.raises(InvalidConfig, match=r"checkpoint\.dir = .*each of the 2 hosts has"):
         train_words([("recipe", "demo")], two)
     given = [("recipe", "demo"), ("checkpoint.dir", "s3://bucket/run")]
     assert pairs(train_words(given, two))["--checkpoint.dir"] == "s3://bucket/run"

@@ -13,7 +13,7 @@ import yaml
 
 from tests.cluster.requests import fake_tool, own_recipe, request, said
 from weft.cluster import skypilot
-from weft.train.environment import find
+from weft.train.environment import detect_environment
 
 OPTIONS = {"bucket": "s3://my-bucket"}
 IMAGE = ("launch.image", "registry/weft:1")
@@ -134,7 +134,7 @@ def test_task_nodes_know_each_other() -> None:
         "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     }
-    where = find(around)
+    where = detect_environment(around)
     assert (where.source, where.nodes) == ("skypilot", "2")
     assert where.rendezvous.startswith("10.0.0.4:")
 

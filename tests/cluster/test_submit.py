@@ -15,7 +15,7 @@ from tests.harness import ROOT
 from weft.cli.main import main
 from weft.cluster import slurm
 from weft.cluster.submit import Launched, Request, request
-from weft.config.job import InvalidJob, Job, Problem, WeftError, read_job
+from weft.config.job import InvalidConfig, Job, ConfigError, WeftError, read_job
 from weft.plan.resolve import Machine
 
 DOCS = ROOT / "docs" / "slurm.md"
@@ -270,7 +270,7 @@ def test_script_with_a_hostile_value_runs_nothing_else(
     """It is refused, or is a word of the command and nothing else."""
     given = f"comment={value}" if key == "launch.options" else value
     if not value.isprintable():
-        with pytest.raises(InvalidJob, match="control characters"):
+        with pytest.raises(InvalidConfig, match="control characters"):
             script("--run.device", "cpu", f"--{key}", given)
         return
     text = script("--run.device", "cpu", f"--{key}", given)
@@ -288,7 +288,7 @@ def test_script_from_a_hostile_working_directory_runs_nothing_else(
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
     if not value.isprintable():
-        with pytest.raises(InvalidJob, match=r"working directory = .*control characters"):
+        with pytest.raises(InvalidConfig, match=r"working directory = .*control characters"):
             script("--run.device", "cpu")
         return
     text = script("--run.device", "cpu")
@@ -298,7 +298,7 @@ def test_script_from_a_hostile_working_directory_runs_nothing_else(
 def test_script_of_a_recipe_with_a_newline_in_its_name_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "a\ntouch pwned\n.toml"
     recipe.write_text('extends = "demo"\n')
-    with pytest.raises(InvalidJob, match=r"recipe = .*control characters"):
+    with pytest.raises(InvalidConfig, match=r"recipe = .*control characters"):
         script("--run.device", "cpu", recipe=str(recipe))
 
 
@@ -319,7 +319,7 @@ def test_script_of_a_recipe_with_another_cluster_names_the_effective_one(tmp_pat
     words = shlex.split(command.replace("\\\n", ""))
     pairs = [(k.removeprefix("--"), v) for k, v in zip(words[3::2], words[4::2], strict=True)]
     job, _, problems = read_job(str(recipe), pairs)
-    assert problems == list[Problem]()
+    assert problems == list[ConfigError]()
     assert job.run.cluster == "4x2xH200"
 
 

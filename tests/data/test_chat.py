@@ -24,10 +24,10 @@ from tests.chat import (
     write_lines,
     write_tokenizer,
 )
-from weft.config.job import DataSection, InvalidJob
+from weft.config.job import DataSection, InvalidConfig
 from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, parse
 from weft.data.conversations import check_chat, prepare_conversations
-from weft.data.dataset import Text, open_text
+from weft.data.dataset import Dataset, open_text
 from weft.data.inspect import inspect
 from weft.data.prepare import prepare_text
 from weft.data.token_store import SplitName, Store
@@ -251,7 +251,7 @@ def test_chat_each_bad_line_is_reported_with_its_place(tmp_path: Path) -> None:
     good = json.dumps({"messages": TURNS})
     text = "\n".join([good, "", *BAD, good])
     (tmp_path / "bad.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare_text(section(tmp_path / "bad.jsonl", tokenizer), tmp_path / "cache")
     [problem] = caught.value.problems
     lines = problem.rule.splitlines()
@@ -284,7 +284,7 @@ def test_chat_bad_preferences_are_refused(line: dict[str, Any], what: str) -> No
 def test_chat_error_raised_by_a_template_has_its_place(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MISTRAL)
     file = write_lines(tmp_path / "a.jsonl", [{"messages": TURNS}, {"messages": TURNS[1:]}])
-    with pytest.raises(InvalidJob, match=r"a\.jsonl:2: .*must alternate") as caught:
+    with pytest.raises(InvalidConfig, match=r"a\.jsonl:2: .*must alternate") as caught:
         prepare_text(section(file, tokenizer), tmp_path / "cache")
     assert "tokenizer_config.json" in caught.value.problems[0].remedy
     assert {f.name for f in (tmp_path / "cache").rglob("*") if f.is_file()} == {"lock"}
@@ -421,7 +421,7 @@ def test_prepare_conversations_store_is_complete(tmp_path: Path) -> None:
     # What is learned is part of the content.
     file = store.path / "train-00000.learned"
     file.write_bytes(b"\1" * file.stat().st_size)
-    with pytest.raises(InvalidJob, match=r"train-00000\.learned is damaged"):
+    with pytest.raises(InvalidConfig, match=r"train-00000\.learned is damaged"):
         prepare_text(section(store.path, tokenizer), tmp_path / "other")
 
 
@@ -453,7 +453,7 @@ def test_chat_unreadable_files_are_reported(tmp_path: Path) -> None:
         ("g.jsonl", b'{"messages": "' + b"x" * (50 << 20) + b'"}', "messages is no list"),
     ):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(InvalidJob, match=rule):
+        with pytest.raises(InvalidConfig, match=rule):
             prepare_conversations(section(tmp_path / name, tokenizer), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     marked = b"\xef\xbb\xbf" + whole.replace(b"\n", b"\n\n")
@@ -463,7 +463,7 @@ def test_chat_unreadable_files_are_reported(tmp_path: Path) -> None:
     assert sorted(index) == sorted([*range(1, 201, 2), *range(201, 301)])
 
 
-def lines_of(text: Text, split: SplitName) -> list[int]:
+def lines_of(text: Dataset, split: SplitName) -> list[int]:
     store = text.sources[0].store
     return [int(line) for line in store.index(split)[:, 2]]
 
@@ -526,19 +526,19 @@ def test_chat_tables_without_conversations_are_refused(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", MARKED)
     chosen = section(tmp_path / "a.parquet", tokenizer)
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
-    with pytest.raises(InvalidJob, match=r"has no column 'messages' or .*it has text"):
+    with pytest.raises(InvalidConfig, match=r"has no column 'messages' or .*it has text"):
         prepare_conversations(chosen, tmp_path / "cache")
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "a.parquet")
-    with pytest.raises(InvalidJob, match=r"a\.parquet:1: has no messages"):
+    with pytest.raises(InvalidConfig, match=r"a\.parquet:1: has no messages"):
         prepare_conversations(chosen, tmp_path / "cache")
     rows = [{"messages": [{"role": "user", "content": b"\xff"}]}] * 2
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(InvalidJob, match=r"a\.parquet:1: is no JSON: .*bytes"):
+    with pytest.raises(InvalidConfig, match=r"a\.parquet:1: is no JSON: .*bytes"):
         prepare_conversations(chosen, tmp_path / "cache")
 
 
 def test_chat_too_few_conversations_are_refused(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model", LLAMA)
     file = write_lines(tmp_path / "a.jsonl", [conversation(1)] * 3)
-    with pytest.raises(InvalidJob, match="fewer than two"):
+    with pytest.raises(InvalidConfig, match="fewer than two"):
         prepare_conversations(section(file, tokenizer), tmp_path / "cache")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.config.job import DataSection, InvalidJob
+from weft.config.job import DataSection, InvalidConfig
 from weft.data import documents as reading
 from weft.data import workers
 from weft.data.prepare import prepare, prepare_text
@@ -117,7 +117,7 @@ def test_prepare_few_documents_leave_one_for_validation(count: int, tmp_path: Pa
     again = prepare(section(tmp_path / "x.jsonl", validation_fraction=0.001), tmp_path / "c")
     assert again == store
     write_lines(tmp_path / "x.jsonl", ["alone"])
-    with pytest.raises(InvalidJob, match="too little text"):
+    with pytest.raises(InvalidConfig, match="too little text"):
         prepare(section(tmp_path / "x.jsonl"), tmp_path / "c")
 
 
@@ -207,7 +207,7 @@ def test_prepare_missing_shards_are_made_again(tmp_path: Path) -> None:
 
 
 def refused(tmp_path: Path, path: Path | str, **changes: object) -> str:
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare(section(path, **changes), tmp_path / "c")
     assert not list((tmp_path / "c").glob("*/*")), "something was left behind"
     return str(caught.value)
@@ -336,6 +336,6 @@ def test_prepare_file_changed_meanwhile_is_refused(tmp_path: Path) -> None:
         if progress.message == "training the tokenizer":
             write_lines(file, texts(60))
 
-    with pytest.raises(InvalidJob, match="changed while it was being prepared"):
+    with pytest.raises(InvalidConfig, match="changed while it was being prepared"):
         prepare(section(file), tmp_path / "c", spoil)
     assert not list((tmp_path / "c").glob("stores/*/store.json"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.config.job import DataSection, InvalidJob
+from weft.config.job import DataSection, InvalidConfig
 from weft.data.loader import IGNORE, samples_of
 from weft.data.prepare import prepare, prepare_text
 from weft.data.prepared_cache import Progress, open_verified
@@ -96,10 +96,12 @@ def test_prepare_megatron_tokens_are_used_in_place(
     # A copy of the same tokens would have the same content, wherever it lies.
     with (tmp_path / "m_document.bin").open("r+b") as file:
         file.write(b"\1")
-    with pytest.raises(InvalidJob, match=r"m_document\.bin is damaged.* restore .*m_document\.bin"):
+    with pytest.raises(
+        InvalidConfig, match=r"m_document\.bin is damaged.* restore .*m_document\.bin"
+    ):
         open_verified(store.path, tmp_path / "c", silent)
     (tmp_path / "m_document.bin").write_bytes(b"short")
-    with pytest.raises(InvalidJob, match="has 5 bytes"):
+    with pytest.raises(InvalidConfig, match="has 5 bytes"):
         open_store(store.path)
 
 
@@ -181,7 +183,7 @@ def test_best_fit_takes_what_comes_after_the_last_separator(
 
 def test_prepare_too_few_tokens_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     np.array([1, 2, 3, 4, separator(tokenizer)], "<u2").tofile(tmp_path / "x.bin")
-    with pytest.raises(InvalidJob, match=r"too few tokens \(5\): nothing is left to hold out"):
+    with pytest.raises(InvalidConfig, match=r"too few tokens \(5\): nothing is left to hold out"):
         open_it(tmp_path / "x.bin", tokenizer, tmp_path)
 
 
@@ -206,11 +208,11 @@ def test_loader_nanogpt_tokens_are_read(tokenizer: Path, tmp_path: Path) -> None
 
 def test_prepare_tokens_without_a_tokenizer_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     np.array([1, 2, 289, 300, 5], "<u2").tofile(tmp_path / "x.bin")
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare(DataSection(path=str(tmp_path / "x.bin")), tmp_path / "c")
     assert "data.tokenizer" in str(caught.value)
     assert "must be the one that made the tokens" in str(caught.value)
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         open_it(tmp_path / "x.bin", tokenizer, tmp_path)
     assert "data.tokenizer" in str(caught.value)
     assert "token 2 of x.bin is 289" in str(caught.value)
@@ -219,7 +221,7 @@ def test_prepare_tokens_without_a_tokenizer_are_refused(tokenizer: Path, tmp_pat
 
 def test_prepare_malformed_token_files_are_refused(tokenizer: Path, tmp_path: Path) -> None:
     def told(name: str) -> str:
-        with pytest.raises(InvalidJob) as caught:
+        with pytest.raises(InvalidConfig) as caught:
             open_it(tmp_path / name, tokenizer, tmp_path)
         return str(caught.value)
 

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from tests.harness import run_ranks
-from weft.config.job import DataSection, InvalidJob
+from weft.config.job import DataSection, InvalidConfig
 from weft.data.chat import load_template
 from weft.data.dataset import open_text, write_mixture
 from weft.data.prepare import prepare
@@ -61,7 +61,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
 
 def refusal_and_growth(path: str) -> tuple[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare(DataSection(path=path), Path(path).parent / "cache")
     return str(caught.value), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6
 
@@ -120,7 +120,7 @@ def prepared_or_refused(section: DataSection, cache: Path) -> bool:
     """Nothing but a store or an `InvalidJob` comes out, and no half of a store is left."""
     try:
         store = prepare(section, cache)
-    except InvalidJob:
+    except InvalidConfig:
         assert not list(cache.glob("stores/*/*.tmp"))
         return False
     stream = store.tokens("train")
@@ -160,7 +160,7 @@ def test_open_store_changed_bytes_are_read_or_refused(name: str, tmp_path: Path)
             opened = open_verified(store.path, tmp_path / "cache", silent)
             tokenizer, _ = load_tokenizer(store.path / "tokenizer.json")
             separator_id(tokenizer, store.path / "tokenizer.json")
-        except InvalidJob:
+        except InvalidConfig:
             continue
         assert len(opened.tokens("train")) == opened.manifest.train.tokens
 
@@ -175,7 +175,7 @@ def test_open_text_changed_mixture_is_read_or_refused(tmp_path: Path) -> None:
         file.write_bytes(mutated(data, rng))
         try:
             open_text(mixture)
-        except InvalidJob:
+        except InvalidConfig:
             continue
 
 
@@ -191,5 +191,5 @@ def test_load_template_changed_bytes_are_read_or_refused(tmp_path: Path) -> None
         (tmp_path / "tokenizer_config.json").write_bytes(mutated(data, rng))
         try:
             load_template(section)
-        except InvalidJob:
+        except InvalidConfig:
             continue

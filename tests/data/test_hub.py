@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_documents import decoded, section, texts
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.data.hub import parse_url
 from weft.data.prepare import prepare
 from weft.data.source import look
@@ -27,11 +27,11 @@ def test_prepare_dataset_saved_to_disk_has_each_document(tmp_path: Path) -> None
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(given)
     both = datasets.DatasetDict({"train": made, "test": made})
     both.save_to_disk(tmp_path / "both")
-    with pytest.raises(InvalidJob, match="has several splits: test, train"):
+    with pytest.raises(InvalidConfig, match="has several splits: test, train"):
         prepare(section(tmp_path / "both"), tmp_path / "c")
     split = prepare(section(tmp_path / "both" / "train"), tmp_path / "c")
     assert sorted(decoded(split, "train")) == sorted(decoded(store, "train"))
-    with pytest.raises(InvalidJob, match="has no column 'txt'; did you mean 'text'"):
+    with pytest.raises(InvalidConfig, match="has no column 'txt'; did you mean 'text'"):
         prepare(section(tmp_path / "saved", text_field="txt"), tmp_path / "c")
 
 
@@ -59,10 +59,10 @@ def test_prepare_streamed_dataset_has_each_document(
         (f"hf://{folder}@nosplit", "cannot be opened: ValueError: Bad split: nosplit"),
         (f"hf://{tmp_path}/nowhere", "cannot be opened"),
     ):
-        with pytest.raises(InvalidJob) as caught:
+        with pytest.raises(InvalidConfig) as caught:
             prepare(section(url), tmp_path / "c")
         assert rule in str(caught.value)
-    with pytest.raises(InvalidJob, match=r"row 1 of part \d: the column 'n' is no text"):
+    with pytest.raises(InvalidConfig, match=r"row 1 of part \d: the column 'n' is no text"):
         prepare(section(f"hf://{folder}", text_field="n"), tmp_path / "c")
 
 
@@ -75,5 +75,5 @@ def test_parse_url_hub_names_are_read_or_refused() -> None:
     ):
         assert parse_url(url) == parts
     for url in ("hf://", "hf://:en", "hf://@train", "hf://org/name:", "hf://org/name@"):
-        with pytest.raises(InvalidJob, match="write it as hf://org/name"):
+        with pytest.raises(InvalidConfig, match="write it as hf://org/name"):
             parse_url(url)

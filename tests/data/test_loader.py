@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from weft.data.loader import (
     IGNORE,
-    Ahead,
+    Prefetcher,
     Batch,
     Loader,
     Mixture,
@@ -325,11 +325,11 @@ NOTED: list[tuple[tuple[int, ...], str]] = []
 MAIN = threading.current_thread().name
 
 
-def ahead_of(stream: TokenStream) -> tuple[Ahead, Loader]:
+def ahead_of(stream: TokenStream) -> tuple[Prefetcher, Loader]:
     NOTED.clear()
     plain: Any = loader(stream)
     same = {name: getattr(plain, name) for name in plain.__match_args__}
-    return Ahead(Noting(**same), torch.device("cpu"), threaded=True), plain
+    return Prefetcher(Noting(**same), torch.device("cpu"), threaded=True), plain
 
 
 def test_ahead_gives_what_is_asked_for() -> None:
@@ -365,7 +365,7 @@ def test_ahead_close_leaves_no_thread() -> None:
     assert threads() == ["weft-data"]
     ahead.close()
     assert threads() == []
-    Ahead(loader(make_stream(3000)), torch.device("cpu"), threaded=False).close()
+    Prefetcher(loader(make_stream(3000)), torch.device("cpu"), threaded=False).close()
     assert threads() == []
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.test_loader import SEPARATOR, equal, join, make_stream
-from weft.config.job import DataSection, InvalidJob, read_job
+from weft.config.job import DataSection, InvalidConfig, read_job
 from weft.data.dataset import open_text, source_names
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, Windows, evaluation_batches
 from weft.data.order import ROUND, Turns, parts, sample_index
@@ -191,7 +191,7 @@ def test_mixture_store_brings_its_tokenizer(texts: tuple[Path, Path], tmp_path: 
     found = prepare_text(section((web, texts[1])), tmp_path / "c")
     assert {s.store.manifest.vocab_size for s in found.sources} == {280}
     code = prepare(DataSection(path=str(texts[1]), vocab_size=290), tmp_path / "c").path
-    with pytest.raises(InvalidJob, match="was prepared with another"):
+    with pytest.raises(InvalidConfig, match="was prepared with another"):
         prepare_text(section((web, code)), tmp_path / "c")
 
 
@@ -200,7 +200,7 @@ def test_mixture_mistakes_of_all_sources_are_reported_at_once(
 ) -> None:
     nowhere = tmp_path / "nowhere"
     texts[0].write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare_text(section((texts[0], nowhere)), tmp_path / "c")
     assert [problem.key for problem in caught.value.problems] == ["data.mixture"] * 2
     assert not (tmp_path / "c" / "mixtures").exists()
@@ -234,7 +234,7 @@ def test_mixture_on_the_command_line_is_parsed(tmp_path: Path) -> None:
 def test_mixture_beside_data_path_is_refused(texts: tuple[Path, Path]) -> None:
     web, code = map(str, texts)
     more = [("data.mixture", f"{web}=1,{code}=1,/nowhere/x=1"), ("data.path", web)]
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare_job("demo", more)
     found = [(p.key, p.value) for p in caught.value.problems]
     assert ("data.path", web) in found

@@ -14,7 +14,7 @@ import torch
 from tests.chat import LLAMA, message, write_lines, write_tokenizer
 from weft.config.job import DataSection
 from weft.data.chat import Writer, load_template, parse
-from weft.data.dataset import Text, open_text
+from weft.data.dataset import Dataset, open_text
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, Pairs, samples_of
 from weft.data.packing import best_fit, check_conversations, pack, packing_line
 from weft.data.prepare import prepare_text
@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(folder: Path, name: str, **more: Any) -> tuple[Text, DataSection]:
+def opened(folder: Path, name: str, **more: Any) -> tuple[Dataset, DataSection]:
     chosen = section(folder / name, folder / "model/tokenizer.json", **more)
     return prepare_text(chosen, folder / "cache"), chosen
 

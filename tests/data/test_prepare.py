@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.config.job import DataSection, InvalidJob
+from weft.config.job import DataSection, InvalidConfig
 from weft.data.prepare import prepare
 from weft.data.prepared_cache import Progress
 from weft.data.token_shards import PIECE_BYTES
@@ -193,7 +193,7 @@ def test_prepare_waiting_for_another_process_is_reported(text: Path, tmp_path: P
 
 def test_prepare_unwritable_cache_is_a_problem(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare(section(text), tmp_path / "file")
     [problem] = caught.value.problems
     assert (problem.key, problem.value) == ("data.cache_dir", str(tmp_path / "file"))
@@ -219,7 +219,7 @@ def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) 
 def test_prepare_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> None:
     for data, invalid in ((b"short", "error"), (b"\xff\0 binary" * 100, "skip")):
         (tmp_path / "x").write_bytes(data)
-        with pytest.raises(InvalidJob) as caught:
+        with pytest.raises(InvalidConfig) as caught:
             prepare(section(tmp_path / "x", invalid_utf8=invalid), tmp_path / "cache")
         [problem] = caught.value.problems
         assert problem.key == "data.path"
@@ -228,7 +228,7 @@ def test_prepare_too_little_text_is_a_problem_of_the_path(tmp_path: Path) -> Non
 
 def test_prepare_binary_file_is_refused_skipped_or_replaced(text: Path, tmp_path: Path) -> None:
     (text / "bad.bin").write_bytes(b"\xff" * 900)
-    with pytest.raises(InvalidJob, match=r"bad\.bin: byte 0, line 1"):
+    with pytest.raises(InvalidConfig, match=r"bad\.bin: byte 0, line 1"):
         prepare(section(text), tmp_path / "cache")
     messages: list[str] = []
     skipped = prepare(
@@ -247,7 +247,7 @@ def test_prepare_binary_file_is_refused_skipped_or_replaced(text: Path, tmp_path
 
 
 def test_prepare_several_problems_are_reported_at_once(tmp_path: Path) -> None:
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare(section(tmp_path / "no", tokenizer=str(tmp_path / "no.json")), tmp_path)
     assert [p.key for p in caught.value.problems] == ["data.path", "data.tokenizer"]
 
@@ -264,7 +264,7 @@ def test_prepare_given_tokenizer_or_store_is_used(text: Path, tmp_path: Path) ->
         assert prepare(section(store.path, tokenizer=tokenizer), tmp_path / "unused") == store
     assert [file.name for file in (tmp_path / "unused").iterdir()] == ["verified"]
     assert contents(store.path) == before
-    with pytest.raises(InvalidJob, match="does not match the store") as caught:
+    with pytest.raises(InvalidConfig, match="does not match the store") as caught:
         prepare(section(store.path, tokenizer=str(other)), tmp_path / "unused")
     assert caught.value.problems[0].key == "data.tokenizer"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.data import records
 from weft.data.records import Document, Fault, documents, kind_of, units_of
 from weft.data.source_files import local_file
@@ -168,7 +168,7 @@ def test_documents_disk_error_names_the_file(
 
     (tmp_path / "x.jsonl").write_bytes(lines_of(["a", "b"]))
     monkeypatch.setattr(records, "open_file", lambda file: Failing(Path(file.path).read_bytes()))
-    with pytest.raises(InvalidJob, match=r'data\.path = .*x\.jsonl": cannot be read: Input'):
+    with pytest.raises(InvalidConfig, match=r'data\.path = .*x\.jsonl": cannot be read: Input'):
         read(tmp_path / "x.jsonl")
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests import s3
 from tests.data.test_documents import decoded, section, texts, write_lines
 from tests.data.test_records import TEXTS, WRITERS
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.data.prepare import prepare
 from weft.data.source import check_path, look
 from weft.data.source_files import _filesystem, format_of, local_file, open_file, remote_files
@@ -86,7 +86,7 @@ def test_open_file_replaced_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("before")
     file = local_file(tmp_path / "x", "x")
     (tmp_path / "x").write_text("after!")
-    with pytest.raises(InvalidJob, match="changed while"), open_file(file):
+    with pytest.raises(InvalidConfig, match="changed while"), open_file(file):
         pass
 
 
@@ -134,7 +134,7 @@ def test_prepare_from_memory_store_equals_local_files(
     check_remote(url, every_format, tmp_path)
     file = next(file for file in remote_files(url) if file.name == "x.jsonl")
     put(url, {"x.jsonl": every_format["x.jsonl"] + b"\n"})
-    with pytest.raises(InvalidJob, match="changed while"), open_file(file):
+    with pytest.raises(InvalidConfig, match="changed while"), open_file(file):
         pass
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import DataSection, InvalidJob
+from weft.config.job import DataSection, InvalidConfig
 from weft.data import text_files as textfiles
 from weft.data.source import look
 from weft.data.source_files import local_file
@@ -15,8 +15,8 @@ from weft.data.text_files import Part, Scan, keep_text, read_piece, read_texts, 
 from weft.data.token_shards import PIECE_BYTES
 
 
-def scan_all(path: Path, holdout: float = 0.1) -> list[Scan]:
-    return [scan(document, holdout) for document in look(str(path)).files]
+def scan_all(path: Path, validation_fraction: float = 0.1) -> list[Scan]:
+    return [scan(document, validation_fraction) for document in look(str(path)).files]
 
 
 def text_of(parts: list[Part]) -> str:
@@ -84,7 +84,7 @@ def test_error_lists_every_bad_file_once(tmp_path: Path) -> None:
     write_documents(tmp_path, 3)
     for index in range(14):
         (tmp_path / f"bad{index:02d}").write_bytes(b"one\n\xff")
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         keep_text(scan_all(tmp_path), "error", str(tmp_path))
     message = str(caught.value)
     assert len(caught.value.problems) == 1
@@ -112,7 +112,7 @@ def test_file_that_changes_after_its_scan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("before\n")
     [found] = scan_all(tmp_path)
     (tmp_path / "x").write_text("after, and longer\n")
-    with pytest.raises(InvalidJob, match="changed while"):
+    with pytest.raises(InvalidConfig, match="changed while"):
         read_piece(found, 0, 5)
 
 
@@ -120,7 +120,7 @@ def test_file_that_vanishes_before_its_scan_is_refused(tmp_path: Path) -> None:
     write_documents(tmp_path, 3)
     files = look(str(tmp_path)).files
     (tmp_path / "001.txt").unlink()
-    with pytest.raises(InvalidJob, match=r'001\.txt": cannot be read: No such file'):
+    with pytest.raises(InvalidConfig, match=r'001\.txt": cannot be read: No such file'):
         read_texts(DataSection(), files, tmp_path / "cache", 1000, lambda progress: None)
 
 
@@ -183,8 +183,10 @@ def test_huge_document_is_never_the_validation_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["😀" * 50, "a", "", "é" * 7, "\n" * 100, "x" * 99 + "😀"])
 @pytest.mark.parametrize("validation_fraction", [0.01, 0.05, 0.49])
 def test_tails_of_tiny_documents_cut_no_character(
-    tmp_path: Path, text: str, holdout: float
+    tmp_path: Path, text: str, validation_fraction: float
 ) -> None:
     (tmp_path / "x").write_text(text)
-    train, validation = split([scan(local_file(tmp_path / "x", "x"), holdout)], holdout)
+    train, validation = split(
+        [scan(local_file(tmp_path / "x", "x"), validation_fraction)], validation_fraction
+    )
     assert text_of(train) + text_of(validation) == text

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from weft.cli.main import main
-from weft.config.job import DataSection, InvalidJob
+from weft.config.job import DataSection, InvalidConfig
 from weft.data.dataset import write_mixture
 from weft.data.prepare import prepare
 from weft.data.prepared_cache import Progress, locked, open_verified
@@ -82,7 +82,7 @@ def test_open_store_damage_is_named(store: Store) -> None:
     shards[1].unlink()
     tokenizer = store.path / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + "\n")
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         open_store(store.path)
     rules = [problem.rule for problem in caught.value.problems]
     assert len(rules) == 3
@@ -104,7 +104,7 @@ def opened(store: Store, cache: Path, anew: bool = False) -> Store:
 
 
 def rules(store: Store, cache: Path, anew: bool = False) -> list[str]:
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         opened(store, cache, anew)
     assert all(problem.value == str(store.path) for problem in caught.value.problems)
     return [str(problem) for problem in caught.value.problems]
@@ -147,7 +147,7 @@ def test_prepare_damaged_store_in_the_cache_is_refused(tmp_path: Path) -> None:
     text.write_text("a text of some words, and more\n" * 50)
     section = DataSection(path=str(text), vocab_size=300)
     flip_a_byte(prepare(section, tmp_path / "cache").path / "train-00000.bin")
-    with pytest.raises(InvalidJob, match=r"train-00000\.bin is damaged"):
+    with pytest.raises(InvalidConfig, match=r"train-00000\.bin is damaged"):
         prepare(section, tmp_path / "cache")
 
 
@@ -261,7 +261,7 @@ def test_open_store_contradiction_in_the_manifest_is_named(
     change: Callable[[dict[str, Any]], object], rule: str, store: Store
 ) -> None:
     with_manifest(store, change)
-    with pytest.raises(InvalidJob, match=rule):
+    with pytest.raises(InvalidConfig, match=rule):
         open_store(store.path)
 
 
@@ -290,7 +290,7 @@ def test_data_verify_good_and_damaged_stores(
     ]
     assert lines[2].endswith("as they were prepared")
     assert "1 of 2 stores" in captured.err
-    with pytest.raises(InvalidJob):
+    with pytest.raises(InvalidConfig):
         opened(Store(copy, store.manifest), tmp_path / "c")
 
 
@@ -343,7 +343,7 @@ def test_manifest_that_is_not_ours_is_refused(store: Store, change: str) -> None
     else:
         del tree["separator"]
         file.write_text(json.dumps(tree))
-    with pytest.raises(InvalidJob, match=r"store\.json|format 999"):
+    with pytest.raises(InvalidConfig, match=r"store\.json|format 999"):
         open_store(store.path)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.data.document_tokens import END_OF_TEXT
 from weft.data.tokenizer import (
     load_tokenizer,
@@ -87,7 +87,7 @@ def test_load_broken_tokenizer_is_a_problem(tmp_path: Path, data: bytes | None) 
     file = tmp_path / "tokenizer.json"
     if data is not None:
         file.write_bytes(data)
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         load_tokenizer(file)
     [problem] = caught.value.problems
     assert (problem.key, problem.value) == ("data.tokenizer", str(file))
@@ -98,7 +98,7 @@ def test_separator_must_be_a_special_token() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<unk>": 2}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_tokens(["<eos>"])  # an added token, but text can hold it
-    with pytest.raises(InvalidJob, match="no special token") as caught:
+    with pytest.raises(InvalidConfig, match="no special token") as caught:
         separator_id(tokenizer, "mine.json")
     assert caught.value.problems[0].value == "mine.json"
     tokenizer.add_special_tokens(["<pad>", "[EOS]", "<|end_of_text|>"])

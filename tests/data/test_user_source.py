@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.test_documents import decoded, section
 from weft.cli.main import main
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.data.prepare import prepare
 from weft.data.source import check_path, look
 
@@ -54,7 +54,7 @@ def test_own_callable_object_is_prepared(module: Callable[[str], None], tmp_path
     assert sorted(decoded(store, "train") + decoded(store, "validation")) == sorted(TEXTS)
     module(f"from functools import partial\nrows = partial(iter, {TEXTS[:99]!r})\n")
     assert prepare(section("mine:rows"), tmp_path / "c").path != store.path
-    with pytest.raises(InvalidJob, match="neither text nor a mapping"):
+    with pytest.raises(InvalidConfig, match="neither text nor a mapping"):
         prepare(section("itertools:count"), tmp_path / "c")
 
 
@@ -98,7 +98,7 @@ def test_own_function_mistakes_are_reported(
     body: str, rule: str, module: Callable[[str], None], tmp_path: Path
 ) -> None:
     module(body)
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare(section("mine:rows"), tmp_path / "c")
     assert rule in str(caught.value)
     assert not list((tmp_path / "c").glob("stores/*/store.json"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.config.job import InvalidJob, Problem, WeftError
+from weft.config.job import InvalidConfig, ConfigError, WeftError
 from weft.data.workers import Advance, each
 
 
@@ -20,7 +20,9 @@ def doubled(number: int, advance: Advance) -> tuple[int, int]:
 
 def refused_at_3(number: int, advance: Advance) -> int:
     if number == 3:
-        raise InvalidJob([Problem("data.path", "x", "is the third"), Problem("a", 1, "and more")])
+        raise InvalidConfig(
+            [ConfigError("data.path", "x", "is the third"), ConfigError("a", 1, "and more")]
+        )
     for _ in range(600):
         time.sleep(0.1)  # until it is told to stop
         advance(1)
@@ -45,7 +47,7 @@ def test_each_item_is_done_once_and_reported() -> None:
 
 def test_each_refusal_stops_the_others_and_keeps_its_problems() -> None:
     began = time.monotonic()
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         list(each(refused_at_3, [1, 3], lambda size: None, 2))
     assert [problem.rule for problem in caught.value.problems] == ["is the third", "and more"]
     assert time.monotonic() - began < 50

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.small import SMALL, Overrides
-from weft.config.job import InvalidJob, Job, read_job, to_toml
+from weft.config.job import InvalidConfig, Job, read_job, to_toml
 from weft.estimate.calibrate import calibrate, read_run, save, told
 from weft.estimate.forecast import device_of, forecast
 from weft.plan.devices import CPU, Cluster, device_named, known_clusters, parse_cluster, user_files
@@ -131,7 +131,7 @@ def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
 
 def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
     def problem(folder: Path) -> str:
-        with pytest.raises(InvalidJob) as caught:
+        with pytest.raises(InvalidConfig) as caught:
             calibrate(read_run(folder))
         return str(caught.value.problems[0])
 

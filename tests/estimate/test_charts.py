@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.small import Overrides, small_job
-from weft.config.job import Job, Problem
+from weft.config.job import Job, ConfigError
 from weft.estimate.charts import number, page, pipeline_chart, rank_chart, ticks
 from weft.estimate.cost import Span, spans
 from weft.estimate.forecast import GIB, Forecast, forecast
@@ -57,7 +57,7 @@ PIPELINES = EVERY[:-1]
 @lru_cache
 def predicted(layout: str) -> tuple[Job, Plan, Forecast]:
     cluster = parse_cluster("2x8xH100")
-    assert not isinstance(cluster, Problem)
+    assert not isinstance(cluster, ConfigError)
     schedule = [] if layout == "none" else [("pipeline.schedule", layout)]
     job = small_job(*BASE, *LAYOUTS[layout], *schedule, ("run.device", "cuda"))
     plan = resolve(job, machine_of(cluster))

@@ -14,7 +14,7 @@ from tests.harness import RankError, run_ranks
 from tests.small import SMALL, Overrides, records, train_rank
 from tests.test_extending import MINE
 from weft.cli.main import main
-from weft.config.job import InvalidJob, Job, read_job
+from weft.config.job import InvalidConfig, Job, read_job
 from weft.estimate.memory_check import expect
 from weft.monitor.device_memory import EXPECTED, OTHERS, gib, knobs
 from weft.plan.devices import Cluster, parse_cluster
@@ -33,7 +33,7 @@ def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job
 
 
 def refused(job: Job, plan: Plan, machine: Machine) -> str:
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         expect(job, plan, machine, force=False)
     (problem,) = caught.value.problems
     return str(problem)

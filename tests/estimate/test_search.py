@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weft.cli.main import main
-from weft.config.job import InvalidJob, Job, flatten, read_job
+from weft.config.job import InvalidConfig, Job, flatten, read_job
 from weft.estimate import search as searching
 from weft.estimate.forecast import OUTSIDE
 from weft.estimate.forecast_text import search_screen
@@ -245,7 +245,9 @@ def test_candidates_drop_keys_that_fit_the_recipes_layout_only() -> None:
     job, plan, machine = planned(
         "1x4xH100", ("parallel.pp", "2"), ("pipeline.layers_per_stage", "[2, 2]")
     )
-    assert all(c.changes["pipeline"]["layers_per_stage"] == () for c in everything(job, plan, machine))
+    assert all(
+        c.changes["pipeline"]["layers_per_stage"] == () for c in everything(job, plan, machine)
+    )
 
 
 def test_impossible_split_backward_excludes_remat_and_float8() -> None:
@@ -288,7 +290,7 @@ def test_search_unknown_device_or_schedule_file_is_refused(
     (tmp_path / "order.csv").write_text("\n".join(rows) + "\n")
     some = [(name, value.format(folder=tmp_path)) for name, value in overrides]
     batch = [("train.microbatch_size", "2")] if some else []
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         search(*planned(cluster, *some, *batch))
     (problem,) = caught.value.problems
     assert problem.key == key

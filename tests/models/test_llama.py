@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness import run_ranks
-from weft.config.job import InvalidJob, Problem
+from weft.config.job import InvalidConfig, ConfigError
 from weft.models import FAMILIES, Family, load_family, resolve_model
 from weft.models.family import their_name
 from weft.models.hf_mapping import to_config
@@ -347,7 +347,7 @@ def test_blocks_are_the_layers_in_order() -> None:
 # --------------------------------------------------------------------------- choosing
 
 
-def shown(problems: list[Problem]) -> dict[str, str]:
+def shown(problems: list[ConfigError]) -> dict[str, str]:
     assert len({problem.key for problem in problems}) == len(problems)
     return {problem.key: str(problem) for problem in problems}
 
@@ -440,7 +440,7 @@ def test_an_unknown_preset_does_not_hide_bad_fields() -> None:
     ],
 )
 def test_load_family_unknown_name_is_refused(kind: str, rule: str) -> None:
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         load_family(kind)
     (problem,) = caught.value.problems
     assert problem.key == "model.kind"
@@ -467,7 +467,7 @@ def test_load_family_of_the_user_is_built(own_folder: Path) -> None:
     config, problems = resolve_model("my_llama:FAMILY", "small", {"ffn_dim": 64})
     assert problems == []
     assert isinstance(family.build(config), Llama)
-    with pytest.raises(InvalidJob, match="did you mean 'FAMILY'"):
+    with pytest.raises(InvalidConfig, match="did you mean 'FAMILY'"):
         load_family("my_llama:FAMLY")
 
 
@@ -489,7 +489,7 @@ def test_a_field_without_default_is_not_missed_where_the_preset_is_wrong(own_fol
 @pytest.mark.parametrize("line", ["import surely_not_installed", "1 / 0", "def broken(:"])
 def test_load_family_error_of_the_user_is_reported(own_folder: Path, line: str) -> None:
     (own_folder / "my_broken.py").write_text(line + "\n")
-    with pytest.raises(InvalidJob, match=r"cannot be imported: (Module|ZeroDiv|Syntax)"):
+    with pytest.raises(InvalidConfig, match=r"cannot be imported: (Module|ZeroDiv|Syntax)"):
         load_family("my_broken:FAMILY")
 
 

@@ -14,7 +14,7 @@ from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints, manifest_text, read_manifest
 from weft.config.job import ResilienceSection
 from weft.monitor import anomaly
-from weft.monitor.anomaly import AnomalyError, Trial, Watch
+from weft.monitor.anomaly import AnomalyError, StepResult, AnomalyDetector
 
 STEPS: Overrides = [("model.num_layers", "1"), ("train.steps", "12")]
 SKIP: Overrides = [
@@ -270,12 +270,12 @@ def test_stop_bad_step_between_two_records_ends_the_run(
 # --------------------------------------------------------------------------- the usual
 
 
-def watch(**changes: Any) -> Watch:
+def watch(**changes: Any) -> AnomalyDetector:
     section = {"on_anomaly": "skip", "spike_window": 16, "spike_threshold": 10.0} | changes
-    return Watch(ResilienceSection.model_validate(section), {})
+    return AnomalyDetector(ResilienceSection.model_validate(section), {})
 
 
-def accept(watch: Watch, values: list[float]) -> None:
+def accept(watch: AnomalyDetector, values: list[float]) -> None:
     for value in values:
         assert watch.judge([value, value]) is None
         watch._accept([value, value])
@@ -288,7 +288,7 @@ def test_stop_bad_step_without_a_record_is_found(monkeypatch: pytest.MonkeyPatch
 
     def examine(step: int, values: list[float]) -> None:
         told = torch.tensor(values, dtype=torch.float64)
-        stop.examine(step, lambda: Trial(told, told, told))
+        stop.examine(step, lambda: StepResult(told, told, told))
 
     for step in range(1, 10):
         examine(step, bad if step == 8 else fine)
@@ -335,9 +335,9 @@ def level_changes() -> tuple[int, str]:
     accept(here, [2.0 + 0.01 * (i % 5) for i in range(16)])
     skipped = 0
 
-    def compute() -> Trial:
+    def compute() -> StepResult:
         told = torch.tensor([3.0, 2.0], dtype=torch.float64)
-        return Trial(told, told, told[1])
+        return StepResult(told, told, told[1])
 
     try:
         while skipped < 100:

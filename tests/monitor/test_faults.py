@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
-from weft.config.job import InvalidJob, read_job
+from weft.config.job import InvalidConfig, read_job
 from weft.data.dataset import open_text
 from weft.monitor.faults import SITES
 from weft.train.job_checks import prepare_job
@@ -154,10 +154,10 @@ def test_train_corrupt_gradients_stop_the_run(store_path: Path, tmp_path: Path) 
 
 
 def test_prepare_job_faults_that_cannot_be_are_refused() -> None:
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare_job("demo", fault(site="checkpoint.renam"))
     assert "checkpoint.rename" in str(caught.value)
-    with pytest.raises(InvalidJob, match="has no tensors for a fault of kind flip"):
+    with pytest.raises(InvalidConfig, match="has no tensors for a fault of kind flip"):
         prepare_job("demo", fault(site="step", kind="flip"))
     _, _, problems = read_job("demo", fault(site="step", kind="explode", rank=-1))
     assert [problem.key for problem in problems] == ["resilience.faults"]

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.monitor import spans
-from weft.monitor.faults import DOING, at
+from weft.monitor.faults import DOING, fault_point
 from weft.monitor.profile_breakdown import COLLECTIVE, breakdown, claim, union
 from weft.monitor.spans import Spans
 
@@ -43,16 +43,16 @@ def traced(path: Path) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         spans.set_ranges(on=True)
         for step in (1, 2):
-            at("step", step=step)
+            fault_point("step", step=step)
             time.sleep(0.02)
-            at("forward_backward")
+            fault_point("forward_backward")
             for _ in range(20):
                 torch.ones(200, 200) @ torch.ones(200, 200)
             time.sleep(0.04)
             with record_function(COLLECTIVE + "pp"):
                 torch.ones(3).sum()
                 time.sleep(0.06)
-            at("tell")
+            fault_point("tell")
             time.sleep(0.08)  # no part of a step
         kept.close()
     profiler.export_chrome_trace(str(path))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, plan_here, small_job, this_rank, train_rank
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.data.dataset import open_text
 from weft.monitor import profile_breakdown as breakdown
 from weft.monitor import profiler as profiling
@@ -206,7 +206,7 @@ def test_a_trace_that_is_cut_short_costs_itself_only(store_path: Path, tmp_path:
 )
 def test_profile_steps_invalid_ranges_are_refused(value: str, rule: str, tmp_path: Path) -> None:
     change = [("run.dir", str(tmp_path)), ("train.steps", "100"), ("profile.steps", value)]
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare_job("demo", change)
     (problem,) = caught.value.problems
     assert problem.key == "profile.steps"

@@ -18,7 +18,7 @@ import pytest
 from tests.monitor.test_step_record import record
 from tests.small import small_job
 from weft.cli.main import main
-from weft.config.job import InvalidJob, WeftError, to_toml
+from weft.config.job import InvalidConfig, WeftError, to_toml
 from weft.monitor import run_reader as history
 from weft.monitor import run_report as module
 from weft.monitor.report_charts import MOST_POINTS, charts_of, data_of
@@ -648,7 +648,7 @@ def test_report_command_mistakes_are_refused(
     assert main(["report", str(missing), str(tmp_path), "--out", "/no/such/page.html"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" = ")[0].strip() for line in lines[1:]] == ["run", "run", "--out"]
-    with pytest.raises(InvalidJob, match="is not the folder of a run"):
+    with pytest.raises(InvalidConfig, match="is not the folder of a run"):
         report_page([missing])
     assert main(["report", str(folder), "--out", str(tmp_path)]) == 2
     (folder / "job.toml").write_text("[train\n")

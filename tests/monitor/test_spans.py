@@ -14,7 +14,7 @@ import pytest
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, train_rank
 from weft.monitor import spans
-from weft.monitor.faults import DOING, at
+from weft.monitor.faults import DOING, fault_point
 from weft.monitor.spans import Spans, action, read_spans, span, spans_path
 from weft.plan.pipeline_schedule import timetable
 
@@ -125,10 +125,10 @@ def test_spans_switched_off_leave_no_files(store_path: Path, tmp_path: Path) -> 
 def note_many(path: Path, count: int) -> None:
     kept = Spans(path, 3)
     for number in range(count):
-        at("step", step=number + 1)
+        fault_point("step", step=number + 1)
         with action(1, "F", number):
             pass
-        at("record")  # writes
+        fault_point("record")  # writes
     kept.close()
 
 
@@ -160,8 +160,8 @@ def test_a_torn_file_is_put_aside(tmp_path: Path) -> None:
 
 def test_the_background_is_no_phase(tmp_path: Path) -> None:
     kept = Spans(spans_path(tmp_path, 0), 0)
-    at("step", step=1)
-    thread = threading.Thread(target=at, args=("checkpoint.written",))
+    fault_point("step", step=1)
+    thread = threading.Thread(target=fault_point, args=("checkpoint.written",))
     thread.start()
     thread.join()
     kept.close()
@@ -173,8 +173,8 @@ def test_a_disk_that_takes_no_more_costs_the_spans_only(
 ) -> None:
     kept = Spans(spans_path(tmp_path, 0), 0)
     (tmp_path / "spans").write_bytes(b"")  # no directory can be there
-    at("step", step=1)
-    at("record")
+    fault_point("step", step=1)
+    fault_point("record")
     kept.close()
     out = capfd.readouterr().out
     assert f"{spans_path(tmp_path, 0)} cannot be written: file exists" in out

@@ -21,12 +21,12 @@ from weft.monitor.step_record import (
     device_hours,
     mfu,
     scalars,
-    spreads,
+    rank_stats,
     tflops_per_device,
 )
 from weft.monitor.terminal import Terminal, duration
 from weft.monitor.tracker_backends import TensorBoard
-from weft.monitor.trackers import SINKS, Guarded, Jsonl, Sink, open_sinks
+from weft.monitor.trackers import SINKS, BackgroundTracker, Jsonl, Sink, open_sinks
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -78,8 +78,8 @@ def test_the_causal_discount_is_half_of_attention() -> None:
 
 
 def test_spreads_of_ranks_have_least_median_most() -> None:
-    assert spreads([[1.0, 2.0, 0, 3.0]]) is None
-    found = spreads([[0.1, 2.0, 0, 3.0], [0.3, 1.0, 0, 3.5], [0.2, 1.5, 1, 3.0]])
+    assert rank_stats([[1.0, 2.0, 0, 3.0]]) is None
+    found = rank_stats([[0.1, 2.0, 0, 3.0], [0.3, 1.0, 0, 3.5], [0.2, 1.5, 1, 3.0]])
     assert found is not None
     assert found["data_seconds"] == {"least": 0.1, "median": 0.2, "most": 0.3, "rank": 1}
     assert found["compute_seconds"] == {"least": 1.0, "median": 1.5, "most": 2.0, "rank": 0}
@@ -191,11 +191,13 @@ class Waits:
 
 def guarded(
     sink: Sink, folder: Path, monkeypatch: pytest.MonkeyPatch, every: float = 0.01
-) -> tuple[Guarded, io.StringIO]:
+) -> tuple[BackgroundTracker, io.StringIO]:
     """It in its guard, with so many seconds between bursts, and what is told of it."""
     monkeypatch.setattr(sinks, "BURST_SECONDS", every)
     out = io.StringIO()
-    made = Guarded("mine", lambda *_: sink, folder, small_job(), 0, Console(file=out, width=200))
+    made = BackgroundTracker(
+        "mine", lambda *_: sink, folder, small_job(), 0, Console(file=out, width=200)
+    )
     return made, out
 
 
@@ -294,8 +296,8 @@ def test_a_sink_that_cannot_start_ends_a_first_start_only(tmp_path: Path) -> Non
 
     out = io.StringIO()
     with pytest.raises(WeftError, match="mine cannot start: ConnectionError: nobody is there"):
-        Guarded("mine", make, tmp_path, small_job(), 0, Console(file=out))
-    later = Guarded("mine", make, tmp_path, small_job(), 7, Console(file=out, width=200))
+        BackgroundTracker("mine", make, tmp_path, small_job(), 0, Console(file=out))
+    later = BackgroundTracker("mine", make, tmp_path, small_job(), 7, Console(file=out, width=200))
     later.write(record(8))
     later.close()
     assert "mine: 1 record is lost: ConnectionError: nobody is there" in out.getvalue()

@@ -25,7 +25,7 @@ import pytest
 
 from tests import oracle as oracle_module
 from tests.oracle import Case, departures, make_case
-from weft.config.job import InvalidJob, WeftError
+from weft.config.job import InvalidConfig, WeftError
 from weft.tools.local_ranks import RanksFailed, run_ranks
 from weft.tools.verify import read_recipe, verify
 
@@ -453,7 +453,7 @@ def find_by_layout(techniques: Sequence[str], precision: str, timeout: float) ->
     """Run a layout, and if it is wrong find the technique that is to blame."""
     try:
         text = run_layout(techniques, precision, timeout)
-    except InvalidJob as error:
+    except InvalidConfig as error:
         return Finding(f"refused: {_tail(error)}", "plan/resolve.py")
     if not text:
         return None
@@ -486,7 +486,7 @@ def _still_wrong(without: str, techniques: Sequence[str], precision: str, timeou
         return False  # nothing is left to compare one process with
     try:
         return bool(run_layout(rest, precision, timeout))
-    except InvalidJob:
+    except InvalidConfig:
         return False  # it is not possible without
 
 

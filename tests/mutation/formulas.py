@@ -43,14 +43,14 @@ from tests.oracle import (
 )
 from tests.small import Overrides, small_job
 from weft.checkpoint.load import load
-from weft.checkpoint.manager import Saver
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoints
 from weft.checkpoint.state_dict import model_state, named_parameters, optimizer_state
 from weft.config.job import DataSection, Job, LoraSection, WeftError, to_toml
 from weft.data.dataset import open_text
 from weft.data.loader import (
     IGNORE,
-    Ahead,
+    Prefetcher,
     Loader,
     Mixture,
     Windows,
@@ -206,7 +206,7 @@ def check_loader() -> None:
         pairs = zip(walking.batch(consumed), fresh, strict=True)
         same = all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in pairs)
         expect(same, "batches after others are others", module)
-    ahead = Ahead(loader, torch.device("cpu"), threaded=True)
+    ahead = Prefetcher(loader, torch.device("cpu"), threaded=True)
     for consumed in (0, 12, 24, 0, 12):
         mine, theirs = ahead.batch(consumed, 0, 1), loader.batch(consumed)
         same = all(torch.equal(a.tokens_BT, b.tokens_BT) for a, b in zip(mine, theirs, strict=True))
@@ -772,7 +772,7 @@ def check_mixture_loop() -> None:
 @check("references", ranks=2)
 def check_references() -> None:
     """Log-probabilities under the initial model, on two ranks."""
-    from weft.data.dataset import Source, Text
+    from weft.data.dataset import Source, Dataset
     from weft.data.loader import Pairs
     from weft.train.reference_logprobs import log_probs
 
@@ -788,7 +788,7 @@ def check_references() -> None:
     built = build(job, plan, Rank(rank, rank, 2, torch.device("cpu")))
     corpus = draw_corpus("preferences", 30, 500, 14, 3)
     with tempfile.TemporaryDirectory() as folder:
-        text = Text(Path(folder), (Source("one", 1.0, corpus.write(Path(folder), 500, 8)),))
+        text = Dataset(Path(folder), (Source("one", 1.0, corpus.write(Path(folder), 500, 8)),))
         [pairs] = samples_of(text, "train", job.train.seq_len, job.data, 0).sources
         assert isinstance(pairs, Pairs)
         found = log_probs(built.engine, pairs, plan, built.mesh)
@@ -808,12 +808,12 @@ def check_references() -> None:
 @check("rounded moments")
 def check_moments() -> None:
     """In bfloat16 a second moment comes down again, on average, as in float32."""
-    from weft.optim.lean import LeanAdamW
+    from weft.optim.lean import LowPrecisionAdamW
 
     for beta2 in (0.999,):
         param = nn.Parameter(torch.zeros(4096))
         group: dict[str, Any] = {"params": [param], "weight_decay": 0.0}
-        optimizer = LeanAdamW([group], lr=1e-4, betas=(0.9, beta2), eps=1e-8, states="bfloat16")
+        optimizer = LowPrecisionAdamW([group], lr=1e-4, betas=(0.9, beta2), eps=1e-8, states="bfloat16")
         for step in range(120):
             param.grad = torch.ones(4096) if step < 20 else torch.full((4096,), 1e-3)
             optimizer.step()
@@ -872,7 +872,7 @@ def check_packed_moments() -> None:
         {"params": [each], "weight_decay": 0.0, "low_precision": each is param}
         for each in (param, rare, other)
     ]
-    packed = lean.LeanAdamW(groups[:2], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, states="8bit")
+    packed = lean.LowPrecisionAdamW(groups[:2], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, states="8bit")
     plain = torch.optim.AdamW([other], weight_decay=0.0, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     for step in range(6):
         for each in (param, rare, other):
@@ -1057,7 +1057,7 @@ def save_layout(folder: str, overrides: Overrides) -> dict[str, Any]:
     job, plan, built = _built(overrides)
     for number in range(2):
         _step(job, plan, built, number)
-    saver = Saver(Path(folder), 2, background=True)
+    saver = CheckpointManager(Path(folder), 2, background=True)
     state = _state(built)
     saver.save(built.parts, built.optimizer, {"step": 2, "samples": 24})
     params = [param for part in built.parts for param in part.parameters()]
@@ -1147,7 +1147,7 @@ def check_unfinished() -> None:
     store._commit = watched
     _, _, built = _built([])
     with tempfile.TemporaryDirectory() as name:
-        saver = Saver(Path(name), 2)
+        saver = CheckpointManager(Path(name), 2)
         saver.save(built.parts, built.optimizer, {"step": 1, "samples": 12})
         saver.wait()
     expect(seen == [False], "half a checkpoint has its name", "checkpoint/manager.py")
@@ -1159,7 +1159,7 @@ def check_damage() -> None:
     job, plan, built = _built([])
     _step(job, plan, built, 0)
     with tempfile.TemporaryDirectory() as name:
-        saver = Saver(Path(name), 3)
+        saver = CheckpointManager(Path(name), 3)
         for step in (1, 2, 3, 4):
             saver.save(built.parts, built.optimizer, {"step": step, "samples": 12})
             saver.wait()

@@ -19,9 +19,9 @@ from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import loader_of, newest_state, plan_here, small_job, this_rank, train_rank, whole
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import InvalidJob, OptimSection
+from weft.config.job import InvalidConfig, OptimSection
 from weft.optim.lean import (
-    LeanAdamW,
+    LowPrecisionAdamW,
     Packed,
     pack_first,
     pack_second,
@@ -29,7 +29,7 @@ from weft.optim.lean import (
     unpack_first,
     unpack_second,
 )
-from weft.optim.optimizer import adamw, step_unless
+from weft.optim.optimizer import adamw, masked_step
 from weft.plan.memory_formula import MOMENT_BYTES
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import build
@@ -60,7 +60,7 @@ def trained(states: str, steps: int, beta2: float = 0.95) -> tuple[nn.Parameter,
 def test_lean_adamw_equals_adamw_to_rounding(states: str) -> None:
     plain, _ = trained("float32", 30)
     lean, optimizer = trained(states, 30)
-    assert isinstance(optimizer, LeanAdamW)
+    assert isinstance(optimizer, LowPrecisionAdamW)
     start = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     moved = (plain - start).norm()
     assert 0 < (lean - plain).norm() < (0.01 if states == "bfloat16" else 0.05) * moved
@@ -239,10 +239,10 @@ def test_lean_bad_step_changes_no_bit(states: str) -> None:
 
     before = everything()
     param.grad = torch.full_like(param, torch.nan)
-    step_unless(optimizer, torch.tensor(True))
+    masked_step(optimizer, torch.tensor(True))
     assert all(a.equal(b) for a, b in zip(everything(), before, strict=True))
     param.grad = torch.ones_like(param)
-    step_unless(optimizer, torch.tensor(False))
+    masked_step(optimizer, torch.tensor(False))
     assert not param.equal(before[0])
 
 
@@ -276,7 +276,7 @@ def test_8bit_rows_cut_inside_of_a_block_are_refused() -> None:
     keys = [("optim.state_dtype", "8bit"), ("model.dim", "128"), ("model.ffn_dim", "192")]
     keys += [("model.num_kv_heads", "4")]
     rule = r"parallel.tp = 4: cuts the 192 inputs of down_proj into parts .* use 1, 2 or 3, or"
-    with pytest.raises(InvalidJob, match=rule):
+    with pytest.raises(InvalidConfig, match=rule):
         resolve(small_job(*keys, ("parallel.tp", "4")), Machine("cpu", devices=4, world_size=4))
     resolve(small_job(*keys, ("parallel.tp", "2")), Machine("cpu", devices=2, world_size=2))
 
@@ -302,7 +302,9 @@ def packed_names(store: str) -> set[str]:
 
 def test_lean_with_muon_is_refused() -> None:
     job = small_job(("optim.state_dtype", "8bit"), ("optim.name", "muon"))
-    with pytest.raises(InvalidJob, match=r"optim.state_dtype = \"8bit\": is for adamw, not muon"):
+    with pytest.raises(
+        InvalidConfig, match=r"optim.state_dtype = \"8bit\": is for adamw, not muon"
+    ):
         resolve(job, Machine("cpu", devices=2, world_size=1))
 
 
@@ -332,9 +334,9 @@ def step_with_a_part_of_nothing(states: str) -> list[float]:
     fully_shard(part, mesh=mesh)
     optimizer = optimizer_of(states, part.weight)
     part(torch.ones(1, 8)).sum().backward()
-    step_unless(optimizer, torch.tensor(False))
+    masked_step(optimizer, torch.tensor(False))
     part.weight.grad = torch.full_like(part.weight, torch.nan)
-    step_unless(optimizer, torch.tensor(True))
+    masked_step(optimizer, torch.tensor(True))
     return [float(state["step"]) for state in optimizer.state.values()]
 
 

@@ -15,7 +15,7 @@ from tests.small import newest_state, plan_here, small_job, this_rank, train_ran
 from weft.checkpoint.state_dict import named_parameters
 from weft.config.job import OptimSection
 from weft.optim.muon import _Exchange, orthogonal
-from weft.optim.optimizer import muon, set_learning_rate, step_unless
+from weft.optim.optimizer import muon, set_learning_rate, masked_step
 from weft.train.setup import build
 
 MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
@@ -64,10 +64,10 @@ def test_muon_bad_step_changes_no_bit() -> None:
     matrix = nn.Parameter(torch.randn(8, 12))
     optimizer = muon([{"params": [matrix], "weight_decay": 0.1, "matrices": True}], MUON)
     matrix.grad = torch.randn(8, 12)
-    step_unless(optimizer, torch.tensor(False))
+    masked_step(optimizer, torch.tensor(False))
     before = matrix.detach().clone(), optimizer.state[matrix]["momentum_buffer"].clone()
     matrix.grad = torch.full((8, 12), torch.nan)
-    step_unless(optimizer, torch.tensor(True))
+    masked_step(optimizer, torch.tensor(True))
     assert matrix.equal(before[0])
     assert optimizer.state[matrix]["momentum_buffer"].equal(before[1])
 

@@ -17,7 +17,7 @@ from weft.optim.optimizer import (
     clip_grad_norm,
     grad_norm,
     set_learning_rate,
-    step_unless,
+    masked_step,
 )
 from weft.optim.schedule import SCHEDULES, learning_rate
 from weft.parallel.private import skip_where
@@ -84,14 +84,14 @@ def test_optimizer_bad_step_changes_no_bit(kind: Any, fused: bool) -> None:
     no, yes = torch.tensor(False), torch.tensor(True)
     assert skip_where(optimizer, no) == fused
     param.grad = torch.randn(50)
-    step_unless(optimizer, no)
+    masked_step(optimizer, no)
     everything = {"param": param.detach(), **optimizer.state[param]}
     before = {name: value.clone() for name, value in everything.items() if value is not None}
     param.grad = torch.full((50,), torch.nan)
-    step_unless(optimizer, yes)
+    masked_step(optimizer, yes)
     assert all(everything[name].equal(value) for name, value in before.items())
     param.grad = torch.randn(50)
-    step_unless(optimizer, no)
+    masked_step(optimizer, no)
     assert not param.equal(before["param"])
 
 

@@ -25,7 +25,7 @@ from tests.small import (
 )
 from weft.checkpoint.replica_check import ReplicasDiffer, compare_replicas
 from weft.checkpoint.state_dict import named_buffers
-from weft.config.job import InvalidJob, read_job
+from weft.config.job import InvalidConfig, read_job
 from weft.parallel.data_parallel import _evenly
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import build
@@ -206,14 +206,14 @@ def test_moe_unsupported_keys_are_refused() -> None:
         ],
     )
     assert not found
-    with pytest.raises(InvalidJob) as error:
+    with pytest.raises(InvalidConfig) as error:
         resolve(job, Machine("cpu", devices=2, world_size=4))
     told = {problem.key: str(problem) for problem in error.value.problems}
     assert "use 1, 2 or 4" in told["parallel.ep"] or "canonical" in told["parallel.ep"]
     assert {"optim.name", "precision.float8"} <= told.keys()
 
     job, _, _ = read_job("demo", [("parallel.ep", "2")])
-    with pytest.raises(InvalidJob, match="the family llama has no experts"):
+    with pytest.raises(InvalidConfig, match="the family llama has no experts"):
         resolve(job, Machine("cpu", devices=2, world_size=2))
 
 

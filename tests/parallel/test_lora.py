@@ -17,7 +17,7 @@ from tests.layouts import check_many, many_gradients, parse, size, together
 from tests.parallel.test_layouts import distance
 from tests.small import Overrides, gradients, loader_of, merged, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import frozen_parameters, named_parameters, optimizer_state
-from weft.config.job import InvalidJob, read_job
+from weft.config.job import InvalidConfig, read_job
 from weft.models import load_family
 from weft.models.family import Init
 from weft.models.llama import PRESETS, num_matmul_params
@@ -413,6 +413,6 @@ def test_plan_with_lora_counts_trained_parameters() -> None:
 def test_lora_unsupported_keys_are_refused(keys: Overrides, expected: str) -> None:
     shape = [("model.num_layers", "2"), ("model.dim", "128"), ("model.ffn_dim", "192")]
     heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")]
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         planned(*shape, *heads, *keys, preset="8b", devices=2)
     assert expected in str(caught.value)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidJob, Problem
+from weft.config.job import InvalidConfig, ConfigError
 from weft.plan.devices import (
     CPU,
     OURS,
@@ -61,7 +61,7 @@ def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
 )
 def test_parse_cluster_invalid_text_is_refused(text: str, rule: str, remedy: str) -> None:
     problem = parse_cluster(text, "--cluster")
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, ConfigError)
     assert (problem.key, problem.value) == ("--cluster", text)
     assert problem.rule == rule
     assert remedy in problem.remedy
@@ -116,7 +116,7 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
     """Not again for each device that is like the one that has it."""
     mine = tmp_path / "clusters.toml"
     mine.write_text("[devices.H100]\nlike = 'H10'")
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         read_clusters(OURS, mine)
     assert len(caught.value.problems) == 1
 
@@ -164,7 +164,7 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
 def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
     mine = tmp_path / "clusters.toml"
     mine.write_text(text)
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         read_clusters(OURS, mine)
     lines = [str(problem) for problem in caught.value.problems]
     assert all(line.startswith(str(mine)) for line in lines)
@@ -195,7 +195,7 @@ def test_a_link_of_no_name_is_a_mistake_and_no_sign_of_one(tmp_path: Path) -> No
     """What is like nothing has one mistake; an empty name of a link is one."""
     file = tmp_path / "clusters.toml"
     file.write_text('[devices.X]\nlike = "H100"\nlink = ""\n[devices.Z]\nlike = "nobody"\n')
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         read_clusters(OURS, file)
     said = [
         str(problem).partition(" = ")[0].partition(": ")[2] for problem in caught.value.problems

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.config.job import InvalidJob, Job, read_job
+from weft.config.job import InvalidConfig, Job, read_job
 from weft.estimate.cost import Matmul, matmul_seconds
 from weft.estimate.forecast import device_of, forecast
 from weft.estimate.trace_to_cost import _grouped
@@ -26,7 +26,7 @@ def job_of(**changes: Any) -> Job:
 
 
 def told(world: int, **changes: Any) -> dict[str, str]:
-    with pytest.raises(InvalidJob) as error:
+    with pytest.raises(InvalidConfig) as error:
         resolve(job_of(**changes), Machine("cpu", devices=2, world_size=world))
     return {problem.key: str(problem) for problem in error.value.problems}
 

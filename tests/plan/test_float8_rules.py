@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.small import Overrides, small_job
-from weft.config.job import InvalidJob, Job, PrecisionSection, Problem, read_job
+from weft.config.job import InvalidConfig, Job, PrecisionSection, ConfigError, read_job
 from weft.models import load_family
 from weft.models.llama import PRESETS
 from weft.plan.devices import parse_cluster
@@ -27,7 +27,7 @@ def asked(*overrides: tuple[str, str], cluster: str, recipe: str) -> tuple[Job, 
     job, _, problems = read_job(recipe, [*overrides])
     assert not problems, problems
     parsed = parse_cluster(cluster)
-    assert not isinstance(parsed, Problem)
+    assert not isinstance(parsed, ConfigError)
     return job, machine_of(parsed)
 
 
@@ -128,7 +128,7 @@ SITES = (
 )
 def test_float8_incompatible_keys_are_refused(keys: Overrides, expected: str) -> None:
     heads = [("model.num_heads", "4"), ("model.num_kv_heads", "2")] * ("dim" in str(keys))
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         planned(*LARGE, *heads, *keys, ("train.microbatch_size", "auto"))
     assert expected in str(caught.value)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidJob, Job, Problem, read_job
+from weft.config.job import InvalidConfig, Job, ConfigError, read_job
 from weft.plan.resolve import Machine, Plan, resolve
 
 Overrides = list[tuple[str, str]]
@@ -45,8 +45,10 @@ def pair(word: str) -> tuple[str, str]:
     return (name if "." in name else f"parallel.{name}"), value
 
 
-def refused(layout: str, world: int | None = None, machine: Machine | None = None) -> list[Problem]:
-    with pytest.raises(InvalidJob) as caught:
+def refused(
+    layout: str, world: int | None = None, machine: Machine | None = None
+) -> list[ConfigError]:
+    with pytest.raises(InvalidConfig) as caught:
         planned(layout, world, machine)
     return caught.value.problems
 
@@ -290,7 +292,7 @@ def test_the_smallest_shard_group_that_fits() -> None:
     assert 1 < tight < 64
     assert fitted(140, "tp=2")[0] < tight
     assert fitted(140, "pp=2 gradient_sync=step")[0] <= tight
-    with pytest.raises(InvalidJob, match="even over 64 ranks"):
+    with pytest.raises(InvalidConfig, match="even over 64 ranks"):
         fitted(20)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
-from weft.config.job import Problem
+from weft.config.job import ConfigError
 from weft.data.loader import Batch
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
@@ -135,10 +135,10 @@ def test_the_engine_keeps_as_many_as_planned(name: str) -> None:
 
 def test_timetable_unknown_name_is_refused() -> None:
     found = find_schedule("interleaved1f1b")
-    assert not isinstance(found, Problem)
+    assert not isinstance(found, ConfigError)
     assert found.name == "Interleaved1F1B"
     wrong = find_schedule("1f1p")
-    assert isinstance(wrong, Problem)
+    assert isinstance(wrong, ConfigError)
     assert "1F1B" in wrong.remedy
 
 
@@ -182,7 +182,7 @@ def test_timetable_file_that_is_not_a_schedule_is_refused(
     path = tmp_path / "mine.csv"
     path.write_text(text)
     found = read_csv(path, pp)
-    assert isinstance(found, Problem)
+    assert isinstance(found, ConfigError)
     assert rule in found.rule, found.rule
 
 
@@ -190,5 +190,5 @@ def test_timetable_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "none.csv", tmp_path / "binary.csv"):
         found = read_csv(path, 2)
-        assert isinstance(found, Problem)
+        assert isinstance(found, ConfigError)
         assert "cannot be read" in found.rule

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidJob, Job, recipe_names
+from weft.config.job import InvalidConfig, Job, recipe_names
 from weft.plan.plan_text import describe_plan, map_of_ranks, memory_bytes, plan_recipe, stage_lines
 from weft.plan.resolve import Machine, Plan
 
@@ -287,7 +287,7 @@ def test_stage_lines_schedule_file_places_its_stages(tmp_path: Path) -> None:
 
 
 def problems(recipe: str, *overrides: tuple[str, str], cluster: str | None = None) -> list[str]:
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         planned(recipe, *overrides, cluster=cluster)
     return [str(problem) for problem in caught.value.problems]
 

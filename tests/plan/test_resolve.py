@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidJob, Job, read_job
+from weft.config.job import InvalidConfig, Job, read_job
 from weft.plan.devices import peak_flops
 from weft.plan.layout import divisors, either
 from weft.plan.resolve import Machine, Plan, resolve
@@ -38,7 +38,7 @@ def test_degrees_and_batches_multiply_up() -> None:
             world % replicate or batch % world or (micro != "auto" and batch // world < int(micro))
         )
         if impossible:
-            with pytest.raises(InvalidJob) as caught:
+            with pytest.raises(InvalidConfig) as caught:
                 resolve(chosen, Machine("cpu", 8, world_size=world))
             assert all(problem.remedy for problem in caught.value.problems)
             continue
@@ -175,7 +175,7 @@ def test_debug_incompatible_keys_are_refused(
     if not key:
         resolve(job(*chosen), CPU)
         return
-    with pytest.raises(InvalidJob, match=rule) as caught:
+    with pytest.raises(InvalidConfig, match=rule) as caught:
         resolve(job(*chosen), CPU)
     assert [problem.key for problem in caught.value.problems] == [key]
     assert caught.value.problems[0].remedy

@@ -10,7 +10,7 @@ import pytest
 
 from tests.monitor.test_run_report import Browser, make_run, needs_browser, values
 from tests.tools.test_verdict import plan
-from weft.config.job import Job, Problem
+from weft.config.job import Job, ConfigError
 from weft.monitor.run_report import FILE
 from weft.tools.comparison_dir import Ended, trial_folder
 from weft.tools.comparison_page import write_page
@@ -33,7 +33,7 @@ def compared(folder: Path, count: int, repeats: int = 3) -> Result:
         Variant(label, "demo", Job(), plan=object())  # type: ignore[arg-type]
         for label in LABELS[:count]
     ]
-    wrong = (Problem("parallel.tp", 3, "does not divide <i>heads</i>"),)
+    wrong = (ConfigError("parallel.tp", 3, "does not divide <i>heads</i>"),)
     variants.append(Variant("tp=3", "demo", Job(), None, wrong))
     ended = []
     for v in range(count):

@@ -14,7 +14,7 @@ from tests.cluster.test_launcher import run
 from tests.harness import run_ranks
 from tests.small import Overrides, small_job, train_rank
 from weft.cli.main import main
-from weft.config.job import InvalidJob, to_toml
+from weft.config.job import InvalidConfig, to_toml
 from weft.tools.diff import compare_runs
 from weft.train.setup import be_deterministic
 
@@ -211,7 +211,7 @@ def test_diff_runs_without_common_steps_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = made(tmp_path / "a", {1: 5.0}), made(tmp_path / "b", {2: 5.0})
-    with pytest.raises(InvalidJob, match="has no step in common with"):
+    with pytest.raises(InvalidConfig, match="has no step in common with"):
         compare_runs(a, b, 1e-4)
     assert main(["debug", "diff", str(a), str(tmp_path)]) == 2
     assert "run_b" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, processors
 
 from tests.asked import random_run
-from weft.config.job import DataSection, InvalidJob
+from weft.config.job import DataSection, InvalidConfig
 from weft.data.document_tokens import RECORD, find_document_tokens, record_of, tokens_beside
 from weft.data.prepare import prepare
 from weft.data.prepared_cache import Progress
@@ -302,17 +302,19 @@ def test_find_document_tokens_bad_value_is_named(
     files: dict[str, Any], rule: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = beside(tokenizer, tmp_path, files)
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         tokens_beside(tokenizer, path)
     assert rule in str(caught.value)
 
 
 def test_find_document_tokens_absence_is_named(tmp_path: Path) -> None:
     nameless = make_tokenizer("<|stop|>")
-    with pytest.raises(InvalidJob, match=r'put "eos_token": "\.\.\." into a tokenizer_config.json'):
+    with pytest.raises(
+        InvalidConfig, match=r'put "eos_token": "\.\.\." into a tokenizer_config.json'
+    ):
         find_document_tokens(nameless, [], "t.json")
     path = beside(nameless, tmp_path, {"config": {"eos_token_id": 5}})
-    with pytest.raises(InvalidJob, match=r"config\.json names .*, which is not special"):
+    with pytest.raises(InvalidConfig, match=r"config\.json names .*, which is not special"):
         tokens_beside(nameless, path)
 
 

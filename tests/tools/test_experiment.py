@@ -20,7 +20,7 @@ from tests.small import SMALL, Overrides
 from tests.test_cli import rejected
 from weft.cli.main import main
 from weft.cluster import REQUEUE
-from weft.config.job import InvalidJob, Job, Problem, read_job
+from weft.config.job import InvalidConfig, Job, ConfigError, read_job
 from weft.plan.resolve import Plan
 from weft.tools.comparison_dir import seed_of
 from weft.tools.experiment import order, why
@@ -65,7 +65,7 @@ def test_split_values_brackets_and_quotes_are_kept_together(text: str, parts: li
 
 
 def test_parse_vary_mistakes_are_problems() -> None:
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     for text in ("parallel.tp", "parallel.tp=", "parallel.tp=1,,2", "parallel.tp=1,2,1"):
         assert parse_vary(text, problems) == []
     assert [problem.value for problem in problems][3] == "parallel.tp=1,2,1"
@@ -109,7 +109,7 @@ def test_variants_invalid_one_is_a_row_all_invalid_raise() -> None:
     assert [each.plan is None for each in found] == [False, True, True]
     assert "does not divide" in str(found[1].problems[0])
     assert str(found[2].problems[0]).startswith('parallel.tp = "x": must be a whole number')
-    with pytest.raises(InvalidJob) as error:
+    with pytest.raises(InvalidConfig) as error:
         variants(["demo"], ("parallel.tpp", ["1", "2"]))
     assert [problem.key for problem in error.value.problems] == ["parallel.tpp"] * 2
 

@@ -14,7 +14,7 @@ from tests.asked import random_run
 from tests.harness import run_ranks
 from tests.small import this_rank
 from weft.cli.main import main
-from weft.config.job import InvalidJob, Problem
+from weft.config.job import InvalidConfig, ConfigError
 from weft.models.kv_cache import caching
 from weft.tools.generate import (
     Row,
@@ -243,7 +243,7 @@ def test_lay_out_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> 
         ("model.dim", "64"),
         ("parallel.tpp", "2"),
     ]
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         lay_out(found, overrides, [], ("parallel.",), generating=True)
     text = str(caught.value)
     for name in ("parallel.pp", "parallel.cp", "model.dim", "parallel.tpp"):
@@ -278,7 +278,7 @@ def test_generate_command_completes_prompts_and_refuses_mistakes(
 def test_read_prompts_invalid_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('"fine"\n{"question": 1}\n')
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     assert read_prompts(file, problems) == ["fine"]
     assert "line 2" in str(problems[0])
     file.write_text('"a\u2028b"\n', "utf-8")  # which Unicode calls the end of a line

@@ -15,7 +15,7 @@ from tests.asked import random_run
 from tests.harness import run_ranks
 from tests.small import this_rank
 from weft.cli.main import main
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.tools.generate import speech_of
 from weft.tools.hf_convert import export_checkpoint
 from weft.tools.inference_model import find_checkpoint, lay_out, restore, restore_alone
@@ -189,7 +189,7 @@ def test_read_task_unknown_fields_are_refused(
     assert change[0] in text
     path = tmp_path / "task.yaml"
     path.write_text(text.replace(*change))
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         read_task(path)
     assert expected in str(caught.value)
 
@@ -198,7 +198,7 @@ def test_templates_cannot_reach_outside(task_file: Path, tmp_path: Path) -> None
     path = tmp_path / "task.yaml"
     text = task_file.read_text()
     path.write_text(text.replace("{{begin}}", "{{begin.__class__.__mro__[1].__subclasses__()}}"))
-    with pytest.raises(InvalidJob, match="SecurityError"):
+    with pytest.raises(InvalidConfig, match="SecurityError"):
         read_task(path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weft.config.job import Job, Problem, replace
+from weft.config.job import Job, ConfigError, replace
 from weft.tools.comparison_dir import Ended, trial_folder
 from weft.tools.comparison_result import Result, Settings, finished, result_of
 from weft.tools.trials import held_out_loss, measure_trial, split_warm_up, train_loss
@@ -247,7 +247,7 @@ def test_judge_losses_of_other_data_are_not_compared(tmp_path: Path) -> None:
 def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> None:
     job = Job()
     variants = [
-        Variant("A", "demo", job, None, (Problem("parallel.tp", 3, "does not divide"),)),
+        Variant("A", "demo", job, None, (ConfigError("parallel.tp", 3, "does not divide"),)),
         Variant("B", "demo", job, plan=object()),  # type: ignore[arg-type]
     ]
     ended = [Ended(1, 1, -9, "ended with signal SIGKILL", 2.0)]

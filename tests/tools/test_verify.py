@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tests.test_extending import MINE
 from weft.checkpoint.state_dict import named_parameters
 from weft.cli.main import main
-from weft.config.job import InvalidJob, Job, WeftError, recipe_names
+from weft.config.job import InvalidConfig, Job, WeftError, recipe_names
 from weft.data.loader import Batch
 from weft.optim.optimizer import clip_grad_norm
 from weft.plan.resolve import Plan
@@ -576,7 +576,7 @@ def test_shrink_schedule_file_keeps_its_ranks(
     found = case(*layout, ranks=4)
     assert found.plan.sizes == {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
     assert found.plan.accumulation == 2
-    with pytest.raises(InvalidJob, match="--ranks = 2: is fewer than the 4 of the pipeline"):
+    with pytest.raises(InvalidConfig, match="--ranks = 2: is fewer than the 4 of the pipeline"):
         case(*layout, ranks=2)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.small import Overrides, gradients, losses, newest_state, small_job, train_rank
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.plan.resolve import Machine, resolve
 
 STEPS: Overrides = [
@@ -71,5 +71,5 @@ def test_canonical_gradients_equal_usual_order_to_rounding(store_path: Path) -> 
 )
 def test_canonical_unsupported_keys_are_refused(change: tuple[str, str], said: str) -> None:
     job: Any = small_job(*STEPS, ("run.dir", "/nonexistent"), change)
-    with pytest.raises(InvalidJob, match=said):
+    with pytest.raises(InvalidConfig, match=said):
         resolve(job, Machine("cpu", devices=2, world_size=4))

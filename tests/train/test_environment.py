@@ -10,8 +10,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from weft.config.job import InvalidJob, read_job
-from weft.train.environment import Where, expand_counts, expand_hosts, find, placed, speaks
+from weft.config.job import InvalidConfig, read_job
+from weft.train.environment import (
+    ClusterEnvironment,
+    expand_counts,
+    expand_hosts,
+    detect_environment,
+    apply_environment,
+    is_log_node,
+)
 from weft.train.setup import joined
 
 TORCHRUN = {
@@ -115,21 +122,21 @@ HEAD = {"MASTER_ADDR": "head"}
 
 def rank(
     source: str, rank: int, size: int, local: int, local_size: int, host: str, port: int
-) -> Where:
+) -> ClusterEnvironment:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = (rank, size, local, local_size, host, port)
-    return Where(source, dict(zip(names, map(str, values), strict=True)))
+    return ClusterEnvironment(source, dict(zip(names, map(str, values), strict=True)))
 
 
-def nodes(source: str, count: object, rendezvous: str = "") -> Where:
-    return Where(source, nodes=str(count), rendezvous=rendezvous)
+def nodes(source: str, count: object, rendezvous: str = "") -> ClusterEnvironment:
+    return ClusterEnvironment(source, nodes=str(count), rendezvous=rendezvous)
 
 
 @dataclass
 class Case:
     name: str
     environment: dict[str, str]
-    found: Where
+    found: ClusterEnvironment
     nodes: str = "auto"
     rendezvous: str = "auto"
 
@@ -249,7 +256,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_where_environment_gives_rank_and_world(case: Case) -> None:
     before = dict(case.environment)
-    assert find(case.environment, case.nodes, case.rendezvous) == case.found
+    assert detect_environment(case.environment, case.nodes, case.rendezvous) == case.found
     assert case.environment == before
 
 
@@ -338,8 +345,8 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_where_contradictory_environment_is_refused(mistake: Mistake) -> None:
     environment = {k: v for k, v in mistake.environment.items() if k not in mistake.without}
-    with pytest.raises(InvalidJob) as caught:
-        find(environment, mistake.nodes)
+    with pytest.raises(InvalidConfig) as caught:
+        detect_environment(environment, mistake.nodes)
     problems = caught.value.problems
     assert {problem.key for problem in problems} == set(mistake.keys)
     assert all(mistake.rule in str(problem) for problem in problems)
@@ -397,7 +404,7 @@ def test_where_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     """A rank gets torchrun's variables, and a launcher's job where its nodes meet."""
     job, _, _ = read_job("demo")
     monkeypatch.setattr(os, "environ", dict(TASK | {"SLURM_STEP_NODELIST": "localhost,n02"}))
-    assert placed(job) == job
+    assert apply_environment(job) == job
     assert joined()
     assert {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")} == {
         "RANK": "3",
@@ -405,7 +412,7 @@ def test_where_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         "MASTER_ADDR": "localhost",
     }
     monkeypatch.setattr(os, "environ", dict(PYTORCH_JOB))
-    run = placed(job).run
+    run = apply_environment(job).run
     assert (run.nodes, run.rendezvous) == ("4", "run-node-0-0.run:29400")
     assert not joined()
 
@@ -426,4 +433,4 @@ def test_where_job_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def test_where_shared_output_only_one_node_prints(
     environment: dict[str, str], whether: bool
 ) -> None:
-    assert speaks(environment) is whether
+    assert is_log_node(environment) is whether

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, small_job, train_rank
 from weft.data.dataset import open_text
-from weft.data.loader import Ahead
+from weft.data.loader import Prefetcher
 from weft.plan.resolve import Machine, resolve
 from weft.train import loop
 from weft.train.setup import Rank, keep_freed_memory
@@ -151,7 +151,7 @@ def train_with_thread(overrides: Overrides, store: str, fail_at: int = 0) -> lis
         reach(site, *args, **kwargs)
 
     loop.reach = failing  # type: ignore[assignment]
-    loop.Ahead = lambda loader, device, threaded: Ahead(loader, device, True)  # type: ignore
+    loop.Ahead = lambda loader, device, threaded: Prefetcher(loader, device, True)  # type: ignore
     with pytest.raises(RuntimeError, match="weft-data") if fail_at else nullcontext():
         train_rank(overrides, store)
     return [thread.name for thread in threading.enumerate()]
@@ -183,7 +183,7 @@ def read_fails(overrides: Overrides, store: str) -> None:
         return batch(loader, consumed, *groups)
 
     loop.Loader.batch = failing  # type: ignore[method-assign]
-    loop.Ahead = lambda loader, device, threaded: Ahead(loader, device, True)  # type: ignore
+    loop.Ahead = lambda loader, device, threaded: Prefetcher(loader, device, True)  # type: ignore
     train_rank(overrides, store)
 
 

@@ -10,14 +10,14 @@ from tests.harness import run_ranks
 from tests.small import small_job, train_rank
 from weft.cluster.start import describe_text
 from weft.config.job import Job
-from weft.data.dataset import Source, Text, open_text
+from weft.data.dataset import Source, Dataset, open_text
 from weft.data.loader import samples_of
 from weft.monitor.terminal import quiet_console
 from weft.plan.resolve import Machine, resolve
 from weft.train.epochs import MOST_EPOCHS, repetition_warnings
 
 
-def warned(job: Job, text: Text) -> list[str]:
+def warned(job: Job, text: Dataset) -> list[str]:
     samples = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
     return list(repetition_warnings(job, text, samples))
 
@@ -38,7 +38,7 @@ def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(
 
 def test_repetition_warnings_of_a_mixture_name_the_source_that_repeats(store_path: Path) -> None:
     (one,) = open_text(store_path).sources
-    text = Text(store_path, (Source("web", 0.99, one.store), Source("code", 0.01, one.store)))
+    text = Dataset(store_path, (Source("web", 0.99, one.store), Source("code", 0.01, one.store)))
     sequences = (one.store.manifest.train.tokens - 1) // 32
     steps = int(2 * MOST_EPOCHS * sequences / 8)
     (said,) = warned(small_job(("train.steps", str(steps))), text)

@@ -13,7 +13,7 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.cli.main import main
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.train.job_checks import prepare_job
 
 KEYS = {
@@ -124,7 +124,7 @@ def test_run_resumed_is_equal_bit_for_bit(ranks: int, store_path: Path, tmp_path
 
 def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
     """Train, but raise in the middle of step ``after`` + 1."""
-    from weft.train.step import Engine
+    from weft.train.step import TrainStep
 
     steps = 0
 
@@ -135,7 +135,7 @@ def train_and_fail(overrides: Overrides, store: str, after: int) -> None:
             raise RuntimeError("planned")
         return forward_backward(*args)
 
-    forward_backward, Engine.forward_backward = Engine.forward_backward, failing
+    forward_backward, TrainStep.forward_backward = TrainStep.forward_backward, failing
     train_rank(overrides, store)
 
 
@@ -197,7 +197,7 @@ def test_run_nan_loss_stops_before_it_is_recorded(store_path: Path, tmp_path: Pa
 def test_checkpoint_dir_unreachable_or_with_credentials_is_refused(
     place: str, said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         prepare_job("demo", [("checkpoint.dir", place), ("run.dir", str(tmp_path / "run"))])
     assert said in str(caught.value)
     assert "hunter2" not in str(caught.value)
@@ -227,7 +227,7 @@ def test_credentials_in_urls_are_refused_and_not_shown(
 
 
 def test_run_dir_in_a_store_is_refused() -> None:
-    with pytest.raises(InvalidJob, match=r"only checkpoint\.dir may be s3://bucket/prefix"):
+    with pytest.raises(InvalidConfig, match=r"only checkpoint\.dir may be s3://bucket/prefix"):
         prepare_job("demo", [("run.dir", "s3://bucket/run")])
 
 

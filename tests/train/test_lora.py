@@ -17,7 +17,7 @@ from tests.layouts import parse
 from tests.small import Overrides, losses, newest_state, read_state, small_job, train_rank
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.checkpoint.weight_files import write_json
-from weft.config.job import InvalidJob, to_toml
+from weft.config.job import InvalidConfig, to_toml
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES, resolve_model
 from weft.models.family import their_name
@@ -139,7 +139,7 @@ def test_lora_resume_without_base_is_refused(
     with pytest.raises(RankError, match="step-00000000 is not there; put it back"):
         run(source, folder, store_path, "", 4)
     for adapter in (False, True):
-        with pytest.raises(InvalidJob, match="step-00000000, which is not there"):
+        with pytest.raises(InvalidConfig, match="step-00000000, which is not there"):
             export_checkpoint(folder, tmp_path / "out", "float32", "5GB", silent, adapter)
     assert not (tmp_path / "out").exists()
 

@@ -27,7 +27,7 @@ from tests.small import (
     whole,
 )
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import DataSection, InvalidJob, TrainSection
+from weft.config.job import DataSection, InvalidConfig, TrainSection
 from weft.data.dataset import open_text
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, Packed, Pairs, samples_of
 from weft.data.prepare import prepare_text
@@ -390,7 +390,7 @@ def test_objective_custom_function_is_trained_and_recorded(
 )
 def test_objective_unsupported_keys_are_refused(overrides: Overrides, key: str, rule: str) -> None:
     job = small_job(*overrides)
-    with pytest.raises(InvalidJob) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         resolve(job, Machine("cpu", devices=2, world_size=2))
     assert [(p.key, rule in p.rule) for p in caught.value.problems] == [(key, True)]
 

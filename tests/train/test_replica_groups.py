@@ -44,10 +44,10 @@ from weft.optim.optimizer import grad_norm
 from weft.plan.resolve import Machine, resolve
 from weft.train.job_checks import check_names
 from weft.train.loop import train
-from weft.train.replica_groups import Groups, GroupsError
+from weft.train.replica_groups import ReplicaGroups, GroupsError
 from weft.train.replica_groups import join as join_groups
 from weft.train.setup import build
-from weft.train.state import Position
+from weft.train.state import TrainState
 
 INSTALLED = importlib.util.find_spec("torchft") is not None
 needs_torchft = pytest.mark.skipif(
@@ -111,7 +111,7 @@ def group_gradients(
     plan, rank = plan_here(job), this_rank()
     parts, mesh, engine, optimizer, _ = build(job, plan, rank)
     groups = join_groups(job, plan, open_text(Path(store)), rank, print)
-    groups.meet(Position(0, 0), parts, optimizer)
+    groups.meet(TrainState(0, 0), parts, optimizer)
     loader = loader_of(job, plan, store, mesh)
     loss = engine.forward_backward(loader.batch(0, groups.place, groups.count), groups.sum)
     params = dict(named_parameters(parts))
@@ -232,8 +232,8 @@ def compare_after_a_flip(meeting: str, lighthouse: str) -> list[str]:
     job = small_job(("resilience.lighthouse", lighthouse), ("checkpoint.dir", "unused"))
     plan, rank = plan_here(job), this_rank()
     parts, _, _, optimizer, _ = build(job, plan, rank)
-    groups = Groups(lighthouse, "job", 20, rank, rank.device, print)
-    groups.meet(Position(0, 0), parts, optimizer)
+    groups = ReplicaGroups(lighthouse, "job", 20, rank, rank.device, print)
+    groups.meet(TrainState(0, 0), parts, optimizer)
     said = []
     for _ in range(2):
         try:
@@ -263,8 +263,8 @@ def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str
     job = small_job(*overrides)
     plan, rank = plan_here(job), this_rank()
     parts, _, _, optimizer, _ = build(job, plan, rank)
-    groups = Groups(lighthouse, "job", 30, rank, rank.device, print)
-    at = groups.meet(Position(0, 0), parts, optimizer)
+    groups = ReplicaGroups(lighthouse, "job", 30, rank, rank.device, print)
+    at = groups.meet(TrainState(0, 0), parts, optimizer)
     led = groups.leads
     value = torch.tensor([1.0])
     groups.sum([value])
@@ -274,7 +274,7 @@ def miss_the_end_of_a_step(size: int, meeting: str, lighthouse: str) -> dict[str
         for _, param in named_parameters(parts):
             param.grad = torch.ones_like(param)
         optimizer.step()
-        at = Position(1, 8)
+        at = TrainState(1, 8)
     began = time.monotonic()
     at = groups.meet(at, parts, optimizer)
     again = torch.tensor([1.0])

@@ -51,7 +51,7 @@ from weft.checkpoint.state_dict import (
     widen,
 )
 from weft.checkpoint.storage import Damaged
-from weft.monitor.faults import at
+from weft.monitor.faults import fault_point
 from weft.parallel.dtensor import shard_offsets
 from weft.parallel.quantize import keep_numbers, numbers_of
 
@@ -74,7 +74,7 @@ def load(path: Path, parts: Sequence[nn.Module], optimizer: Optimizer | None) ->
         DamagedCheckpoint: if it does not hold what was saved; the parameters are undefined then.
         CheckpointError: if it is of another model, or cannot be read.
     """
-    at("load")
+    fault_point("load")
     manifest = _manifest_of(path)
     folder, contents = files_of(path, manifest, sizes=False)
     wrong = _fill(f"{path}: could not be loaded", folder, contents, parts, optimizer, whole=True)
@@ -135,7 +135,7 @@ def load_local(
     Raises:
         DamagedCheckpoint: also if they do not have all of it any more.
     """
-    at("load")
+    fault_point("load")
     name = f"step {step} in {folder} of the nodes"
     failed = f"{name}: could not be loaded"
     found: list[tuple[Path, Json, Contents] | None] = []

@@ -49,7 +49,7 @@ from weft.checkpoint.shard_files import (
 )
 from weft.checkpoint.storage import Damaged, read_regular
 from weft.config.files import replace_text
-from weft.monitor.faults import at
+from weft.monitor.faults import fault_point
 
 _NAME = re.compile(r"([0-9]{6,20})-([0-9]{8,20})")
 
@@ -76,7 +76,7 @@ def local_folder(folder: str, home: Path) -> Path | None:
     return None if name is None else Path(folder) / name
 
 
-def keep_local(
+def save_local(
     folder: Path, boxes: list[Staged], owned: set[str], manifest: Json, group: Any
 ) -> None:
     """Leave what this rank holds on its node; every rank calls it.
@@ -125,7 +125,7 @@ def _without_shards(table: Json) -> Json:
 
 def _seal(place: Path, manifest: Json, tensors: Json, written: Json) -> None:
     """Write this rank's manifest."""
-    at("local")
+    fault_point("local")
     for name, _, _, _, (offsets, sizes, position) in written["shards"]:
         tensors[name] = tensors[name] | {"shards": [[offsets, sizes, 0, position]]}
     table = {"format": FORMAT, "tensors": tensors, "files": [written["file"]]}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint, on_host
-from weft.checkpoint.local_save import keep_local, local_folder
+from weft.checkpoint.local_save import save_local, local_folder
 from weft.checkpoint.manifest import (
     FORMAT,
     NAME,
@@ -63,7 +63,7 @@ from weft.checkpoint.state_dict import (
 )
 from weft.checkpoint.storage import create, is_remote, put_new, remove
 from weft.config.files import sync_folder
-from weft.monitor.faults import at
+from weft.monitor.faults import fault_point
 from weft.monitor.heartbeat import beat
 from weft.parallel.dtensor import shard_offsets
 
@@ -74,7 +74,7 @@ class PeerGone(CheckpointError):
     """A rank has ended in the middle of a save: no other attempt can succeed."""
 
 
-class Saver:
+class CheckpointManager:
     """Saves the checkpoints of a run, one at a time.
 
     The state is copied while training waits, and then, in the background, written by each rank and
@@ -144,7 +144,7 @@ class Saver:
         began = time.perf_counter()
         self.close()
         self._tell()
-        at("checkpoint")
+        fault_point("checkpoint")
         boxes, owned = self._stage(parts, optimizer)
         about = manifest | {"epoch": self.epoch}
         work = (boxes, owned, about, home)
@@ -295,7 +295,7 @@ class Saver:
         try:
             if self.local is not None:
                 try:
-                    keep_local(self.local, boxes, owned, manifest, self._group)
+                    save_local(self.local, boxes, owned, manifest, self._group)
                 except CheckpointError as error:
                     untold.append(error)
             if home:
@@ -354,7 +354,7 @@ def _write(
     late = f"{final} is saved, but an older one could not be deleted"
     base = manifest.get("base")
     from_rank_0(lambda: _delete_old(folder, keep, base), late, group)
-    at("checkpoint.saved")
+    fault_point("checkpoint.saved")
 
 
 def _begin(final: Path, epoch: int, known: Mapping[str, bytes]) -> tuple[str, Path | None]:
@@ -385,13 +385,13 @@ def _begin(final: Path, epoch: int, known: Mapping[str, bytes]) -> tuple[str, Pa
 
 
 def _write_shards(temporary: Path, boxes: list[Staged]) -> Json | None:
-    at("checkpoint.shards")
+    fault_point("checkpoint.shards")
     if not boxes:
         return None
     name = f"shard-{own_rank():05}.bin"
     with create(temporary / name, sum(box.content.nbytes for box in boxes)) as file:
         written = write_shards(file, name, boxes)
-        at("checkpoint.written")
+        fault_point("checkpoint.written")
     return written
 
 
@@ -401,24 +401,24 @@ def _commit(temporary: Path, final: Path, manifest: Json, known: Mapping[str, by
     The lease is read as late as possible: a process that was suspended while it saved must not
     replace what its successor has saved meanwhile.
     """
-    at("checkpoint.manifest")
+    fault_point("checkpoint.manifest")
     text = manifest_text(manifest).encode()
     if not is_remote(final):
         with create(temporary / "manifest.json") as file:
             file.write(text)
         sync_folder(temporary)
-    at("checkpoint.rename")
+    fault_point("checkpoint.rename")
     if hold_lease(final.parent, manifest["epoch"], known):
         raise CheckpointError(f"{final.parent}: it was deleted while {final.name} was written")
     if (final / "manifest.json").exists() or (final.exists() and not is_remote(final)):
         # Of an abandoned branch, or without a manifest: no checkpoint any more.
-        set_aside(final, "abandoned")
+        quarantine(final, "abandoned")
     if is_remote(final):
         put_new(final / "manifest.json", text)
-        at("checkpoint.renamed")
+        fault_point("checkpoint.renamed")
         return
     temporary.rename(final)
-    at("checkpoint.renamed")
+    fault_point("checkpoint.renamed")
     sync_folder(final.parent)
 
 
@@ -435,13 +435,13 @@ def _delete_old(folder: Path, keep: int, base: str | None = None) -> None:
         if old in kept or old.name == base or checkpoint_step(old) > checkpoint_step(kept[-1]):
             continue
         # First out of sight, in one step: nothing half-deleted may look whole.
-        at("checkpoint.delete")
+        fault_point("checkpoint.delete")
         if is_remote(old):
             (old / "manifest.json").unlink()
             hidden = old
         else:
             hidden = old.rename(old.with_name(f".tmp-{old.name}-deleted"))
-        at("checkpoint.deleting")
+        fault_point("checkpoint.deleting")
         remove(hidden)
 
 
@@ -473,10 +473,10 @@ def give_up(folder: Path, step: int) -> None:
             read_manifest(path)
         except DamagedCheckpoint:
             if checkpoint_step(path) > step:
-                set_aside(path, "abandoned")
+                quarantine(path, "abandoned")
 
 
-def set_aside(path: Path, why: str) -> None:
+def quarantine(path: Path, why: str) -> None:
     """Rename a checkpoint that does not count, so that it is out of the way and not lost."""
     if is_remote(path):  # its manifest, without which it is none
         manifest = path / "manifest.json"

@@ -26,7 +26,7 @@ def young_interval(cost_seconds: float, mtbf_seconds: float) -> float:
     return math.sqrt(2 * cost_seconds * mtbf_seconds)
 
 
-class Saves:
+class CheckpointSchedule:
     """After which steps to save."""
 
     def __init__(self, section: CheckpointSection, step: int, say: Callable[[str], None]) -> None:

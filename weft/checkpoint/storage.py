@@ -29,7 +29,7 @@ from typing import IO, Any
 import numpy as np
 
 from weft.config.files import check_url, sync_folder
-from weft.config.job import InvalidJob, WeftError
+from weft.config.job import InvalidConfig, WeftError
 
 # Not os.posix_fallocate: where a file system cannot do it, that writes all blocks.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +52,7 @@ def open_folder(place: str | Path) -> Path:
     if "://" not in str(place):
         return Path(place)
     if problems := check_url("folder", str(place)):
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     try:
         from upath import UPath
 

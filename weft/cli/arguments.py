@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import weft
 from weft.cluster import MISTAKE
-from weft.config.job import MISSING, SECTIONS, Problem, recipe_names
+from weft.config.job import MISSING, SECTIONS, ConfigError, recipe_names
 
 # --------------------------------------------------------------------------- kinds of values
 
@@ -511,7 +511,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: for help, and for mistakes, which have been told.
     """
-    rest, overrides, problems = list(words), list[tuple[str, str]](), list[Problem]()
+    rest, overrides, problems = list(words), list[tuple[str, str]](), list[ConfigError]()
     name = words[0] if words else ""
     if any(command.takes_keys for command in named(name).values()):
         rest, overrides, problems = split_overrides(words, options_of(name))
@@ -543,7 +543,7 @@ SWITCHES = {"preflight": ("resilience.preflight", "true")}
 
 def split_overrides(
     words: Sequence[str], options: Mapping[str, bool]
-) -> tuple[list[str], list[tuple[str, str]], list[Problem]]:
+) -> tuple[list[str], list[tuple[str, str]], list[ConfigError]]:
     """Take the ``--section.key value`` and ``--section.key=value`` out of a command's arguments.
 
     Any other option that the command does not have is taken, too: it is reported with the rest.
@@ -556,7 +556,7 @@ def split_overrides(
     """
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     own = {**options, "--": False}
     remaining = list(words)
     while remaining:
@@ -574,7 +574,7 @@ def split_overrides(
             name, value = SWITCHES[name]
         elif not equals:
             if not remaining or remaining[0].startswith("--") or remaining[0] == "-h":
-                problems.append(Problem(f"--{name}", MISSING, "needs a value"))
+                problems.append(ConfigError(f"--{name}", MISSING, "needs a value"))
                 continue
             value = remaining.pop(0)
         overrides.append((name, value))

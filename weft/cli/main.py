@@ -20,10 +20,18 @@ from typing import TYPE_CHECKING
 from weft.cli.arguments import parse
 from weft.cluster import FAILED, INTERRUPTED, MISTAKE, REQUEUE
 from weft.config.escaping import escape_controls, escaping_stream, is_one_line, raw_stream
-from weft.config.job import MISSING, InvalidJob, Job, Problem, WeftError, read_job, recipe_names
+from weft.config.job import (
+    MISSING,
+    InvalidConfig,
+    Job,
+    ConfigError,
+    WeftError,
+    read_job,
+    recipe_names,
+)
 
 if TYPE_CHECKING:
-    from weft.data.dataset import Text
+    from weft.data.dataset import Dataset
     from weft.plan.resolve import Machine, Plan
 
 
@@ -49,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         return RUN[options.command](options)
-    except InvalidJob as error:
+    except InvalidConfig as error:
         return reject(error)
     except WeftError as error:
         print(f"weft: {error}", file=sys.stderr)
@@ -62,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         return FAILED
 
 
-def reject(error: InvalidJob) -> int:
+def reject(error: InvalidConfig) -> int:
     """Show every problem, one a line."""
     count = len(error.problems)
     print(f"weft: {count} problem{'s' * (count != 1)}, nothing was started:", file=sys.stderr)
@@ -77,7 +85,7 @@ def train(options: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from weft.cluster.start import join, start
     from weft.monitor.terminal import quiet_console
-    from weft.train.environment import speaks
+    from weft.train.environment import is_log_node
     from weft.train.job_checks import prepare_job
     from weft.train.setup import joined
 
@@ -87,7 +95,7 @@ def train(options: argparse.Namespace) -> int:
         return 0
     if joined():
         join(job, base, plan, options.recipe, options.force)
-    console = quiet_console(sys.stdout, quiet=not speaks(os.environ))
+    console = quiet_console(sys.stdout, quiet=not is_log_node(os.environ))
     return start(job, base, plan, options.recipe, console, options.force)
 
 
@@ -95,13 +103,15 @@ def launch(options: argparse.Namespace) -> int:
     """Hand a recipe in to a cluster, or look after a run that was."""
     problems = list(options.problems)
     if options.follow and options.what != "logs":
-        problems.append(Problem("--follow", True, "is for weft launch logs"))
+        problems.append(ConfigError("--follow", True, "is for weft launch logs"))
     if options.what in ("status", "logs", "stop"):
         return look_after(options, problems)
     if options.run is not None:
         words = shlex.join(["weft", "launch", "status", str(options.run)])
         remedy = f"did you mean '{words}'?"
-        problems.append(Problem("RUN", str(options.run), "is only for status, logs, stop", remedy))
+        problems.append(
+            ConfigError("RUN", str(options.run), "is only for status, logs, stop", remedy)
+        )
     from weft.cluster.submit import cluster, request, submit
     from weft.train.setup import detect_machine
 
@@ -109,7 +119,7 @@ def launch(options: argparse.Namespace) -> int:
     text = cluster(options.on).render(asked)
     print(text)
     if wrong := cluster(options.on).check(text):
-        raise InvalidJob(Problem(f"--on {options.on}", MISSING, rule) for rule in wrong)
+        raise InvalidConfig(ConfigError(f"--on {options.on}", MISSING, rule) for rule in wrong)
     if not options.dry_run:
         id = submit(options.on, asked, text)
         next = f"weft launch status {shlex.quote(str(asked.run_dir))}"
@@ -117,20 +127,20 @@ def launch(options: argparse.Namespace) -> int:
     return 0
 
 
-def look_after(options: argparse.Namespace, problems: list[Problem]) -> int:
+def look_after(options: argparse.Namespace, problems: list[ConfigError]) -> int:
     """Tell how a run is that was handed in, what it has printed, or stop it."""
     from weft.cluster.submit import Launched
 
-    problems += (Problem(key, value, "is not for this") for key, value in options.overrides)
+    problems += (ConfigError(key, value, "is not for this") for key, value in options.overrides)
     problems += [
-        Problem(f"--{name}", value, "is for handing in only")
+        ConfigError(f"--{name}", value, "is for handing in only")
         for name, value in (("on", options.on), ("dry-run", options.dry_run))
         if value
     ]
     if options.run is None:
-        problems.append(Problem("RUN", MISSING, "is missing: the folder of the run"))
+        problems.append(ConfigError("RUN", MISSING, "is missing: the folder of the run"))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     run = Launched.of(options.run)
     if options.what == "status":
         print(f"{run.on} job {run.id}: {run.status()}")
@@ -151,15 +161,15 @@ def plan(options: argparse.Namespace) -> int:
     if options.calibrate:
         return calibrate(options)
     if options.recipe is None:
-        problems.append(Problem("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
-        raise InvalidJob(problems)
+        problems.append(ConfigError("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
+        raise InvalidConfig(problems)
     if options.write and not options.search:
-        problems.append(Problem("--write", options.write, "is for --search", "add --search"))
+        problems.append(ConfigError("--write", options.write, "is for --search", "add --search"))
     if options.rank_map and options.json:
-        problems.append(Problem("--rank-map", True, "is a drawing", "leave out --json"))
+        problems.append(ConfigError("--rank-map", True, "is a drawing", "leave out --json"))
     if options.report and (options.rank_map or options.search):
         rule, remedy = "shows a plan", "leave out --rank-map and --search"
-        problems.append(Problem("--report", options.report, rule, remedy))
+        problems.append(ConfigError("--report", options.report, rule, remedy))
     for option in ("report", "write"):
         if path := getattr(options, option):
             check_file(f"--{option}", Path(path), problems)
@@ -197,9 +207,9 @@ def calibrate(options: argparse.Namespace) -> int:
     given = [*(f"--{key}" for key, _ in options.overrides), options.recipe, options.cluster]
     for word in filter(None, [*given, options.report, options.write]):
         rule, remedy = "does not go with --calibrate, which takes all from the run", "leave it out"
-        problems.append(Problem(word, MISSING, rule, remedy))
+        problems.append(ConfigError(word, MISSING, rule, remedy))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     found = calibrate(read_run(Path(options.calibrate)))
     path = save(found)
     print(json.dumps(found.to_dict(), indent=2) if options.json else told(found, path))
@@ -249,10 +259,10 @@ def verify(options: argparse.Namespace) -> int:
         return fuzz(options, ranks, steps, problems, say)
     for name in ("minutes", "log"):
         if (given := getattr(options, name)) is not None:
-            problems.append(Problem(f"--{name}", str(given), "is for --fuzz"))
+            problems.append(ConfigError(f"--{name}", str(given), "is for --fuzz"))
     if options.recipe is None:
         remedy = f"use {recipe_names()[0]}, or --fuzz 100"
-        raise InvalidJob([*problems, Problem("RECIPE", MISSING, "is missing", remedy)])
+        raise InvalidConfig([*problems, ConfigError("RECIPE", MISSING, "is missing", remedy)])
     resume = parse_layout(options.resume_layout or "", problems)
     report = verify(
         read_recipe(options.recipe, options.overrides, problems),
@@ -271,7 +281,7 @@ def fuzz(
     options: argparse.Namespace,
     ranks: int,
     steps: int,
-    problems: list[Problem],
+    problems: list[ConfigError],
     say: Callable[[str], None],
 ) -> int:
     """Verify random jobs."""
@@ -280,12 +290,12 @@ def fuzz(
     minutes = between("--minutes", options.minutes or "1", 1, 10**5, problems)
     if options.recipe not in (None, "demo"):
         rule, remedy = "is not for --fuzz, whose jobs are drawn", "leave it out"
-        problems.append(Problem("RECIPE", options.recipe, rule, remedy))
+        problems.append(ConfigError("RECIPE", options.recipe, rule, remedy))
     if options.resume_layout:
         rule, remedy = "is not for --fuzz, which draws its own", "leave it out"
-        problems.append(Problem("--resume-layout", options.resume_layout, rule, remedy))
+        problems.append(ConfigError("--resume-layout", options.resume_layout, rule, remedy))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     from weft.tools.verify_fuzz import BAD, Settings, fuzz
 
     settings = Settings(seed, ranks, steps, dict(options.overrides))
@@ -298,7 +308,7 @@ def fuzz(
     return FAILED if any(result[status.replace(" ", "_")] for status in BAD) else 0
 
 
-def parse_layout(text: str, problems: list[Problem]) -> list[tuple[str, str]]:
+def parse_layout(text: str, problems: list[ConfigError]) -> list[tuple[str, str]]:
     """Read ``key=value,...``; a value in brackets may have commas."""
     found = []
     for part in re.split(r",(?=[a-z]+\.[a-z_]+=)", text) if text else []:
@@ -308,7 +318,7 @@ def parse_layout(text: str, problems: list[Problem]) -> list[tuple[str, str]]:
                 "is not KEY=VALUE,...",
                 "use such as parallel.tp=2,activation_checkpoint.mode=full",
             )
-            problems.append(Problem("--resume-layout", text, rule, remedy))
+            problems.append(ConfigError("--resume-layout", text, rule, remedy))
         found.append((name, value))
     return found
 
@@ -333,9 +343,9 @@ def compare(options: argparse.Namespace) -> int:
     price = parse_price(options.price, problems)
     if options.cluster and not options.plan_only:
         rule = "is for --plan-only: runs are started on this machine"
-        problems.append(Problem("--cluster", options.cluster, rule, "add --plan-only"))
+        problems.append(ConfigError("--cluster", options.cluster, rule, "add --plan-only"))
     if not options.recipes:
-        problems.append(Problem("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
+        problems.append(ConfigError("RECIPE", MISSING, "is missing", f"use {recipe_names()[0]}"))
     vary = [pair for text in options.vary for pair in parse_vary(text, problems)]
     console = quiet_console(sys.stdout, quiet=options.json)
 
@@ -362,12 +372,14 @@ def compare(options: argparse.Namespace) -> int:
     return 0 if result.judged else FAILED
 
 
-def check_file(option: str, path: Path, problems: list[Problem]) -> None:
+def check_file(option: str, path: Path, problems: list[ConfigError]) -> None:
     """Whether an option names a file that can be there; a mistake is added to ``problems``."""
     if not path.parent.is_dir():
-        problems.append(Problem(option, str(path), "its folder does not exist", "make it first"))
+        problems.append(
+            ConfigError(option, str(path), "its folder does not exist", "make it first")
+        )
     elif path.is_dir():
-        problems.append(Problem(option, str(path), "is a folder", "name a file in it"))
+        problems.append(ConfigError(option, str(path), "is a folder", "name a file in it"))
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -384,11 +396,11 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise WeftError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def between(name: str, text: str, least: int, most: int, problems: list[Problem]) -> int:
+def between(name: str, text: str, least: int, most: int, problems: list[ConfigError]) -> int:
     """An option's whole number; a mistake is added to ``problems``."""
     if text.isdecimal() and len(text) < 10 and least <= int(text) <= most:
         return int(text)
-    problems.append(Problem(name, text, f"must be a whole number from {least} to {most}"))
+    problems.append(ConfigError(name, text, f"must be a whole number from {least} to {most}"))
     return least
 
 
@@ -404,7 +416,7 @@ def report(options: argparse.Namespace) -> int:
     if options.out:
         check_file("--out", out, problems)
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     plotly()  # it is missed before the seconds that a forecast takes
     runs = [History(folder) for folder in folders]
     from weft.estimate.report_sections import sections
@@ -428,7 +440,9 @@ def generate(options: argparse.Namespace) -> int:
     if options.prompts:
         prompts += read_prompts(options.prompts, problems, options.chat)
     if options.chat and not prompts and not problems:
-        problems.append(Problem("--chat", MISSING, "answers prompts", "give --prompt or --prompts"))
+        problems.append(
+            ConfigError("--chat", MISSING, "answers prompts", "give --prompt or --prompts")
+        )
     names = ("max_tokens", "repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
     chosen = {name: getattr(options, name) for name in names}
     sampling = Sampling(**chosen, stop=tuple(filter(None, options.stop)))
@@ -487,7 +501,7 @@ def evaluate(options: argparse.Namespace) -> int:
     for path in options.task:
         try:
             tasks.append(read_task(path))
-        except InvalidJob as error:
+        except InvalidConfig as error:
             problems += error.problems
     found = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
@@ -596,27 +610,27 @@ def data_verify(options: argparse.Namespace) -> int:
     others = {name: value for name, value in options.overrides if name != "data.cache_dir"}
     for problem in problems:
         others.pop(problem.key, None)
-    problems += [Problem(name, value, rule, remedy) for name, value in others.items()]
+    problems += [ConfigError(name, value, rule, remedy) for name, value in others.items()]
     stores: list[Path] = []
     for path in options.stores:
         try:
             stores += mixture_stores(path) if (path / MIXTURE_FILE).is_file() else [path]
-        except InvalidJob as error:
+        except InvalidConfig as error:
             problems += error.problems
     rule, remedy = f"is not a prepared store: it has no {STORE_FILE}", "weft data prepare makes one"
     problems += [
-        Problem("STORE", str(path), rule, remedy)
+        ConfigError("STORE", str(path), rule, remedy)
         for path in stores
         if not (path / STORE_FILE).is_file()
     ]
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     damaged = 0
     with showing(Console(stderr=True)) as show:
         for path in stores:
             try:
                 store = open_verified(path, cache_folder(job.data), show, anew=True)
-            except InvalidJob as error:
+            except InvalidConfig as error:
                 damaged += 1
                 print("\n".join(str(problem) for problem in error.problems), flush=True)
                 continue
@@ -629,7 +643,7 @@ def data_verify(options: argparse.Namespace) -> int:
     return FAILED if damaged else 0
 
 
-def _prepared(options: argparse.Namespace) -> Text:
+def _prepared(options: argparse.Namespace) -> Dataset:
     from weft.cluster.preparing import cache_folder, showing
     from weft.data.prepare import prepare_text
     from weft.monitor.terminal import quiet_console
@@ -640,7 +654,7 @@ def _prepared(options: argparse.Namespace) -> Text:
     job, _, problems = read_job(recipe, [*given, *options.overrides])
     problems = [*options.problems, *problems]
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     with showing(quiet_console(sys.stderr)) as show:
         return prepare_text(job.data, cache_folder(job.data), show)
 
@@ -673,7 +687,7 @@ def doctor(options: argparse.Namespace) -> int:
     began = time.monotonic()
     job, _, problems = read_job(options.recipe or recipe_names()[0], options.overrides)
     if problems := [*options.problems, *problems]:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     facts = gather(job, options.full)
     findings = examine(facts)
     told = (facts, findings, time.monotonic() - began)

@@ -23,9 +23,9 @@ from weft.cluster.node_checks import examine
 from weft.cluster.node_facts import WAIT_SECONDS, Facts, gpus_in
 from weft.cluster.probes import look, meet, try_endpoint, try_folder, try_store, versions
 from weft.config.files import replace_text, write_json
-from weft.config.job import InvalidJob, Job, Problem, WeftError
+from weft.config.job import InvalidConfig, Job, ConfigError, WeftError
 from weft.config.job import replace as changed
-from weft.train.environment import PORT, find, reachable
+from weft.train.environment import PORT, detect_environment, reachable
 from weft.train.run_dir import unwritable
 
 MOST_RANKS = 4  # on a CPU, as `weft train` starts them
@@ -76,7 +76,7 @@ def nodes_of(job: Job) -> tuple[Sequence[int], str]:
     Raises:
         InvalidJob: see `gather`.
     """
-    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
+    here = detect_environment(os.environ, str(job.run.nodes), job.run.rendezvous)
     if here.nodes == "1":
         return (1,), ""
     from weft.plan.resolve import node_range  # imports torch, which may be what is broken
@@ -84,7 +84,7 @@ def nodes_of(job: Job) -> tuple[Sequence[int], str]:
     counts = node_range(changed(job, run={"nodes": here.nodes}))
     if not counts:
         rule, remedy = "is neither a number of nodes nor MIN:MAX", "use 4, or 1:4"
-        raise InvalidJob([Problem("run.nodes", here.nodes, rule, remedy)])
+        raise InvalidConfig([ConfigError("run.nodes", here.nodes, rule, remedy)])
     if counts[-1] == 1 or not here.rendezvous:
         return counts, ""
     host, _, port = here.rendezvous.rpartition(":")

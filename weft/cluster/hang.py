@@ -40,12 +40,12 @@ from weft.cluster.watchdog import (
     write_evidence,
 )
 from weft.config.files import read_json, reading
-from weft.config.job import InvalidJob, Job, Problem, WeftError
+from weft.config.job import InvalidConfig, Job, ConfigError, WeftError
 from weft.monitor.heartbeat import Contact, process_began, ranks_text
 from weft.monitor.jsonl import is_number, read_tail
 from weft.monitor.run_reader import job_of
 from weft.parallel.private_hooks import collectives_in
-from weft.train.state import home_of
+from weft.train.state import checkpoint_dir
 
 LOOK = 2.0  # seconds between two looks at ranks that live
 TOGETHER = 600.0  # seconds within which what hosts have seen is of the same hang ...
@@ -174,10 +174,10 @@ def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
                 ranks.append(Watched(contact))
             except PermissionError:
                 rule = "belongs to another user, and cannot be asked"
-                problem = Problem(
+                problem = ConfigError(
                     "run", str(folder), f"process {contact.pid} {rule}", "be that one"
                 )
-                raise InvalidJob([problem]) from None
+                raise InvalidConfig([problem]) from None
             except OSError:
                 gone.append(Seen(contact.rank, 0, "", 0.0, "", "", None, []))
     lines = [rank.look_at() for rank in ranks]
@@ -251,7 +251,9 @@ def seen_in_dump(rank: int, data: bytes) -> Seen:
         }
     except Exception as error:  # a damaged pickle raises almost anything
         rule = f"is no dump of torch's Flight Recorder: {error}"
-        raise InvalidJob([Problem("logs", f"flight-rank-{rank}", rule, "remove it")]) from error
+        raise InvalidConfig(
+            [ConfigError("logs", f"flight-rank-{rank}", rule, "remove it")]
+        ) from error
 
     def text(name: str) -> str:
         ranks = groups.get(name, [])
@@ -294,4 +296,4 @@ def _nothing(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
 
 
 def _next(folder: Path, job: Job) -> str:
-    return how_to_go_on(checkpoints(home_of(job.checkpoint.dir, folder)))
+    return how_to_go_on(checkpoints(checkpoint_dir(job.checkpoint.dir, folder)))

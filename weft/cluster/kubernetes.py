@@ -34,7 +34,7 @@ from weft.cluster.scheduler import (
     unchecked,
 )
 from weft.cluster.submit import Request
-from weft.config.job import Problem, WeftError
+from weft.config.job import ConfigError, WeftError
 from weft.train.environment import PORT
 
 ENDING = ".yaml"
@@ -57,16 +57,16 @@ GRACE_SECONDS = 600
 LOST_NODES = 6
 
 
-def problems(request: Request) -> list[Problem]:
+def problems(request: Request) -> list[ConfigError]:
     """What cannot be asked for here."""
     found = common_problems(request, OPTIONS, ["claim"], r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
     found += check_name(request, f"/runs/{request.name} in the claim")
     if request.name[:1].isdigit():
         rule = f"names the run {request.name}, and what Kubernetes runs begins with a letter"
-        found.append(Problem("run.dir", str(request.run_dir), rule, "use another --run.dir"))
+        found.append(ConfigError("run.dir", str(request.run_dir), rule, "use another --run.dir"))
     if request.job.launch.image == "auto":
         rule = "Kubernetes has no default image, and Kubeflow's has no weft in it"
-        found.append(Problem("launch.image", "auto", rule, "name one; docs/kubernetes.md"))
+        found.append(ConfigError("launch.image", "auto", rule, "name one; docs/kubernetes.md"))
     return found
 
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from weft.cluster import REQUEUE
 from weft.cluster.rank_exit import log_path, read_reports, status
-from weft.cluster.rendezvous import JOIN, Meeting, meet
+from weft.cluster.rendezvous import JOIN, RendezvousHandler, meet
 from weft.config.job import Job, flatten
 from weft.monitor.process import PYTHON, on_one_host
 from weft.monitor.signals import STOP_SIGNALS
@@ -61,7 +61,7 @@ class Failure:
     hopeless: str = ""  # why there is no other attempt, where that needs saying
 
 
-class Stopped(Exception):
+class Requeue(Exception):
     """The run is to be gone on with by the same command, for the reason that it says."""
 
 
@@ -141,13 +141,13 @@ def launch(
     except SignalException as error:
         raise KeyboardInterrupt from error
     except RendezvousConnectionError as error:
-        raise Stopped(f"the meeting place of the nodes, {endpoint}, is gone") from error
+        raise Requeue(f"the meeting place of the nodes, {endpoint}, is gone") from error
     except RendezvousTimeoutError as error:
         rule = f"fewer than {plan.node_counts[0]} nodes came within {JOIN}"
-        raise Stopped(rule) from error
+        raise Requeue(rule) from error
     finally:
         meeting.leave()
-    raise Stopped("stopped and saved")
+    raise Requeue("stopped and saved")
 
 
 def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
@@ -165,7 +165,7 @@ def prepare_for_torch(plan: Plan, endpoint: str, folder: Path) -> None:
             os.environ.setdefault(name, value)
 
 
-def worker_spec(plan: Plan, store: Path, meeting: Meeting) -> WorkerSpec:
+def worker_spec(plan: Plan, store: Path, meeting: RendezvousHandler) -> WorkerSpec:
     """This host's ranks, as torch's agent starts them: once, for what is next is decided here."""
     python, *rest = PYTHON
     return WorkerSpec(
@@ -179,7 +179,7 @@ def worker_spec(plan: Plan, store: Path, meeting: Meeting) -> WorkerSpec:
     )
 
 
-def run_once(spec: WorkerSpec, meeting: Meeting) -> RunResult | None:
+def run_once(spec: WorkerSpec, meeting: RendezvousHandler) -> RunResult | None:
     """Meet the other nodes and run the ranks until they end; None if the run is over."""
     while True:
         # torch's own folder of logs is not used.
@@ -195,7 +195,7 @@ def run_once(spec: WorkerSpec, meeting: Meeting) -> RunResult | None:
             # A node went away while they met: once more.
 
 
-def ended_elsewhere(meeting: Meeting) -> Failure | None:
+def ended_elsewhere(meeting: RendezvousHandler) -> Failure | None:
     """Why another node has ended the run; None if it ended well."""
     found = meeting.verdict()
     return None if found is None else Failure(**(found | {"log": Path(found["log"])}))
@@ -260,7 +260,7 @@ def passing_on_signals(
         first = time.monotonic()  # before the next line: another signal may come between them
         came.append(number)
         if waiting():
-            raise Stopped("stopped")
+            raise Requeue("stopped")
         asked.set()
 
     def expire() -> None:

@@ -3,7 +3,7 @@
 The meeting place is torch's c10d rendezvous: a small state in a store at HOST:PORT, in which every
 launcher leaves a heartbeat and which it reads once a second.  torch's agent alone would notice a
 lost node by its own ranks' broken collectives, which on some networks hang instead; and it would
-give ranks 30 s to end when a node joins.  So `Meeting` watches for itself:
+give ranks 30 s to end when a node joins.  So `RendezvousHandler` watches for itself:
 
 *A node of this round is gone*, or has ended its ranks: ours are killed, for they wait for its.
 *A node has come* that can be used: ours get the stop signal, and all the time they need to finish
@@ -45,7 +45,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _Action,
 )
 
-from weft.config.job import InvalidJob, Problem, WeftError
+from weft.config.job import InvalidConfig, ConfigError, WeftError
 from weft.parallel.private import listening_store
 from weft.train.environment import is_loopback
 
@@ -59,7 +59,7 @@ LINGER_SECONDS = 3.0
 GRACE_SECONDS = 60.0
 
 
-class Meeting(DynamicRendezvousHandler):
+class RendezvousHandler(DynamicRendezvousHandler):
     """A launcher among the others.  Made by `meet`, which says what the attributes are."""
 
     counts: Sequence[int] = (1,)
@@ -185,7 +185,7 @@ def meet(
     kill: Callable[[], object],
     save: Callable[[], object],
     say: Callable[[str], object],
-) -> Meeting:
+) -> RendezvousHandler:
     """Find the meeting place of a run, or be it, if ``endpoint`` is a name of this host.
 
     Args:
@@ -210,7 +210,7 @@ def meet(
     number = 0
     while True:
         name = f"{run}/{number}"
-        meeting: Meeting = Meeting.from_backend(
+        meeting: RendezvousHandler = RendezvousHandler.from_backend(
             name,
             store,
             C10dRendezvousBackend(store, name),
@@ -229,8 +229,8 @@ def meet(
     theirs = json.loads(store.compare_set(f"{name}/same", "", json.dumps(ours)))
     if ours != theirs:
         remedy = "give the same command on every node, or let this run meet elsewhere"
-        raise InvalidJob(
-            Problem(key, value, f"on the nodes that are there it is {theirs.get(key)}", remedy)
+        raise InvalidConfig(
+            ConfigError(key, value, f"on the nodes that are there it is {theirs.get(key)}", remedy)
             for key, value in ours.items()
             if value != theirs.get(key)
         )

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from weft.cluster.preparing import cache_folder, showing
-from weft.config.job import InvalidJob, Job, Problem
-from weft.data.dataset import Text, open_text
+from weft.config.job import InvalidConfig, Job, ConfigError
+from weft.data.dataset import Dataset, open_text
 from weft.data.prepare import prepare_text
 from weft.monitor.process import PYTHON, die_with_parent, on_one_host
 from weft.plan.resolve import Plan
@@ -38,23 +38,23 @@ def prepare_to_evaluate(found: Found, job: Job, own: bool, console: Console) -> 
         text = prepare_text(section, cache_folder(section), show)
     if (text.path / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
         rule, remedy = "is in other tokens than the run's: it has changed", "give it by --data.path"
-        raise InvalidJob([Problem("data.path", section.path, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.path", section.path, rule, remedy)])
     return text.path
 
 
-def text_to_evaluate(found: Found, job: Job, own: bool, console: Console, rank: Rank) -> Text:
+def text_to_evaluate(found: Found, job: Job, own: bool, console: Console, rank: Rank) -> Dataset:
     """`prepare_to_evaluate` by the first rank, while the others wait, however long it takes."""
     told: list[Any] = [None]
     if rank.rank == 0:
         try:
             told = [str(prepare_to_evaluate(found, job, own, console))]
-        except InvalidJob as error:
+        except InvalidConfig as error:
             told = [error.problems]
     if rank.world_size > 1:
         patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         dist.broadcast_object_list(told, 0, group=patient)
     if isinstance(told[0], list):
-        raise InvalidJob(told[0])
+        raise InvalidConfig(told[0])
     return open_text(told[0])
 
 

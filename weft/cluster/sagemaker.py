@@ -34,7 +34,7 @@ from weft.cluster.scheduler import (
     unchecked,
 )
 from weft.cluster.submit import Request
-from weft.config.job import Problem, WeftError
+from weft.config.job import ConfigError, WeftError
 
 ENDING = ".json"
 OPTIONS = {
@@ -58,29 +58,33 @@ INSTALL = "pip install 'weft[sagemaker]'"
 POLL_SECONDS = 5.0
 
 
-def problems(request: Request) -> list[Problem]:
+def problems(request: Request) -> list[ConfigError]:
     """What cannot be asked for here."""
     launch = request.job.launch
     needed = ["role", "instance_type", "bucket"]
     found = common_problems(request, OPTIONS, needed, r"[A-Za-z0-9][A-Za-z0-9_+=,.@:/\-]*")
     key = "launch.options"
     if ("subnets" in launch.options) != ("security_groups" in launch.options):
-        found.append(Problem(f"{key}.subnets", "", "goes with security_groups, and they with it"))
+        found.append(
+            ConfigError(f"{key}.subnets", "", "goes with security_groups, and they with it")
+        )
     if wait := launch.options.get("wait"):
         unread = time_problems(wait, f"{key}.wait")
         found += unread
         if not (unread or time_problems(launch.time_limit)) and seconds(wait) < seconds(
             launch.time_limit
         ):
-            found.append(Problem(f"{key}.wait", wait, "must not be shorter than launch.time_limit"))
+            found.append(
+                ConfigError(f"{key}.wait", wait, "must not be shorter than launch.time_limit")
+            )
         if launch.options.get("spot") != "true":
-            found.append(Problem(f"{key}.wait", wait, "is for spot=true"))
+            found.append(ConfigError(f"{key}.wait", wait, "is for spot=true"))
     bucket = launch.options.get("bucket", "BUCKET")
     found += check_name(request, f"s3://{bucket}/weft/{request.name}")
     found += fixed_nodes(request, "SageMaker starts a fixed number of instances")
     if launch.image == "auto":
         rule = "SageMaker has no default image with weft in it"
-        found.append(Problem("launch.image", "auto", rule, "name one; docs/sagemaker.md"))
+        found.append(ConfigError("launch.image", "auto", rule, "name one; docs/sagemaker.md"))
     return found
 
 

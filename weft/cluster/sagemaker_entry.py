@@ -46,10 +46,10 @@ from typing import Any
 
 from weft.cluster import FAILED, MISTAKE, REQUEUE
 from weft.cluster.rank_exit import read_reports
-from weft.config.job import MISSING, InvalidJob, Problem, WeftError, read_job
+from weft.config.job import MISSING, InvalidConfig, ConfigError, WeftError, read_job
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
-from weft.train.environment import find
+from weft.train.environment import detect_environment
 
 CHANNELS = ("training", "train")
 # What the toolkit exports whatever the job says, and what does harm: NCCL_IB_DISABLE keeps NCCL
@@ -150,7 +150,7 @@ def pairs_of(arguments: Sequence[str]) -> Pairs:
     wrong = [key for key in keys if not key.startswith("--")]
     if wrong or len(keys) != len(values):
         rule, remedy = "is not --key value", "give every hyperparameter a value"
-        raise InvalidJob([Problem((wrong or [keys[-1]])[0], MISSING, rule, remedy)])
+        raise InvalidConfig([ConfigError((wrong or [keys[-1]])[0], MISSING, rule, remedy)])
     named = zip(keys, values, strict=True)
     return [(key.removeprefix("--"), as_weft_has_it(value)) for key, value in named]
 
@@ -188,7 +188,7 @@ def train_words(pairs: Pairs, container: Container) -> list[str]:
     given = [(key, value) for key, value in given if key != "recipe"]
     if recipe is None:
         remedy = "give the hyperparameter recipe: a shipped one's name, or a path"
-        raise InvalidJob([Problem("recipe", MISSING, "is missing", remedy)])
+        raise InvalidConfig([ConfigError("recipe", MISSING, "is missing", remedy)])
     job, _, _ = read_job(recipe, given)  # mistakes in it weft train will show
     defaults = []
     channel = next((name for name in CHANNELS if name in container.channels), None)
@@ -201,7 +201,7 @@ def train_words(pairs: Pairs, container: Container) -> list[str]:
         rule = f"each of the {len(container.hosts)} hosts has a {container.base}/checkpoints of its"
         rule += " own, and a checkpoint is written by all of them"
         remedy = "give the hyperparameter checkpoint.dir: s3://bucket/prefix, or a folder on FSx"
-        raise InvalidJob([Problem("checkpoint.dir", "auto", rule, remedy)])
+        raise InvalidConfig([ConfigError("checkpoint.dir", "auto", rule, remedy)])
     return [recipe, *(word for key, value in given + defaults for word in (f"--{key}", value))]
 
 
@@ -318,8 +318,8 @@ def main() -> None:
             "SM_HOSTS": json.dumps(container.hosts),
             "SM_CURRENT_HOST": container.host,
         }
-        rank = find(environment).rank  # None: weft train starts this host's ranks
-    except InvalidJob as error:
+        rank = detect_environment(environment).rank  # None: weft train starts this host's ranks
+    except InvalidConfig as error:
         print(f"weft: {error}", file=sys.stderr)
         write_failure(container.failure, str(error))
         sys.exit(MISTAKE)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weft.cluster.submit import Request
-from weft.config.job import MISSING, Job, Problem, WeftError, flatten, recipe_names, suggest
+from weft.config.job import MISSING, Job, ConfigError, WeftError, flatten, recipe_names, suggest
 
 RUN_DIR = "run.dir"
 
@@ -29,13 +29,13 @@ def seconds(text: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-def time_problems(text: str, key: str = "launch.time_limit") -> list[Problem]:
+def time_problems(text: str, key: str = "launch.time_limit") -> list[ConfigError]:
     """What is wrong with a key that is a time."""
     try:
         rule = "" if seconds(text) else "must be longer"
     except ValueError as error:
         rule = str(error)
-    return [Problem(key, text, rule)] if rule else []
+    return [ConfigError(key, text, rule)] if rule else []
 
 
 class Option(NamedTuple):
@@ -54,7 +54,7 @@ WHOLE, SWITCH = "[0-9]+", ("true|false", "must be true or false")
 
 def common_problems(
     request: Request, known: Mapping[str, Option], needed: Sequence[str], clean: str
-) -> list[Problem]:
+) -> list[ConfigError]:
     """What is wrong with [launch] wherever a manifest is made of it.
 
     Args:
@@ -65,24 +65,24 @@ def common_problems(
     for name, value in launch.options.items():
         key = f"launch.options.{name}"
         if name not in known:
-            found.append(Problem(key, value, "is no option here", suggest(name, known)))
+            found.append(ConfigError(key, value, "is no option here", suggest(name, known)))
         elif not re.fullmatch(clean, value):
-            found.append(Problem(key, value, "has letters it cannot have"))
+            found.append(ConfigError(key, value, "has letters it cannot have"))
         elif known[name].pattern and not re.fullmatch(known[name].pattern, value):
-            found.append(Problem(key, value, known[name].rule, known[name].remedy))
+            found.append(ConfigError(key, value, known[name].rule, known[name].remedy))
     for name in needed:
         if name not in launch.options:
             remedy = f"--launch.options {name}=...: {known[name].meaning}"
-            found.append(Problem(f"launch.options.{name}", MISSING, "is missing", remedy))
+            found.append(ConfigError(f"launch.options.{name}", MISSING, "is missing", remedy))
     return found + time_problems(launch.time_limit)
 
 
-def fixed_nodes(request: Request, rule: str) -> list[Problem]:
+def fixed_nodes(request: Request, rule: str) -> list[ConfigError]:
     """What is wrong with a range of nodes, for the reason ``rule``."""
     least, most = request.nodes
     if least == most:
         return []
-    return [Problem("run.nodes", f"{least}:{most}", rule, f"use {most}")]
+    return [ConfigError("run.nodes", f"{least}:{most}", rule, f"use {most}")]
 
 
 def pairs_of(request: Request) -> dict[str, str]:
@@ -127,7 +127,7 @@ def own_recipe(request: Request) -> str | None:
     return tomli_w.dumps(tree)
 
 
-def check_name(request: Request, where: str) -> Iterator[Problem]:
+def check_name(request: Request, where: str) -> Iterator[ConfigError]:
     """Why the cluster cannot name the run as its directory is named.
 
     The nodes have the run in a directory, or below a prefix, of that name: two runs that another
@@ -140,7 +140,7 @@ def check_name(request: Request, where: str) -> Iterator[Problem]:
         rule = f"ends in a name that the cluster does not take: the run would be {where}"
         remedy = f"use another --run.dir, such as {request.run_dir.with_name(request.name)}: a to "
         remedy += "z, digits and single '-', at most 40 of them"
-        yield Problem(RUN_DIR, str(request.run_dir), rule, remedy)
+        yield ConfigError(RUN_DIR, str(request.run_dir), rule, remedy)
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]], comment: str) -> str:

@@ -36,7 +36,7 @@ from weft.cluster.scheduler import (
     unchecked,
 )
 from weft.cluster.submit import Request
-from weft.config.job import Problem
+from weft.config.job import ConfigError
 
 ENDING = ".yaml"
 OPTIONS = {
@@ -72,7 +72,7 @@ print(json.dumps([where + e.message for where, v, s in parts for e in check(s).i
 """
 
 
-def problems(request: Request) -> list[Problem]:
+def problems(request: Request) -> list[ConfigError]:
     """What cannot be asked for here."""
     launch = request.job.launch
     needed = ["bucket", *(["accelerator"] if request.devices else [])]
@@ -83,7 +83,7 @@ def problems(request: Request) -> list[Problem]:
     if launch.image == "auto" and not launch.setup:
         rule = "nothing puts weft onto the nodes"
         remedy = "name an image that has it, or lines in launch.setup that install it"
-        found.append(Problem("launch.setup", "", rule, remedy))
+        found.append(ConfigError("launch.setup", "", rule, remedy))
     return found
 
 

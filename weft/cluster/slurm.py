@@ -26,7 +26,7 @@ from weft.cluster.doctor import SICK_NODES
 from weft.cluster.scheduler import Refused, on_lines, seconds, time_problems, tool
 from weft.cluster.submit import Request, alive
 from weft.config.escaping import is_one_line
-from weft.config.job import Problem, WeftError
+from weft.config.job import ConfigError, WeftError
 
 ENDING = ".sh"
 # What ranks get to finish a step and save; at most a quarter of the whole.
@@ -65,22 +65,22 @@ fi
 """
 
 
-def problems(request: Request) -> list[Problem]:
+def problems(request: Request) -> list[ConfigError]:
     """What cannot be asked for here."""
     launch, found = request.job.launch, []
     found += time_problems(launch.time_limit)
     if launch.image != "auto":
         rule = "is nothing that Slurm itself knows"
         remedy = "let launch.setup and a plug-in of your cluster's enter it"
-        found.append(Problem("launch.image", launch.image, rule, remedy))
+        found.append(ConfigError("launch.image", launch.image, rule, remedy))
     for name, value in launch.options.items():
         key = f"launch.options.{name}"
         if not re.fullmatch("[a-z][a-z-]*[a-z]", name):
             remedy = "as in partition=gpu"
-            found.append(Problem(key, value, "is no long option of sbatch's", remedy))
+            found.append(ConfigError(key, value, "is no long option of sbatch's", remedy))
         elif name in OWN:
             remedy = f"use {OWN[name]}" if OWN[name] else ""
-            found.append(Problem(key, value, "is for weft to say", remedy))
+            found.append(ConfigError(key, value, "is for weft to say", remedy))
     return found
 
 

@@ -29,13 +29,13 @@ from weft.checkpoint.manifest import (
 )
 from weft.cluster import FAILED, HUNG, INTERRUPTED, MISTAKE, REQUEUE, SICK
 from weft.cluster.doctor import preflight
-from weft.cluster.launcher import Failure, Stopped, launch
+from weft.cluster.launcher import Failure, Requeue, launch
 from weft.cluster.preparing import cache_folder, showing
 from weft.cluster.rank_exit import leave, log_path, redirect, tell_torchrun, write_error
 from weft.cluster.watchdog import watch
 from weft.config.files import replace_bytes, replace_text
-from weft.config.job import InvalidJob, Job, Problem, difference, read_job, to_toml
-from weft.data.dataset import Text, open_text
+from weft.config.job import InvalidConfig, Job, ConfigError, difference, read_job, to_toml
+from weft.data.dataset import Dataset, open_text
 from weft.data.document_tokens import IMPORTED, RECORD, record_of
 from weft.data.loader import samples_of
 from weft.data.packing import packing_line
@@ -62,7 +62,7 @@ from weft.train.job_checks import check_text
 from weft.train.loop import train
 from weft.train.run_dir import owning, unwritable
 from weft.train.setup import Rank, connect, detect_machine
-from weft.train.state import home_of
+from weft.train.state import checkpoint_dir
 
 # Seconds of a run after which its end may take some more, and the ranks of a pipeline, each of
 # which takes about one, that are traced then.
@@ -105,7 +105,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
         describe_text(job, plan, text, console)
         changes = changes_since(folder, job)
         open_run(folder, job, base, recipe, text, expected)
-        home = home_of(job.checkpoint.dir, folder)
+        home = checkpoint_dir(job.checkpoint.dir, folder)
         done = checkpoints(home)[-1:]
         step = last_intact_step(done)
         if step < job.train.steps:
@@ -115,7 +115,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
                 failure = launch(job, plan, text.path, say, tell)
             except Sick:
                 return SICK
-            except Stopped as reason:
+            except Requeue as reason:
                 console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
                 console.print(resume_command(), soft_wrap=True, markup=False, highlight=False)
                 return REQUEUE
@@ -166,10 +166,10 @@ def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[
         console.print(f"report: {shown(folder / FILE)}", soft_wrap=True)
 
 
-def training_in(folder: Path) -> Problem:
+def training_in(folder: Path) -> ConfigError:
     """What to say to a second process that would train in a run's folder."""
     rule = "another process is training in this folder"
-    return Problem("run.dir", str(folder), rule, "wait for it, or use another --run.dir")
+    return ConfigError("run.dir", str(folder), rule, "wait for it, or use another --run.dir")
 
 
 def rollback(folder: Path, step: int) -> str:
@@ -179,12 +179,12 @@ def rollback(folder: Path, step: int) -> str:
         InvalidJob: if it is no run, has no such checkpoint, or is being trained.
     """
     job = job_of(folder)
-    home = home_of(job.checkpoint.dir, folder)
+    home = checkpoint_dir(job.checkpoint.dir, folder)
     with owning(folder, training_in(folder)):
         there = [checkpoint_step(path) for path in checkpoints(home)]
         if step not in [0, *there]:
             rule = "no checkpoint of that step counts"
-            raise InvalidJob([Problem("step", step, rule, f"use one of {[0, *there]}")])
+            raise InvalidConfig([ConfigError("step", step, rule, f"use one of {[0, *there]}")])
         give_up(home, step)
         take(home, step)
     return f"{how_to_go_on(checkpoints(home))}; no longer: {[s for s in there if s > step]}"
@@ -227,7 +227,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
             whole = train(job, plan, text, ranks, console)
             dist.barrier()  # a launcher kills the others as soon as one leaves before the end
             if rank == 0 and not whole:
-                newest = how_to_go_on(checkpoints(home_of(job.checkpoint.dir, folder)))
+                newest = how_to_go_on(checkpoints(checkpoint_dir(job.checkpoint.dir, folder)))
                 console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
                 show_end(folder, recipe, job, plan, text, console)
@@ -236,7 +236,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
                 tell_torchrun(os.environ.get("TORCHELASTIC_ERROR_FILE"), why, why)
     except BaseException as error:
         write_error(folder, rank, error, terminal)
-        mistake = isinstance(error, InvalidJob)
+        mistake = isinstance(error, InvalidConfig)
         if rank == 0 or not mistake:  # of a mistake every rank says the same
             kind = type(error).__name__
             print(f"weft: rank {rank} failed: {kind}: {error}", file=terminal)
@@ -245,25 +245,25 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
     leave(0 if whole else REQUEUE)
 
 
-def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) -> Text:
+def prepared_on_this_host(job: Job, plan: Plan, console: Console, rank: Rank) -> Dataset:
     """The text; one rank of each host prepares it while the others wait, however long it takes."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     path, problems = "", []
     if rank.local_rank == 0:
         try:
             path = str(prepared(job, plan, console).path)
-        except InvalidJob as error:
+        except InvalidConfig as error:
             problems = error.problems
     answers: list[Any] = [None] * rank.world_size
     dist.all_gather_object(answers, (path, problems), group=patient)
     found = [problem for _, problems in answers for problem in problems]
     if found:
-        raise InvalidJob({str(problem): problem for problem in found}.values())
+        raise InvalidConfig({str(problem): problem for problem in found}.values())
     # A launcher numbers the ranks of one host consecutively.
     return open_text(Path(answers[rank.rank - rank.local_rank][0]))
 
 
-def prepared(job: Job, plan: Plan, console: Console) -> Text:
+def prepared(job: Job, plan: Plan, console: Console) -> Dataset:
     """The tokenised text of the job, prepared now if it is not there yet."""
     with showing(console) as show:
         text = prepare_text(job.data, cache_folder(job.data), show)
@@ -272,7 +272,7 @@ def prepared(job: Job, plan: Plan, console: Console) -> Text:
 
 
 def open_run(
-    folder: Path, job: Job, base: Job, recipe: str, text: Text, expected: Expected | None
+    folder: Path, job: Job, base: Job, recipe: str, text: Dataset, expected: Expected | None
 ) -> None:
     """Write into the run's folder what makes it stand alone, the job and the tokenizer, and what
     was expected of it."""
@@ -336,7 +336,7 @@ def describe(
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
-def describe_text(job: Job, plan: Plan, text: Text, console: Console) -> None:
+def describe_text(job: Job, plan: Plan, text: Dataset, console: Console) -> None:
     """What of the model's vocabulary is never seen; the sources of a mixture, how often the run
     sees each, and how what is packed fills rows."""
     entries = text.vocab_size
@@ -367,7 +367,9 @@ def scaled(count: int) -> str:
     return str(count)
 
 
-def show_end(folder: Path, recipe: str, job: Job, plan: Plan, text: Text, console: Console) -> None:
+def show_end(
+    folder: Path, recipe: str, job: Job, plan: Plan, text: Dataset, console: Console
+) -> None:
     """How the run ended, where it lies, and what to try next."""
     run = History(folder)
     if not len(run):

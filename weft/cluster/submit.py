@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 
 from weft.config.escaping import is_one_line
 from weft.config.files import replace_text, write_json
-from weft.config.job import MISSING, InvalidJob, Job, Problem, WeftError, read_job, suggest
+from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, WeftError, read_job, suggest
 from weft.config.job import replace as changed
 from weft.plan.devices import CPU, parse_cluster
 from weft.plan.plan_text import machine_of
@@ -61,7 +61,7 @@ class Cluster(Protocol):
 
     ENDING: str  # of the file that is written: '.sh', '.yaml', '.json'
 
-    def problems(self, request: Request) -> list[Problem]:
+    def problems(self, request: Request) -> list[ConfigError]:
         """What cannot be asked for here."""
 
     def render(self, request: Request) -> str:
@@ -95,7 +95,7 @@ def request(
     on: str | None,
     recipe: str,
     overrides: Sequence[tuple[str, str]],
-    problems: Sequence[Problem],
+    problems: Sequence[ConfigError],
     here: Callable[[str], Machine],
 ) -> Request:
     """What is to be asked of a cluster; all that can be known of it here has been checked.
@@ -113,16 +113,16 @@ def request(
     if on not in CLUSTERS:
         rule = "is no kind of cluster" if on else "is missing"
         remedy = suggest(on or "", CLUSTERS)
-        found.append(Problem("--on", on or MISSING, rule, remedy))
+        found.append(ConfigError("--on", on or MISSING, rule, remedy))
     job, base, wrong = read_job(recipe, overrides)
     found += wrong
     if any(problem.key in ("recipe", "extends") for problem in found):
-        raise InvalidJob(found)  # the rest would judge defaults that nobody chose
+        raise InvalidConfig(found)  # the rest would judge defaults that nobody chose
     bad = {problem.key for problem in found}
     nodes, machine, devices = str(job.run.nodes), None, 0
     if job.run.cluster != "local":
         parsed = parse_cluster(job.run.cluster)
-        if isinstance(parsed, Problem):
+        if isinstance(parsed, ConfigError):
             found.append(parsed)
         else:
             nodes = str(parsed.nodes) if nodes == "auto" else nodes
@@ -133,7 +133,7 @@ def request(
     else:
         rule = "does not tell what a node has"
         remedy = "use --run.cluster 2x8xH100 (nodes, GPUs of each), or --run.device cpu"
-        found.append(Problem("run.cluster", "local", rule, remedy))
+        found.append(ConfigError("run.cluster", "local", rule, remedy))
     name, folder = "", Path()
     if machine is not None:
         place = "the-first-node:0" if job.run.rendezvous == "auto" else job.run.rendezvous
@@ -142,7 +142,7 @@ def request(
             folder = Path(resolve_nodes(planned, machine, recipe, base).run_dir)
             folder = folder.expanduser().absolute()
             name = re.sub("[^a-z0-9]+", "-", folder.name.lower())[:40].strip("-") or "run"
-        except InvalidJob as error:
+        except InvalidConfig as error:
             found += (
                 p for p in error.problems if p.key not in bad and not bad.intersection(p.depends)
             )
@@ -159,11 +159,11 @@ def request(
         found += check_outside(asked)
         found += cluster(on).problems(asked)
     if found:
-        raise InvalidJob(found)
+        raise InvalidConfig(found)
     return asked
 
 
-def check_outside(asked: Request) -> Iterator[Problem]:
+def check_outside(asked: Request) -> Iterator[ConfigError]:
     """What cannot be written into a script or manifest of what the job itself does not choose: the
     keys of a job have no control characters."""
     outside = {
@@ -174,7 +174,7 @@ def check_outside(asked: Request) -> Iterator[Problem]:
     for key, value in outside.items():
         if not is_one_line(value):
             rule = "has control characters, or bytes that are not UTF-8: the rest of a line would"
-            yield Problem(key, value, f"{rule} be taken for a command", "use another path")
+            yield ConfigError(key, value, f"{rule} be taken for a command", "use another path")
 
 
 def words_of(
@@ -212,7 +212,7 @@ def submit(on: str, asked: Request, text: str) -> str:
         if alive(said):
             rule = f"job {earlier.id} ({earlier.on}) is already there for this run: {said}"
             remedy = f"weft launch stop {shlex.quote(str(folder))}, or use another --run.dir"
-            raise InvalidJob([Problem("run.dir", str(folder), rule, remedy)])
+            raise InvalidConfig([ConfigError("run.dir", str(folder), rule, remedy)])
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     path = folder / f"launch{module.ENDING}"
     try:
@@ -266,9 +266,11 @@ class Launched:
         except OSError as error:
             rule = f"has no {RECORD}: {error.strerror}"
             remedy = "name the folder of a run that weft launch has handed in"
-            raise InvalidJob([Problem("RUN", str(folder), rule, remedy)]) from error
+            raise InvalidConfig([ConfigError("RUN", str(folder), rule, remedy)]) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidJob([Problem("RUN", str(folder), f"{RECORD} is damaged")]) from error
+            raise InvalidConfig(
+                [ConfigError("RUN", str(folder), f"{RECORD} is damaged")]
+            ) from error
 
     def status(self) -> str:
         """See `Cluster.status`."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from weft.config.job import Problem, WeftError
+from weft.config.job import ConfigError, WeftError
 
 MAX_BYTES = 64 << 20  # of a file that is read back as a whole
 
@@ -191,11 +191,11 @@ def only_finite(value: Any, instead: Callable[[float], object] = lambda number: 
     return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_url(key: str, url: str) -> list[Problem]:
+def check_url(key: str, url: str) -> list[ConfigError]:
     """Refuse credentials in a URL, without showing them: it would stand in files and logs."""
     scheme, found, rest = url.partition("://")
     # A secret may have slashes: then it looks like a folder.
     if not found or not re.match(r"[^/]*@|[^/@]*:[^@]*@", rest):
         return []
     remedy = "put them into ~/.aws/credentials, AWS_* variables or ~/.netrc"
-    return [Problem(key, f"{scheme}://...", "has credentials in it", remedy)]
+    return [ConfigError(key, f"{scheme}://...", "has credentials in it", remedy)]

@@ -51,7 +51,7 @@ MISSING = _Missing()
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigError:
     """One mistake of the user's: key, value, rule, remedy.
 
     ``depends`` names the other keys that the rule read.  When one of those is
@@ -74,10 +74,10 @@ class WeftError(Exception):
     """A failure that was foreseen: its message is for people, and needs no traceback."""
 
 
-class InvalidJob(WeftError):
+class InvalidConfig(WeftError):
     """The run cannot start; ``problems`` lists every reason that was found."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[ConfigError]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
@@ -109,7 +109,7 @@ def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
     return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
 
 
-def some(lines: Sequence[str], separator: str = ", ", count: int | None = None) -> str:
+def truncate_list(lines: Sequence[str], separator: str = ", ", count: int | None = None) -> str:
     """The first `SHOWN`, and how many more there are (of ``count``, if not all are listed)."""
     more = (len(lines) if count is None else count) - len(lines[:SHOWN])
     return separator.join([*lines[:SHOWN], *([f"and {more:,} more"] if more else [])])
@@ -679,7 +679,7 @@ def recipe_names() -> list[str]:
 
 def read_job(
     recipe: str, overrides: Sequence[tuple[str, str]] = ()
-) -> tuple[Job, Job, list[Problem]]:
+) -> tuple[Job, Job, list[ConfigError]]:
     """Read a recipe and apply command-line overrides.
 
     Args:
@@ -690,7 +690,7 @@ def read_job(
         The job, the recipe without the overrides (to tell the differences), and every
         problem found.  Where a value was bad, the jobs hold the default instead.
     """
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     tree = _load_recipe(recipe, problems)
     base = _validate(tree, problems)
     for name, text in overrides:
@@ -698,34 +698,36 @@ def read_job(
     return _validate(tree, problems), base, problems
 
 
-def _load_recipe(recipe: str, problems: list[Problem], seen: tuple[str, ...] = ()) -> Tree:
+def _load_recipe(recipe: str, problems: list[ConfigError], seen: tuple[str, ...] = ()) -> Tree:
     """The recipe's tree with everything that it extends underneath."""
     path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
     if path is None:
         remedy = suggest(recipe, recipe_names()) + " or the path of a .toml file"
-        problems.append(Problem("extends" if seen else "recipe", recipe, "no such recipe", remedy))
+        problems.append(
+            ConfigError("extends" if seen else "recipe", recipe, "no such recipe", remedy)
+        )
         return {}
     if str(path) in seen:
         chain = " -> ".join(Path(p).name for p in (*seen, str(path)))
-        problems.append(Problem("extends", recipe, f"recipes extend each other: {chain}"))
+        problems.append(ConfigError("extends", recipe, f"recipes extend each other: {chain}"))
         return {}
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise ValueError(f"it is larger than {MAX_RECIPE_BYTES >> 20} MiB")
         tree = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(Problem("recipe", str(path), f"cannot be read as TOML: {error}"))
+        problems.append(ConfigError("recipe", str(path), f"cannot be read as TOML: {error}"))
         return {}
     parent = tree.pop("extends", None)
     for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
         rule = "is not a section" if name in SECTIONS else "unknown key outside a section"
         problems.append(
-            Problem(name, tree.pop(name), rule, f"write [section] first; {nearest_key(name)}")
+            ConfigError(name, tree.pop(name), rule, f"write [section] first; {nearest_key(name)}")
         )
     if parent is None:
         return tree
     if not isinstance(parent, str):
-        problems.append(Problem("extends", parent, "must be the name or path of a recipe"))
+        problems.append(ConfigError("extends", parent, "must be the name or path of a recipe"))
         return tree
     below = _load_recipe(parent, problems, (*seen, str(path)))
     return {
@@ -744,16 +746,16 @@ def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
         return None
 
 
-def _override(tree: Tree, name: str, text: str, problems: list[Problem]) -> None:
+def _override(tree: Tree, name: str, text: str, problems: list[ConfigError]) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in name + text):
-        problems.append(Problem(ascii(name)[1:-1], ascii(text), "is not UTF-8 text"))
+        problems.append(ConfigError(ascii(name)[1:-1], ascii(text), "is not UTF-8 text"))
         return
     section, _, last = name.partition(".")
     model = SECTIONS.get(section)
     if model is None or (
         last not in model.model_fields and model.model_config["extra"] == "forbid"
     ):
-        problems.append(Problem(name, _literal(text), "unknown key", nearest_key(name)))
+        problems.append(ConfigError(name, _literal(text), "unknown key", nearest_key(name)))
         return
     if last not in model.model_fields:
         tree.setdefault(section, {})[last] = _literal(text)
@@ -792,11 +794,11 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _validate(tree: Tree, problems: list[Problem]) -> Job:
+def _validate(tree: Tree, problems: list[ConfigError]) -> Job:
     """The Job of ``tree``; bad entries are reported once, removed from ``tree``, and defaulted."""
     for name in [name for name in tree if name not in SECTIONS]:
         shown = f"[{name}]"
-        problems.append(Problem(shown, MISSING, "unknown section", suggest(name, SECTIONS)))
+        problems.append(ConfigError(shown, MISSING, "unknown section", suggest(name, SECTIONS)))
         del tree[name]
     for name, section in tree.items():
         found = check_section(SECTIONS[name], name, section)
@@ -811,7 +813,7 @@ def _no_json(value: object) -> dict[str, str]:
     return {"date": str(value)}
 
 
-def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> list[Problem]:
+def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> list[ConfigError]:
     """What is wrong with the ``values`` of section ``name``, taken strictly.
 
     They are read as JSON, in which an array may become a tuple, but "8" is not 8.
@@ -825,7 +827,7 @@ def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> 
 
 def _translate(
     error: ValidationError, kind: type[Section], name: str, values: Mapping[str, Any]
-) -> list[Problem]:
+) -> list[ConfigError]:
     """Pydantic's errors as Problems, one for each key however many alternatives it has."""
     rules: dict[str, list[str]] = {}
     for entry in error.errors(include_url=False):
@@ -845,7 +847,7 @@ def _translate(
             default = "" if field.is_required() else f" (default {usual})"
             remedy = f"{field.description or kind.__name__}{default}"
         shown = " or ".join(dict.fromkeys(rule))
-        problems.append(Problem(f"{name}.{last}", values.get(last, MISSING), shown, remedy))
+        problems.append(ConfigError(f"{name}.{last}", values.get(last, MISSING), shown, remedy))
     return problems
 
 

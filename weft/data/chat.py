@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
-from weft.config.job import DataSection, InvalidJob, Problem
+from weft.config.job import DataSection, InvalidConfig, ConfigError
 from weft.data.token_store import TEMPLATE_FILE, TOKENS_FILE
 from weft.data.tokenizer import load_tokenizer
 
@@ -351,7 +351,7 @@ def load_template(section: DataSection) -> Template:
         import jinja2
     except ModuleNotFoundError:
         rule, remedy = "needs jinja2", "pip install 'weft[chat]'"
-        raise InvalidJob([Problem("data.format", section.format, rule, remedy)]) from None
+        raise InvalidConfig([ConfigError("data.format", section.format, rule, remedy)]) from None
 
     beside = Path(section.tokenizer).expanduser().parent
     folders = [beside, beside / "huggingface"]
@@ -365,7 +365,9 @@ def load_template(section: DataSection) -> Template:
         if file is not None:
             return Template({"default": file.read_text("utf-8")}, special, str(file))
         if shown != "auto":
-            raise InvalidJob([Problem(key, shown, "does not exist", "give a template's file")])
+            raise InvalidConfig(
+                [ConfigError(key, shown, "does not exist", "give a template's file")]
+            )
         found = config.get("chat_template")
         if isinstance(found, list):  # several, by name
             found = {each["name"]: each["template"] for each in found}
@@ -373,13 +375,13 @@ def load_template(section: DataSection) -> Template:
         if "default" not in sources:
             rule = f"there is neither chat_template.jinja nor a template in {beside}"
             remedy = "give --data.chat_template FILE, or the tokenizer of a model for conversations"
-            raise InvalidJob([Problem(key, shown, rule, remedy)])
+            raise InvalidConfig([ConfigError(key, shown, rule, remedy)])
         return Template(sources, special, str(beside / TOKENS_FILE))
     except jinja2.TemplateError as error:
         rule = f"is no chat template: line {getattr(error, 'lineno', '?')}: {error}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {error}"
-    raise InvalidJob([Problem(key, shown, rule, "give a file that transformers would read")])
+    raise InvalidConfig([ConfigError(key, shown, rule, "give a file that transformers would read")])
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
 from weft.config.files import write_durably
-from weft.config.job import SHOWN, DataSection, InvalidJob, Problem, some
+from weft.config.job import SHOWN, DataSection, InvalidConfig, ConfigError, truncate_list
 from weft.data.chat import (
     CANNOT_BE_CUT,
     COLUMNS,
@@ -37,7 +37,7 @@ from weft.data.chat import (
     load_template,
     parse,
 )
-from weft.data.dataset import Text, single, write_mixture
+from weft.data.dataset import Dataset, single, write_mixture
 from weft.data.document_tokens import RECORD, record_of
 from weft.data.prepared_cache import (
     Progress,
@@ -76,7 +76,7 @@ LAYOUT = 2  # of the files of a store, in the name of its folder
 
 def prepare_conversations(
     section: DataSection, cache: Path, progress: Report | None = None
-) -> Text:
+) -> Dataset:
     """What ``section`` wants a run to train on, prepared now unless it was before.
 
     Of a mixture, sources may also be prepared stores of the same tokenizer, of text, too.
@@ -89,7 +89,7 @@ def prepare_conversations(
     writer = _writer(section)
     if not section.mixture:
         return single(_store(section, writer, cache, report))
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     stores = []
     for path in section.mixture:
         with noting(problems, mixture=True):
@@ -100,11 +100,11 @@ def prepare_conversations(
         return write_mixture(section.mixture, stores, cache / "mixtures")
 
 
-def check_chat(section: DataSection) -> list[Problem]:
+def check_chat(section: DataSection) -> list[ConfigError]:
     """What is wrong with tokenizer, template and files, found without reading conversations."""
     if section.format == "text":
         return []
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     with noting(problems):
         _writer(section)
     for path in section.mixture or [section.path]:
@@ -119,9 +119,9 @@ def _writer(section: DataSection) -> Writer:
     if path == "train":
         rule = "is for text; conversations need one that has the tokens of a chat template"
         remedy = "give the tokenizer.json of the model, with its chat template beside it"
-        raise InvalidJob([Problem(key, path, rule, remedy)])
+        raise InvalidConfig([ConfigError(key, path, rule, remedy)])
     template: Template | None = None
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     with noting(problems):
         template = load_template(section)
     with noting(problems):
@@ -137,7 +137,7 @@ def _look(path: str) -> Found:
     if found.kind in ("text", "tokens"):
         rule = "holds no conversations, or other files beside them"
         remedy = "give .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow, a glob of such, or hf://"
-        raise InvalidJob([Problem("data.path", path, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
     return found
 
 
@@ -147,7 +147,7 @@ def _store(section: DataSection, writer: Writer, cache: Path, report: Report) ->
         store = open_given(section, writer.hash, cache, report)
         if (section.format == "preferences") != (store.manifest.kind == "preferences"):
             rule = f"is a store of {store.manifest.kind}, not of {section.format}"
-            raise InvalidJob([Problem("data.path", path, rule, "use another data.format")])
+            raise InvalidConfig([ConfigError("data.path", path, rule, "use another data.format")])
         return store
     units = record_units(path, _look(path), WHOLE, None)
     survey = _survey(units, section, report)
@@ -199,7 +199,7 @@ def _survey(units: list[Unit], section: DataSection, report: Report) -> _Survey:
     distinct = np.unique(every)
     if len(distinct) < 2:
         rule = "has fewer than two conversations: one to train on, and one to hold out"
-        raise InvalidJob([Problem("data.path", section.path, rule, "give more")])
+        raise InvalidConfig([ConfigError("data.path", section.path, rule, "give more")])
     held = distinct[
         min(len(distinct) - 1, math.ceil(section.validation_fraction * len(distinct))) - 1
     ]
@@ -229,8 +229,8 @@ class _Wrong:
         if not self.count:
             return
         count = "a line is" if self.count == 1 else f"{self.count} lines are"
-        rule = f"{count} {self.what}:\n  " + some(self.shown, "\n  ", self.count)
-        raise InvalidJob([Problem("data.path", self.path, rule, remedy)])
+        rule = f"{count} {self.what}:\n  " + truncate_list(self.shown, "\n  ", self.count)
+        raise InvalidConfig([ConfigError("data.path", self.path, rule, remedy)])
 
 
 # --------------------------------------------------------------------------- building

@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from xxhash import xxh3_128_hexdigest
 
 from weft.config.files import write_durably
-from weft.config.job import InvalidJob
+from weft.config.job import InvalidConfig
 from weft.data.token_store import TOKENIZER_FILE, Store, damaged, hash_json, open_store
 
 MIXTURE_FILE = "mixture.json"
@@ -34,7 +34,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Text:
+class Dataset:
     """The sources of a run, all of one tokenizer; ``path`` is a folder for `open_text`."""
 
     path: Path
@@ -68,12 +68,12 @@ class Text:
         return hash_json([[source.store.fingerprint, source.share] for source in self.sources])
 
 
-def single(store: Store) -> Text:
+def single(store: Store) -> Dataset:
     """One store by itself."""
-    return Text(store.path, (Source(store.path.name, 1.0, store),))
+    return Dataset(store.path, (Source(store.path.name, 1.0, store),))
 
 
-def open_text(path: str | Path) -> Text:
+def open_text(path: str | Path) -> Dataset:
     """Open a prepared store or mixture.
 
     Raises:
@@ -83,7 +83,7 @@ def open_text(path: str | Path) -> Text:
     if not (folder / MIXTURE_FILE).exists():
         return single(open_store(folder))
     listed = _read_mixture(folder)
-    return Text(
+    return Dataset(
         folder, tuple(Source(each.name, each.share, open_store(each.store)) for each in listed)
     )
 
@@ -114,10 +114,10 @@ def _read_mixture(folder: Path) -> list[_Listed]:
         rule = f"{MIXTURE_FILE} cannot be read: {error.strerror}"
     except (ValidationError, RecursionError):
         rule = f"{MIXTURE_FILE} is not what weft wrote"
-    raise InvalidJob([damaged(folder, rule)])
+    raise InvalidConfig([damaged(folder, rule)])
 
 
-def write_mixture(weights: Mapping[str, float], stores: Sequence[Store], folder: Path) -> Text:
+def write_mixture(weights: Mapping[str, float], stores: Sequence[Store], folder: Path) -> Dataset:
     """The mixture of prepared texts, kept below ``folder``.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, processors
 
-from weft.config.job import InvalidJob, Problem
+from weft.config.job import InvalidConfig, ConfigError
 
 RECORD = "document_tokens.json"  # {"separator": ID, "starts_documents": BOOL}
 IMPORTED = "huggingface"  # directory of an imported run: the files of its source
@@ -77,11 +77,11 @@ def find_document_tokens(
     Raises:
         InvalidJob: a file names a token that does not exist, or nothing names one.
     """
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     record = _read_record(tokenizer, directories, problems)
     named = list(_read_sources(tokenizer, directories, problems))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     # transformers makes the token of these two files a special one.
     special |= {id for file, ids in named if SOURCES[file] == "eos_token" for id in ids}
@@ -100,7 +100,7 @@ def find_document_tokens(
             f'put "eos_token": "..." into a tokenizer_config.json beside it (read are {names}), '
             f"or add one of {' '.join(SEPARATORS)} to it as a special token"
         )
-        raise InvalidJob([Problem("data.tokenizer", shown, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.tokenizer", shown, rule, remedy)])
     decided = set(named[0].ids) if named else set()
     others = [each for each in named[1:] if decided.isdisjoint(each.ids)]
     note = ""
@@ -149,10 +149,10 @@ def first_token(tokenizer: Tokenizer, directory: Path) -> int | None:
     Raises:
         InvalidJob: a file names a token that does not exist.
     """
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     named = list(_read_sources(tokenizer, [directory], problems, "bos"))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     return named[0].ids[0] if named else None
 
 
@@ -160,7 +160,10 @@ def first_token(tokenizer: Tokenizer, directory: Path) -> int | None:
 
 
 def _read_sources(
-    tokenizer: Tokenizer, directories: Sequence[Path], problems: list[Problem], kind: str = "eos"
+    tokenizer: Tokenizer,
+    directories: Sequence[Path],
+    problems: list[ConfigError],
+    kind: str = "eos",
 ) -> Iterator[_Named]:
     for name, field in SOURCES.items():
         field = field.replace("eos", kind)
@@ -183,7 +186,7 @@ def _read_sources(
                 remedy = "put the model's own files together: they are of two models"
                 text = json.dumps(one)
                 text = text if len(text) <= 60 else text[:60] + "..."
-                problems.append(Problem(f"{name} {field}", text, rule, remedy))
+                problems.append(ConfigError(f"{name} {field}", text, rule, remedy))
             else:
                 ids.append(id)
         if ids:
@@ -191,7 +194,7 @@ def _read_sources(
 
 
 def _read_record(
-    tokenizer: Tokenizer, directories: Sequence[Path], problems: list[Problem]
+    tokenizer: Tokenizer, directories: Sequence[Path], problems: list[ConfigError]
 ) -> tuple[int, bool] | None:
     tree = _read(RECORD, directories, problems)
     if not tree:
@@ -205,11 +208,11 @@ def _read_record(
     ):
         return separator, starts
     rule, remedy = "is not what weft wrote", "remove it; the end token is then found by name"
-    problems.append(Problem(RECORD, str(directories[0]), rule, remedy))
+    problems.append(ConfigError(RECORD, str(directories[0]), rule, remedy))
     return None
 
 
-def _read(name: str, directories: Sequence[Path], problems: list[Problem]) -> dict[str, Any]:
+def _read(name: str, directories: Sequence[Path], problems: list[ConfigError]) -> dict[str, Any]:
     """Return the object in the first file of that name; empty if there is none."""
     for directory in directories:
         file = directory / name
@@ -224,7 +227,7 @@ def _read(name: str, directories: Sequence[Path], problems: list[Problem]) -> di
             return tree
         except (OSError, ValueError, RecursionError) as error:
             rule = f"cannot be read: {str(error)[:200]}"
-            problems.append(Problem(name, str(file), rule, "fetch it again, or remove it"))
+            problems.append(ConfigError(name, str(file), rule, "fetch it again, or remove it"))
             return {}
     return {}
 

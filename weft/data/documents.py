@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from weft.config.job import SHOWN, DataSection, InvalidJob, Problem, some
+from weft.config.job import SHOWN, DataSection, InvalidConfig, ConfigError, truncate_list
 from weft.data.prepared_cache import (
     Progress,
     Report,
@@ -211,7 +211,7 @@ def read_records(
     odd = records.odd
     if count := odd.empty + odd.skipped:
         which = "empty or not UTF-8" if odd.skipped else "empty"
-        where = some(records.left_out, "; ", count)
+        where = truncate_list(records.left_out, "; ", count)
         report(Progress(f"left out {count:,} that are {which}: {where}"))
     return records
 
@@ -246,7 +246,7 @@ def _scan_all(
         rule = "holds no documents" + (f" but {empty:,} empty ones" if empty else "")
         rule += f" but {skipped:,} that are not UTF-8" if skipped else ""
         remedy = "give text, or name the field that holds it in data.text_field"
-        raise InvalidJob([Problem("data.path", path, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
     if any(scan.total(1)[0] for scan in scans):
         records = Records(units, scans, reader)
     else:
@@ -338,13 +338,13 @@ def _check_faults(units: Sequence[Unit], scans: Sequence[Scan], path: str) -> No
     if not count:
         return
     what = "a line or row is" if count == 1 else f"{count:,} lines or rows are"
-    rule = f"{what} no document:\n  " + some(lines, "\n  ", count)
+    rule = f"{what} no document:\n  " + truncate_list(lines, "\n  ", count)
     remedy = "repair them"
     if any("UTF-8" in line or "half a character" in line for line in lines):
         remedy += ", or use --data.invalid_utf8 skip or replace for those that are not UTF-8"
     if any("field" in line for line in lines):
         remedy += ", or name the field with the text in data.text_field (chats: data.format chat)"
-    raise InvalidJob([Problem("data.path", path, rule, remedy)])
+    raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
 
 
 # --------------------------------------------------------------------------- tokenising

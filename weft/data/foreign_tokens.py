@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.files import write_durably
-from weft.config.job import DataSection, InvalidJob, Problem
+from weft.config.job import DataSection, InvalidConfig, ConfigError
 from weft.data.order import Ints
 from weft.data.prepared_cache import Report, counting
 from weft.data.source_files import File
@@ -162,7 +162,7 @@ def _check_vocabulary(span: Span, begin: int, tokens: NDArray[Any], encoder: Enc
         f"{span.source.file.name} is {int(tokens[place]):,}"
     )
     remedy = "give the tokenizer.json that the tokens were made with"
-    raise InvalidJob([Problem("data.tokenizer", "(given)", rule, remedy)])
+    raise InvalidConfig([ConfigError("data.tokenizer", "(given)", rule, remedy)])
 
 
 def _where_it_lies(span: Span, dtype: Dtype) -> Shard:
@@ -188,12 +188,12 @@ def read_headers(files: Sequence[File]) -> list[TokenFile]:
             read = _megatron(file, index) if index.is_file() else _plain(file)
             if read.tokens:
                 found.append(read)
-        except InvalidJob as invalid:
+        except InvalidConfig as invalid:
             problems += invalid.problems
         except OSError as error:
             problems += _wrong(file, f"cannot be read: {error.strerror}").problems
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     if not found:
         raise _wrong(files[0], "holds no tokens")
     return found
@@ -248,31 +248,31 @@ def _plain(file: File) -> TokenFile:
     return TokenFile(file, "uint16", 0, file.size_bytes // 2)
 
 
-def _wrong(file: File, rule: str) -> InvalidJob:
+def _wrong(file: File, rule: str) -> InvalidConfig:
     remedy = "give the .bin of Megatron-LM (with its .idx), llm.c or nanoGPT"
-    return InvalidJob([Problem("data.path", file.path, rule, remedy)])
+    return InvalidConfig([ConfigError("data.path", file.path, rule, remedy)])
 
 
 # --------------------------------------------------------------------------- splitting
 
 
 def split_tokens(
-    sources: Sequence[TokenFile], separator: int, holdout: float
+    sources: Sequence[TokenFile], separator: int, validation_fraction: float
 ) -> tuple[list[Span], list[Span]]:
     """Train and held-out tokens: by the files' names, or the end of each."""
     named = ["val" in Path(source.file.name).name.lower() for source in sources]
     if any(named) and not all(named):
         cuts = [0 if held else source.tokens for source, held in zip(sources, named, strict=True)]
     else:
-        cuts = [_cut(source, separator, holdout) for source in sources]
+        cuts = [_cut(source, separator, validation_fraction) for source in sources]
     pairs = list(zip(sources, cuts, strict=True))
     train = [Span(source, 0, cut) for source, cut in pairs if cut]
     return train, [Span(source, cut, source.tokens) for source, cut in pairs if cut < source.tokens]
 
 
-def _cut(source: TokenFile, separator: int, holdout: float) -> int:
-    """The end of a document near the place from which ``holdout`` of the tokens are left."""
-    wanted = source.tokens - int(source.tokens * holdout)
+def _cut(source: TokenFile, separator: int, validation_fraction: float) -> int:
+    """The end of a document near the place from which ``validation_fraction`` of the tokens are left."""
+    wanted = source.tokens - int(source.tokens * validation_fraction)
     if source.ends is not None:
         below = source.ends[(source.ends <= wanted)]
         return int(below[-1]) if len(below) else min(wanted, source.tokens - 1)

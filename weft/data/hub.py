@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import InvalidJob, Problem, suggest
+from weft.config.job import InvalidConfig, ConfigError, suggest
 from weft.data.source_files import File, unreadable
 
 HUB = "hf://"
@@ -29,7 +29,7 @@ def _datasets(path: str) -> Any:
         import datasets
     except ImportError as error:
         rule, remedy = f"needs {error.name}, which is not installed", "pip install 'weft[data]'"
-        raise InvalidJob([Problem("data.path", path, rule, remedy)]) from error
+        raise InvalidConfig([ConfigError("data.path", path, rule, remedy)]) from error
     datasets.disable_progress_bars()
     return datasets
 
@@ -49,7 +49,7 @@ def saved_set(path: str, field: str | None) -> tuple[File, int]:
         if len(splits) != 1:
             rule = f"has several splits: {', '.join(splits)}"
             remedy = f"give one of them, such as {folder / (splits or ['train'])[0]}"
-            raise InvalidJob([Problem("data.path", path, rule, remedy)])
+            raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
         folder /= splits[0]
     found = _loaded(str(folder))
     _check_field(path, field, found.column_names)
@@ -65,7 +65,7 @@ def _loaded(folder: str) -> Any:
         return _datasets(folder).load_from_disk(folder)
     except (OSError, ValueError, KeyError) as error:
         rule = f"cannot be read as a saved data set: {error}"
-        raise InvalidJob([Problem("data.path", folder, rule, "save it again")]) from error
+        raise InvalidConfig([ConfigError("data.path", folder, rule, "save it again")]) from error
 
 
 def saved_rows(file: File, columns: Sequence[str], begin: int, end: int) -> Iterator[Any]:
@@ -107,7 +107,7 @@ def parse_url(url: str) -> tuple[str, str | None, str]:
     found = _NAME.fullmatch(url.removeprefix(HUB))
     if found is None:
         remedy = "write it as hf://org/name, hf://org/name:config or hf://org/name:config@split"
-        raise InvalidJob([Problem("data.path", url, "is no data set's name", remedy)])
+        raise InvalidConfig([ConfigError("data.path", url, "is no data set's name", remedy)])
     return found["name"], found["config"], found["split"] or "train"
 
 
@@ -135,18 +135,18 @@ def _stream(url: str, revision: str) -> Any:
         raise _unreachable(url, error) from error
 
 
-def _unreachable(url: str, error: Exception) -> InvalidJob:
+def _unreachable(url: str, error: Exception) -> InvalidConfig:
     told = " ".join(str(error).split())[:300]
     rule = f"cannot be opened: {type(error).__name__}: {told}"
     remedy = "check name, configuration (:config), split (@split), network and HF_TOKEN"
-    return InvalidJob([Problem("data.path", url, rule, remedy)])
+    return InvalidConfig([ConfigError("data.path", url, rule, remedy)])
 
 
 def _check_field(path: str, field: str | None, names: list[str]) -> None:
     if field is not None and field not in names:
         rule = f"has no column {field!r}; {suggest(field, names)}"
         remedy = "name the column with the text in data.text_field"
-        raise InvalidJob([Problem("data.path", path, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
 
 
 def hub_rows(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.dataset import Source, Text
+from weft.data.dataset import Source, Dataset
 from weft.data.order import Ints
 from weft.data.token_store import Store, TokenStream
 
@@ -33,7 +33,7 @@ QUANTILES = {
 }
 
 
-def summary(text: Text) -> list[str]:
+def summary(text: Dataset) -> list[str]:
     """A table of the sources: documents, tokens and bytes of both splits."""
     rows: list[tuple[str, ...]] = [
         ("", "", "documents", "tokens", "share", "text bytes", "bytes/token")
@@ -84,7 +84,7 @@ def _left_out(source: Source) -> Iterator[str]:
             yield f"{name}: {count:,} {what}"
 
 
-def inspect(text: Text, samples: int) -> Iterator[str]:
+def inspect(text: Dataset, samples: int) -> Iterator[str]:
     """Lines that tell all there is; ``samples`` documents of each source are shown."""
     yield from summary(text)
     for source in text.sources:

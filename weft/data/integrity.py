@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from xxhash import xxh3_128
 
-from weft.config.job import Problem
+from weft.config.job import ConfigError
 from weft.data.token_store import DATA_REMEDY, Shard, Split, Store, damaged
 from weft.data.workers import num_cores
 
@@ -49,7 +49,7 @@ def check_files(store: Store, advance: Callable[[int], None]) -> Iterator[FileCh
         yield from pool.map(check, tasks)
 
 
-def find_damage(store: Store, advance: Callable[[int], None]) -> list[Problem]:
+def find_damage(store: Store, advance: Callable[[int], None]) -> list[ConfigError]:
     """Return a problem for each file of a store that is not what was prepared."""
     checks = check_files(store, advance)
     return [damaged(store.path, f"{c.file} {c.damage}", c.remedy) for c in checks if c.damage]

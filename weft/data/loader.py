@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
-from weft.config.job import DataSection, Problem, WeftError
-from weft.data.dataset import Text
+from weft.config.job import DataSection, ConfigError, WeftError
+from weft.data.dataset import Dataset
 from weft.data.order import Ints, Turns, parts, sample_index
 from weft.data.packing import Rows, pack
 from weft.data.token_store import SplitName, Store, TokenStream
@@ -191,7 +191,7 @@ class Mixture:
 
 
 def samples_of(
-    text: Text, split: SplitName, seq_len: int, section: DataSection, seed: int
+    text: Dataset, split: SplitName, seq_len: int, section: DataSection, seed: int
 ) -> Mixture:
     """The samples of ``train`` or ``validation``.
 
@@ -215,13 +215,13 @@ def _samples(
     return Pairs(packed) if store.manifest.kind == "preferences" else packed
 
 
-def check_length(tokens: int, seq_len: int, what: str = "the train text") -> list[Problem]:
+def check_length(tokens: int, seq_len: int, what: str = "the train text") -> list[ConfigError]:
     """Whether a train text of so many tokens has at least one sample."""
     if tokens > seq_len:
         return []
     rule = f"{what} has {tokens} tokens, one sequence takes {seq_len + 1}"
     fewer = f"use at most {tokens - 1}, or " if tokens > 1 else ""
-    return [Problem("train.seq_len", seq_len, rule, f"{fewer}give more text")]
+    return [ConfigError("train.seq_len", seq_len, rule, f"{fewer}give more text")]
 
 
 # --------------------------------------------------------------------------- batches
@@ -303,7 +303,7 @@ class Loader:
         return np.stack((sources, samples))
 
 
-class Ahead:
+class Prefetcher:
     """A loader's batches, for a GPU each made while the one before it is computed on.
 
     A thread makes them, in pinned memory.  Only the position that is asked for decides what comes:

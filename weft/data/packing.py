@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.job import SHOWN, DataSection, Problem, some
+from weft.config.job import SHOWN, DataSection, ConfigError, truncate_list
 from weft.data.order import Ints
 from weft.data.token_store import SPLITS, SplitName, Store
 
@@ -143,7 +143,7 @@ def _pieces(store: Store, split: SplitName, seq_len: int) -> tuple[Ints, Ints]:
 # --------------------------------------------------------------------------- what is said of it
 
 
-def check_conversations(store: Store, seq_len: int, section: DataSection) -> list[Problem]:
+def check_conversations(store: Store, seq_len: int, section: DataSection) -> list[ConfigError]:
     """What is wrong with conversations: a store of another kind than ``data.format``, those that
     are too long, by file and line, and splits of which nothing is left; of text nothing."""
     kind, names = store.manifest.kind, store.manifest.files
@@ -151,10 +151,10 @@ def check_conversations(store: Store, seq_len: int, section: DataSection) -> lis
         return []
     if section.format == "text":
         rule = f"is not what the store {store.path} holds"
-        return [Problem("data.format", "text", rule, f"use {kind}")]
+        return [ConfigError("data.format", "text", rule, f"use {kind}")]
     if kind == "preferences" and section.overlong == "truncate":
         rule = "cannot be: of two answers of which one is cut, none is preferred"
-        return [Problem("data.overlong", "truncate", rule, "use error or skip")]
+        return [ConfigError("data.overlong", "truncate", rule, "use error or skip")]
     what = "pairs" if kind == "preferences" else "conversations"
     found = []
     for split in SPLITS:
@@ -168,15 +168,17 @@ def check_conversations(store: Store, seq_len: int, section: DataSection) -> lis
         found.sort()
         lines = [f"{names[file]}:{line}: {size} tokens" for file, line, size in found[:SHOWN]]
         longest = max(size for _, _, size in found)
-        rule = f"is shorter than {len(found)} {what}:\n  " + some(lines, "\n  ", len(found))
+        rule = f"is shorter than {len(found)} {what}:\n  " + truncate_list(
+            lines, "\n  ", len(found)
+        )
         cut = "" if kind == "preferences" else ", or truncate"
         remedy = f"use {longest}, or --data.overlong skip{cut}"
-        return [Problem("train.seq_len", seq_len, rule, remedy)]
+        return [ConfigError("train.seq_len", seq_len, rule, remedy)]
     for split in SPLITS:
         _, _, used = _used(store, split, seq_len, section)
         if not used.any():
             rule = f"all {len(used)} {what} of the {split} split are longer than a row"
-            return [Problem("train.seq_len", seq_len, rule, "use a larger one")]
+            return [ConfigError("train.seq_len", seq_len, rule, "use a larger one")]
     return []
 
 

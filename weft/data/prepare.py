@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.config.files import write_durably
-from weft.config.job import DataSection, Problem
+from weft.config.job import DataSection, ConfigError
 from weft.data.conversations import prepare_conversations
-from weft.data.dataset import Text, single, write_mixture
+from weft.data.dataset import Dataset, single, write_mixture
 from weft.data.document_tokens import RECORD, record_of
 from weft.data.documents import read_records
 from weft.data.foreign_tokens import TokenFiles, read_headers
@@ -44,7 +44,7 @@ SHARD_BYTES = 32 << 20  # of text; about 20 MB of tokens, which is also what is 
 TRAINING_BYTES = 64 << 20  # of train text that a new tokenizer learns from
 
 
-def prepare_text(section: DataSection, cache: Path, progress: Report | None = None) -> Text:
+def prepare_text(section: DataSection, cache: Path, progress: Report | None = None) -> Dataset:
     """What ``section`` wants a run to train on, prepared now unless it was before.
 
     Args and errors, also of ``data.mixture`` and ``data.chat_template``: see `prepare` and
@@ -56,7 +56,7 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
         return single(prepare(section, cache, progress))
     report = progress or (lambda _: None)
     parts = [section.model_copy(update={"path": path}) for path in section.mixture]
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     given: _Given | None = None
     readings: list[Reading | None] = []
     for part in parts:
@@ -84,7 +84,9 @@ def prepare_text(section: DataSection, cache: Path, progress: Report | None = No
                 f"is a store whose documents end with token {store.manifest.separator}, and those "
                 f"of the other sources with token {given.separator}"
             )
-            problems.append(Problem("data.mixture", path, rule, "prepare it again from its text"))
+            problems.append(
+                ConfigError("data.mixture", path, rule, "prepare it again from its text")
+            )
     refuse(problems)
     with cache_problems(cache):
         return write_mixture(section.mixture, stores, cache / "mixtures")
@@ -136,13 +138,13 @@ def _find(section: DataSection) -> tuple[Found | None, _Given | None]:
     """
     found: Found | None = None
     given: _Given | None = None
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     with noting(problems):
         found = None if is_store(section.path) else look(section.path)
     if section.tokenizer == "train":
         if found is not None and found.kind == "tokens":
             rule = f"must be the one that made the tokens in {section.path}"
-            problems.append(Problem("data.tokenizer", "train", rule, "give its tokenizer.json"))
+            problems.append(ConfigError("data.tokenizer", "train", rule, "give its tokenizer.json"))
     else:
         with noting(problems):
             tokenizer, digest = load_tokenizer(section.tokenizer)

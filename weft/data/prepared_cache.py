@@ -18,7 +18,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from weft.config.files import write_durably
-from weft.config.job import DataSection, InvalidJob, Problem
+from weft.config.job import DataSection, InvalidConfig, ConfigError
 from weft.data.integrity import find_damage
 from weft.data.token_store import (
     FORMAT,
@@ -69,21 +69,21 @@ def counting(report: Report, message: str, total: int) -> Callable[[int], None]:
 
 
 @contextmanager
-def noting(problems: list[Problem], mixture: bool = False) -> Iterator[None]:
+def noting(problems: list[ConfigError], mixture: bool = False) -> Iterator[None]:
     """Problems, for later; ``mixture``: those of a path are of one of a mixture's."""
     try:
         yield
-    except InvalidJob as invalid:
+    except InvalidConfig as invalid:
         problems += [
             replace(found, key="data.mixture") if mixture and found.key == "data.path" else found
             for found in invalid.problems
         ]
 
 
-def refuse(problems: Sequence[Problem]) -> None:
+def refuse(problems: Sequence[ConfigError]) -> None:
     """Raise InvalidJob with these problems, each once, if there are any."""
     if problems:
-        raise InvalidJob({str(found): found for found in problems}.values())
+        raise InvalidConfig({str(found): found for found in problems}.values())
 
 
 # --------------------------------------------------------------------------- stores
@@ -97,7 +97,7 @@ def open_given(
     if tokenizer_hash not in (None, store.manifest.tokenizer_hash):
         rule = f"does not match the store {section.path}, which was prepared with another"
         remedy = f"use {store.path / TOKENIZER_FILE}"
-        raise InvalidJob([Problem("data.tokenizer", section.tokenizer, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.tokenizer", section.tokenizer, rule, remedy)])
     return store
 
 
@@ -227,4 +227,4 @@ def cache_problems(cache: Path) -> Iterator[None]:
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
         remedy = "give --data.cache_dir a folder that is writable and has room"
-        raise InvalidJob([Problem("data.cache_dir", str(cache), rule, remedy)]) from None
+        raise InvalidConfig([ConfigError("data.cache_dir", str(cache), rule, remedy)]) from None

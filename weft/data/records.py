@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from weft.config.job import InvalidJob, Problem, suggest
+from weft.config.job import InvalidConfig, ConfigError, suggest
 from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
 from weft.data.source import Found
 from weft.data.source_files import (
@@ -120,14 +120,14 @@ def record_units(path: str, found: Found, size: int, field: str | None) -> list[
     if found.kind == "own":
         return [Unit(own_set(path), "own", 0, 0, 0)]
     units: list[Unit] = []
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     for file in found.files:
         try:
             units += units_of(file, kind_of(file), size)
-        except InvalidJob as invalid:
+        except InvalidConfig as invalid:
             problems += invalid.problems
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     return units
 
 
@@ -525,11 +525,11 @@ def _pyarrow(file: File) -> Any:
         return pa
     except ImportError as error:
         rule, remedy = "needs pyarrow, which is not installed", "pip install 'weft[data]'"
-        raise InvalidJob([Problem("data.path", file.path, rule, remedy)]) from error
+        raise InvalidConfig([ConfigError("data.path", file.path, rule, remedy)]) from error
 
 
-def _wrong(file: File, rule: str) -> InvalidJob:
+def _wrong(file: File, rule: str) -> InvalidConfig:
     remedy = (
         "name the column with the text in data.text_field" if "column" in rule else "replace it"
     )
-    return InvalidJob([Problem("data.path", file.path, rule, remedy)])
+    return InvalidConfig([ConfigError("data.path", file.path, rule, remedy)])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from weft.config.files import check_url
-from weft.config.job import InvalidJob, Problem, some
+from weft.config.job import InvalidConfig, ConfigError, truncate_list
 from weft.data.hub import HUB, is_saved, parse_url
 from weft.data.source_files import (
     File,
@@ -47,12 +47,12 @@ class Found:
     files: tuple[File, ...] = ()
 
 
-def check_path(path: str) -> list[Problem]:
+def check_path(path: str) -> list[ConfigError]:
     """What is wrong with ``data.path``, found without reading any text; empty when nothing is."""
     if not is_store(path):
         try:
             look(path)
-        except InvalidJob as invalid:
+        except InvalidConfig as invalid:
             return invalid.problems
     return []
 
@@ -85,16 +85,16 @@ def look(path: str) -> Found:
 
 def _look_there(url: str) -> Found:
     if problems := check_url("data.path", url):
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     found = _sort_out(remote_files(url), is_glob(url))
     if found.kind == "text":
         many = "holds no files" if not found.files else "holds other files than documents"
-        rule = f"{many}: {some([file.name for file in found.files])}".removesuffix(": ")
+        rule = f"{many}: {truncate_list([file.name for file in found.files])}".removesuffix(": ")
         remedy = "give .jsonl, .jsonl.gz, .jsonl.zst or .parquet files, or a glob of such"
-        raise InvalidJob([Problem("data.path", url, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.path", url, rule, remedy)])
     if found.kind == "tokens":
         rule, remedy = "is mapped into memory, which takes a disk", "copy it to one"
-        raise InvalidJob([Problem("data.path", url, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.path", url, rule, remedy)])
     return found
 
 
@@ -120,8 +120,10 @@ def _look_here(path: str) -> Found:
         rule = f"cannot be read: {error.strerror}{where}"
         if isinstance(error, FileNotFoundError) and not where:
             rule = "matches no file" if is_glob(path) else "does not exist"
-        raise InvalidJob([Problem("data.path", path, rule, _PATH_REMEDY)]) from None
-    raise InvalidJob([Problem("data.path", path, "is neither a file nor a folder", _PATH_REMEDY)])
+        raise InvalidConfig([ConfigError("data.path", path, rule, _PATH_REMEDY)]) from None
+    raise InvalidConfig(
+        [ConfigError("data.path", path, "is neither a file nor a folder", _PATH_REMEDY)]
+    )
 
 
 def _sort_out(files: Sequence[File], alone: bool) -> Found:
@@ -149,12 +151,12 @@ def _check_files(path: str, files: Sequence[File]) -> None:
     if not files:
         rule = "is a folder without files (hidden ones do not count)"
     elif unreadable:
-        rule = f"cannot be read: {some(unreadable)}"
+        rule = f"cannot be read: {truncate_list(unreadable)}"
     elif not any(file.size_bytes for file in files):
         rule = "is empty" if len(files) == 1 else "holds only empty files"
         remedy = "give a path with text in it"
     if rule:
-        raise InvalidJob([Problem("data.path", path, rule, remedy)])
+        raise InvalidConfig([ConfigError("data.path", path, rule, remedy)])
 
 
 # --------------------------------------------------------------------------- files on a disk

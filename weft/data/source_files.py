@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from weft.config.job import InvalidJob, Problem
+from weft.config.job import InvalidConfig, ConfigError
 
 Format = Literal["jsonl", "parquet", "arrow", "tokens"]
 
@@ -124,7 +124,7 @@ def _filesystem(scheme: str) -> Any:
         remedy = "pip install 'weft[s3]' for s3://, or what fsspec names for others"
     except ValueError as error:
         rule, remedy = str(error), "use a path, s3://bucket/prefix or hf://org/name"
-    raise InvalidJob([Problem("data.path", f"{scheme}://", rule, remedy)])
+    raise InvalidConfig([ConfigError("data.path", f"{scheme}://", rule, remedy)])
 
 
 def remote_files(url: str) -> list[File]:
@@ -146,7 +146,7 @@ def remote_files(url: str) -> list[File]:
     except Exception as error:
         rule = f"cannot be listed: {type(error).__name__}: {error}"
         remedy = "check name, credentials and endpoint"
-        raise InvalidJob([Problem("data.path", url, rule, remedy)]) from error
+        raise InvalidConfig([ConfigError("data.path", url, rule, remedy)]) from error
     files = []
     for path, about in sorted(found.items()):
         if about.get("type", "file") != "file":
@@ -198,17 +198,17 @@ def open_file(file: File) -> Iterator[BinaryIO]:
         yield stream
 
 
-def unreadable(file: File, error: Exception) -> InvalidJob:
+def unreadable(file: File, error: Exception) -> InvalidConfig:
     """For a file of the user's of which opening or reading failed."""
     told = error.strerror if isinstance(error, OSError) and error.strerror else error
     remedy = "give files that can be read"
-    return InvalidJob([Problem("data.path", file.path, f"cannot be read: {told}", remedy)])
+    return InvalidConfig([ConfigError("data.path", file.path, f"cannot be read: {told}", remedy)])
 
 
-def changed(file: File) -> InvalidJob:
+def changed(file: File) -> InvalidConfig:
     """For a file that is no longer what it was when it was found, or first read."""
     rule, remedy = "changed while it was being prepared", "start again once it is complete"
-    return InvalidJob([Problem("data.path", file.path, rule, remedy)])
+    return InvalidConfig([ConfigError("data.path", file.path, rule, remedy)])
 
 
 class CutOff(Exception):
@@ -238,7 +238,7 @@ def decompressed(stream: BinaryIO, name: str, size_bytes: int) -> BinaryIO:
             import zstandard
         except ImportError as error:
             rule, remedy = "needs zstandard, which is not installed", "pip install 'weft[data]'"
-            raise InvalidJob([Problem("data.path", ".zst", rule, remedy)]) from error
+            raise InvalidConfig([ConfigError("data.path", ".zst", rule, remedy)]) from error
         # The window is memory: a small file has no use for a large one.
         window = min(1 << 31, max(1 << 27, 64 * size_bytes))
         new = zstandard.ZstdDecompressor(max_window_size=window).decompressobj

@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
-from weft.config.job import DataSection, InvalidJob, Problem, some
+from weft.config.job import DataSection, InvalidConfig, ConfigError, truncate_list
 from weft.data.prepared_cache import (
     Progress,
     Report,
@@ -165,7 +165,9 @@ def read_texts(
     return Texts(kept, train, validation, odd, shard_bytes)
 
 
-def _scan_all(files: Sequence[File], holdout: float, cache: Path, report: Report) -> list[Scan]:
+def _scan_all(
+    files: Sequence[File], validation_fraction: float, cache: Path, report: Report
+) -> list[Scan]:
     """Of all files; what was read before is not read again while no file seems changed."""
     files = [file for file in files if file.size_bytes]
     seen = []
@@ -175,7 +177,7 @@ def _scan_all(files: Sequence[File], holdout: float, cache: Path, report: Report
         except OSError as error:
             raise unreadable(file, error) from error
         seen.append([file.path, file.size_bytes, file.version, changed_ns])
-    known = cache / "scans" / f"{hash_json([FORMAT, PIECE_BYTES, holdout, seen])}.json"
+    known = cache / "scans" / f"{hash_json([FORMAT, PIECE_BYTES, validation_fraction, seen])}.json"
     if (rows := read_scans(known)) is not None:
         return [
             Scan(file, content_hash, cuts, tail, Fault(**fault) if fault else None)
@@ -184,7 +186,7 @@ def _scan_all(files: Sequence[File], holdout: float, cache: Path, report: Report
     advance = counting(report, "reading the text", sum(file.size_bytes for file in files))
     scans = []
     for file in files:
-        scans.append(scan(file, holdout))
+        scans.append(scan(file, validation_fraction))
         advance(file.size_bytes)
     rows = [[s.content_hash, s.cuts, s.tail, s.fault and asdict(s.fault)] for s in scans]
     with cache_problems(cache):
@@ -195,12 +197,12 @@ def _scan_all(files: Sequence[File], holdout: float, cache: Path, report: Report
 # --------------------------------------------------------------------------- scanning
 
 
-def scan(file: File, holdout: float) -> Scan:
+def scan(file: File, validation_fraction: float) -> Scan:
     """Read a document once, in blocks.
 
     Args:
         file: what to read.
-        holdout: share of the document that its tail should have.
+        validation_fraction: share of the document that its tail should have.
 
     Raises:
         InvalidJob: the file cannot be read.
@@ -228,7 +230,7 @@ def scan(file: File, holdout: float) -> Scan:
             cuts = cuts or [0]
             if pending:
                 cuts.append(size)
-            tail = _tail(stream, cuts[0], size, holdout)
+            tail = _tail(stream, cuts[0], size, validation_fraction)
         except OSError as error:
             raise unreadable(file, error) from error
     return Scan(file, content.hexdigest(), cuts, tail, text.fault)
@@ -266,9 +268,9 @@ def _is_utf16(data: bytes, offset: int) -> bool:
     return offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
-def _tail(file: BinaryIO, begin: int, size: int, holdout: float) -> int:
-    """Offset at which the last ``holdout`` of the text begins: at most twice that, by lines."""
-    held = int((size - begin) * holdout)
+def _tail(file: BinaryIO, begin: int, size: int, validation_fraction: float) -> int:
+    """Offset at which the last ``validation_fraction`` of the text begins: at most twice that, by lines."""
+    held = int((size - begin) * validation_fraction)
     if held <= 0:
         return size
     mark = size - held
@@ -293,12 +295,12 @@ def keep_text(
         return [scan for scan in scans if not scan.fault]
     lines = [f"{name}: byte {f.offset}, line {f.line}: {f.what}" for name, f in faulty]
     count = "a file is" if len(faulty) == 1 else f"{len(faulty)} files are"
-    raise InvalidJob(
+    raise InvalidConfig(
         [
-            Problem(
+            ConfigError(
                 "data.path",
                 path,
-                f"{count} not UTF-8 text:\n  " + some(lines, "\n  "),
+                f"{count} not UTF-8 text:\n  " + truncate_list(lines, "\n  "),
                 "use --data.invalid_utf8 skip to leave out such files (best for binary ones), "
                 "--data.invalid_utf8 replace to put U+FFFD for the bad bytes, "
                 "or give a path that holds only text",
@@ -327,15 +329,15 @@ def read_piece(scan: Scan, begin: int, end: int) -> str:
 # --------------------------------------------------------------------------- holding out
 
 
-def split(scans: Sequence[Scan], holdout: float) -> tuple[list[Part], list[Part]]:
+def split(scans: Sequence[Scan], validation_fraction: float) -> tuple[list[Part], list[Part]]:
     """Train and validation parts, without a byte in both.  A pure function of its arguments.
 
     From ``WHOLE_DOCUMENTS`` documents on, whole documents are held out, chosen by a hash of
     their names (so that one more document hardly changes the choice); copies of the same
     content stay on the same side.  With fewer documents, or where whole ones cannot make up
-    about ``holdout`` of the bytes, the tail of each is held out.
+    about ``validation_fraction`` of the bytes, the tail of each is held out.
     """
-    held = _whole_documents(scans, holdout)
+    held = _whole_documents(scans, validation_fraction)
     train, validation = [], []
     for scan in scans:
         begin, end = scan.cuts[0], scan.cuts[-1]
@@ -345,7 +347,7 @@ def split(scans: Sequence[Scan], holdout: float) -> tuple[list[Part], list[Part]
     return [p for p in train if p.begin < p.end], [p for p in validation if p.begin < p.end]
 
 
-def _whole_documents(scans: Sequence[Scan], holdout: float) -> set[str]:
+def _whole_documents(scans: Sequence[Scan], validation_fraction: float) -> set[str]:
     """Content hashes of the documents to hold out whole; empty to hold out tails."""
     if len(scans) < WHOLE_DOCUMENTS:
         return set()
@@ -353,7 +355,7 @@ def _whole_documents(scans: Sequence[Scan], holdout: float) -> set[str]:
     for scan in sorted(scans, key=lambda s: (xxh3_64_hexdigest(s.file.name.encode()), s.file.name)):
         known = bytes_by_content.get(scan.content_hash, 0)
         bytes_by_content[scan.content_hash] = known + scan.text_bytes
-    wanted = holdout * sum(bytes_by_content.values())
+    wanted = validation_fraction * sum(bytes_by_content.values())
     held: set[str] = set()
     held_bytes = 0
     for content, size in bytes_by_content.items():

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from weft.config.files import write_durably
-from weft.config.job import DataSection, InvalidJob, Problem
+from weft.config.job import DataSection, InvalidConfig, ConfigError
 from weft.data.prepared_cache import Report
 from weft.data.token_store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
@@ -79,11 +79,13 @@ class Reading(Protocol):
         ...
 
 
-def too_little(section: DataSection, rule: str, train: bool) -> InvalidJob:
+def too_little(section: DataSection, rule: str, train: bool) -> InvalidConfig:
     """Nothing is left to hold out, or (not ``train``) even to train on."""
     what = "left to hold out for evaluation" if train else "left to train on"
     remedy = "give more text" + (", or a larger data.validation_fraction" if train else "")
-    return InvalidJob([Problem("data.path", section.path, f"{rule}: nothing is {what}", remedy)])
+    return InvalidConfig(
+        [ConfigError("data.path", section.path, f"{rule}: nothing is {what}", remedy)]
+    )
 
 
 # --------------------------------------------------------------------------- encoding
@@ -165,7 +167,7 @@ class Batches:
         except Exception as error:  # tokenizers raises bare Exceptions
             rule = f"cannot encode the text: {error}"
             remedy = "use a tokenizer that covers every text, such as a byte-level one"
-            raise InvalidJob([Problem("data.tokenizer", "(given)", rule, remedy)]) from error
+            raise InvalidConfig([ConfigError("data.tokenizer", "(given)", rule, remedy)]) from error
         for (_, last, to), encoding in zip(self._pieces, encodings, strict=True):
             to.append(np.array(encoding.ids + [separator] * last, self._encoder.dtype))
         self._pieces.clear()

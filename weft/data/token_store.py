@@ -33,7 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.job import InvalidJob, Problem
+from weft.config.job import InvalidConfig, ConfigError
 from weft.data.tokenizer import load_tokenizer
 
 FORMAT = 1
@@ -252,10 +252,10 @@ def open_store(path: str | Path) -> Store:
     try:
         if load_tokenizer(folder / TOKENIZER_FILE)[1] != manifest.tokenizer_hash:
             wrong.append("tokenizer.json is not the one that it was prepared with")
-    except InvalidJob as invalid:
+    except InvalidConfig as invalid:
         wrong += [f"tokenizer.json {problem.rule}" for problem in invalid.problems]
     if wrong:
-        raise InvalidJob([damaged(folder, rule) for rule in wrong])
+        raise InvalidConfig([damaged(folder, rule) for rule in wrong])
     return Store(folder, manifest)
 
 
@@ -264,16 +264,16 @@ def _read_manifest(folder: Path) -> Manifest:
         data = (folder / STORE_FILE).read_bytes()
         found = json.loads(data).get("format")
         if found != FORMAT:
-            raise InvalidJob([damaged(folder, f"is a store of format {found}, not {FORMAT}")])
+            raise InvalidConfig([damaged(folder, f"is a store of format {found}, not {FORMAT}")])
         manifest = TypeAdapter(Manifest).validate_json(data)
         if wrong := list(_contradictions(manifest)):
-            raise InvalidJob([damaged(folder, f"{STORE_FILE}: {rule}") for rule in wrong])
+            raise InvalidConfig([damaged(folder, f"{STORE_FILE}: {rule}") for rule in wrong])
         return manifest
     except OSError as error:
         rule = f"{STORE_FILE} cannot be read: {error.strerror}"
     except (ValidationError, ValueError, AttributeError, RecursionError):
         rule = f"{STORE_FILE} is not what weft wrote"
-    raise InvalidJob([damaged(folder, rule)])
+    raise InvalidConfig([damaged(folder, rule)])
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
@@ -315,6 +315,6 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 DATA_REMEDY = "delete the folder and prepare the text again"
 
 
-def damaged(folder: Path, rule: str, remedy: str = DATA_REMEDY) -> Problem:
+def damaged(folder: Path, rule: str, remedy: str = DATA_REMEDY) -> ConfigError:
     """Return the problem of a store that is not what was prepared."""
-    return Problem("data.path", str(folder), rule, remedy)
+    return ConfigError("data.path", str(folder), rule, remedy)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.job import InvalidJob, Problem
+from weft.config.job import InvalidConfig, ConfigError
 from weft.data.document_tokens import END_OF_TEXT, add_start, tokens_beside
 
 # How merges are kept from crossing words, as in Llama 3: contractions, words with the space or
@@ -73,7 +73,7 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
         rule = f"cannot be read: {error.strerror}"
     except Exception as error:  # tokenizers raises bare Exceptions for what it cannot parse
         rule = f"is not a tokenizer.json: {error}"
-    raise InvalidJob([Problem("data.tokenizer", str(path), rule, remedy)])
+    raise InvalidConfig([ConfigError("data.tokenizer", str(path), rule, remedy)])
 
 
 def _plain(tokenizer: Tokenizer) -> Tokenizer:

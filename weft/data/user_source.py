@@ -16,7 +16,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.job import InvalidJob, Problem, lookup, suggest
+from weft.config.job import InvalidConfig, ConfigError, lookup, suggest
 from weft.data.source_files import File
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -59,18 +59,20 @@ def own_rows(file: File, columns: Sequence[str], after: int = 0) -> Iterator[dic
                 continue
             if not isinstance(row, Mapping):
                 rule = f"row {number}: is a {type(row).__name__}, neither text nor a mapping"
-                raise InvalidJob([Problem("data.path", file.path, rule)])
+                raise InvalidConfig([ConfigError("data.path", file.path, rule)])
             present = {name: row[name] for name in columns if name in row}
             if not present:
                 rule = f"row {number}: has no field {' or '.join(map(repr, columns))}"
                 remedy = suggest(columns[0], list(row))
-                raise InvalidJob([Problem("data.path", file.path, rule, remedy)])
+                raise InvalidConfig([ConfigError("data.path", file.path, rule, remedy)])
             yield present
-    except InvalidJob:
+    except InvalidConfig:
         raise
     except Exception as error:  # whatever the user's function raises
         rule = f"after row {number}: {type(error).__name__}: {error}"
-        raise InvalidJob([Problem("data.path", file.path, rule, "mend the function")]) from error
+        raise InvalidConfig(
+            [ConfigError("data.path", file.path, rule, "mend the function")]
+        ) from error
 
 
 def _function(path: str) -> Any:
@@ -78,7 +80,7 @@ def _function(path: str) -> Any:
         found: Any = lookup(path, {})
     except LookupError as error:
         rule, remedy = str(error), "its folder must be the current one, or on PYTHONPATH"
-        raise InvalidJob([Problem("data.path", path, rule, remedy)]) from error
+        raise InvalidConfig([ConfigError("data.path", path, rule, remedy)]) from error
     if not callable(found):
-        raise InvalidJob([Problem("data.path", path, "is no function")])
+        raise InvalidConfig([ConfigError("data.path", path, "is no function")])
     return found

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
 from typing import Any, NamedTuple, TypeVar
 
-from weft.config.job import InvalidJob, Problem, WeftError
+from weft.config.job import InvalidConfig, ConfigError, WeftError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -78,7 +78,7 @@ def each(
                 for future in done:
                     result = future.result()
                     if isinstance(result, _Refused):
-                        raise InvalidJob(result.problems)
+                        raise InvalidConfig(result.problems)
                     yield places[future], result
         except BrokenProcessPool as error:
             why = "a process that prepares the text was killed, perhaps for want of memory"
@@ -114,11 +114,11 @@ def _advance(size: int) -> None:
 class _Refused(NamedTuple):
     """What an InvalidJob holds, which does not survive being pickled."""
 
-    problems: list[Problem]
+    problems: list[ConfigError]
 
 
 def _guarded(work: Callable[[T, Advance], R], thing: T) -> R | _Refused:
     try:
         return work(thing, _advance)
-    except InvalidJob as invalid:
+    except InvalidConfig as invalid:
         return _Refused(invalid.problems)

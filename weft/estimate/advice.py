@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.config.job import InvalidJob, Job
+from weft.config.job import InvalidConfig, Job
 from weft.config.job import replace as replace_sections
 from weft.estimate.analytic import memory_of, step_of
 from weft.estimate.cost import step_seconds
@@ -68,7 +68,7 @@ def advise(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecas
             try:
                 changed = changed_by(job, change)
                 after = _reckoned(changed, resolve(changed, machine), device)
-            except (InvalidJob, ValueError):
+            except (InvalidConfig, ValueError):
                 continue  # not possible here
             if after is None:
                 continue
@@ -171,7 +171,7 @@ def _usual(job: Job, plan: Plan, machine: Machine, device: Device, seen: Forecas
             try:
                 changed = changed_by(job, change)
                 after = forecast(changed, resolve(changed, machine), machine, device)
-            except InvalidJob:
+            except InvalidConfig:
                 continue  # not possible here
             if after.fits:
                 found.append(_as_traced(Advice(change, 0.0, 0.0), seen, after))

@@ -23,7 +23,7 @@ from typing import Literal
 import tomli_w
 
 from weft.config.files import read_json, reading, replace_text
-from weft.config.job import InvalidJob, Job, Problem, read_job
+from weft.config.job import InvalidConfig, Job, ConfigError, read_job
 from weft.estimate.cost import Hardware, Step, step_seconds
 from weft.estimate.forecast import hardware_of, priced, step_of
 from weft.estimate.trace import traces
@@ -110,10 +110,10 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
         InvalidJob: if it is no run, or there can be no plan of it any more.
     """
     if not all((folder / name).is_file() for name in ("job.toml", "environment.json", "plan.json")):
-        raise InvalidJob([no_run(folder, key)])
+        raise InvalidConfig([no_run(folder, key)])
     job, _, problems = read_job(str(folder / "job.toml"))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     environment, planned = (read_json(folder / f"{n}.json") for n in ("environment", "plan"))
     with reading(folder / "plan.json"):
         device: Literal["cpu", "cuda"] = "cuda" if planned["device"] == "cuda" else "cpu"
@@ -148,8 +148,8 @@ def read_run(folder: Path) -> Run:
         InvalidJob: if it is none, or too short to tell.
     """
 
-    def missing(rule: str, remedy: str) -> InvalidJob:
-        return InvalidJob([Problem("--calibrate", str(folder), rule, remedy)])
+    def missing(rule: str, remedy: str) -> InvalidConfig:
+        return InvalidConfig([ConfigError("--calibrate", str(folder), rule, remedy)])
 
     job, plan, machine = planned_again(folder, "--calibrate")
     needed = ("step_seconds", "data_seconds", "memory_peak_gib")
@@ -208,7 +208,7 @@ def calibrate(run: Run) -> Calibration:
         end = "at least" if found > run.seconds else "at most"
         rule = f"took {run.seconds:.4g} s a step, but with any {what} it is {end} {found:.4g} s"
         remedy = "another part of the machine is not as known: measure it with benchmarks/device.py"
-        raise InvalidJob([Problem("--calibrate", str(run.folder), rule, remedy)])
+        raise InvalidConfig([ConfigError("--calibrate", str(run.folder), rule, remedy)])
     value = getattr(new, what) * times
     return Calibration(device.name, what, value, run, before, found, seen.measured)
 

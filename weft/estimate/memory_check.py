@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from weft.config.files import replace_text
-from weft.config.job import MISSING, InvalidJob, Job, Problem
+from weft.config.job import MISSING, InvalidConfig, Job, ConfigError
 from weft.estimate.advice import advise
 from weft.estimate.analytic import memory_of, step_of
 from weft.estimate.cost import step_seconds
@@ -68,14 +68,14 @@ def expect(job: Job, plan: Plan, machine: Machine, force: bool) -> tuple[Expecte
         return by_arithmetic(job, plan, machine), ""
     try:
         seen = forecast(job, plan, machine, device_of(plan, machine))
-    except InvalidJob:
+    except InvalidConfig:
         raise
     except Exception as error:
         # A model of the user's trains, though nothing may be able to trace it.
         return None, f"whether this fits is not known: {type(error).__name__}: {error}"
     assert seen.capacity is not None
     if seen.needed > (1 + OVER) * seen.capacity and not force:
-        raise InvalidJob([problem_of(job, plan, machine, seen)])
+        raise InvalidConfig([problem_of(job, plan, machine, seen)])
     seconds = None if seen.seconds is None else dict(seen.seconds)
     expected = Expected(
         "a trace", seen.measured / GIB, seen.by_category(), seen.step_seconds, seconds
@@ -99,7 +99,7 @@ def by_arithmetic(job: Job, plan: Plan, machine: Machine) -> Expected | None:
     return Expected("arithmetic", sum(parts.values()), parts, seconds.total(), dict(seconds))
 
 
-def problem_of(job: Job, plan: Plan, machine: Machine, seen: Forecast) -> Problem:
+def problem_of(job: Job, plan: Plan, machine: Machine, seen: Forecast) -> ConfigError:
     """Why a run is not started, and the cheapest change with which it would fit."""
     remedy = "use --force to try it all the same"
     device = device_of(plan, machine)
@@ -107,7 +107,9 @@ def problem_of(job: Job, plan: Plan, machine: Machine, seen: Forecast) -> Proble
     for best in advise(job, plan, machine, device or device_named(CPU), seen)[:1]:
         slower = f", {-best.faster:.0%} slower" if device and best.faster < -0.005 else ""
         remedy = f"use {best} ({best.bytes / GIB:.1f} GiB{slower}), or --force to try it"
-    return Problem("memory", MISSING, f"does not fit: rank {seen.rank} needs {_need(seen)}", remedy)
+    return ConfigError(
+        "memory", MISSING, f"does not fit: rank {seen.rank} needs {_need(seen)}", remedy
+    )
 
 
 def _need(seen: Forecast) -> str:

@@ -31,7 +31,7 @@ from datetime import date
 from typing import Any, Literal
 
 import weft
-from weft.config.job import InvalidJob, Job, Problem, to_toml
+from weft.config.job import InvalidConfig, Job, ConfigError, to_toml
 from weft.config.job import replace as replace_sections
 from weft.estimate.analytic import memory_of, step_of
 from weft.estimate.cost import step_seconds
@@ -151,7 +151,7 @@ def search(
     device = machine.known
     if device is None or plan.device == "cpu":
         rule, remedy = "has no device that is known", "use --cluster, such as 64x8xH100"
-        raise InvalidJob([Problem("--search", machine.device_name or "CPU", rule, remedy)])
+        raise InvalidConfig([ConfigError("--search", machine.device_name or "CPU", rule, remedy)])
     sizes = sizes_of(plan)
     base = layout_of(job, plan, device)
     if sizes is None:
@@ -159,10 +159,10 @@ def search(
             "only layouts of a Llama that is trained whole can be searched",
             "plan single ones",
         )
-        raise InvalidJob([Problem("model.kind", job.model.kind, rule, remedy)])
+        raise InvalidConfig([ConfigError("model.kind", job.model.kind, rule, remedy)])
     if base is None:
         rule, remedy = "comes from a file, which fits one layout only", "use the name of a schedule"
-        raise InvalidJob([Problem("pipeline.schedule", job.pipeline.schedule, rule, remedy)])
+        raise InvalidConfig([ConfigError("pipeline.schedule", job.pipeline.schedule, rule, remedy)])
     hardware = hardware_of(plan, device)
     room = None if machine.memory_bytes is None else machine.memory_bytes - OUTSIDE["cuda"]
     possible: list[Candidate] = []
@@ -304,7 +304,7 @@ def traced(task: tuple[Job, Machine]) -> Forecast | Refused:
     job, machine = task
     try:
         return forecast(job, resolve(job, machine), machine, machine.known)
-    except InvalidJob as error:
+    except InvalidConfig as error:
         return Refused("rule", str(error.problems[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others
         return Refused("trace", f"{type(error).__name__}: {error}".partition("\n")[0])

@@ -52,7 +52,7 @@ from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.activation_offload import Moved
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private_hooks import fake_process_group, ranks_of_group
-from weft.plan.pipeline_schedule import Action, Timetable, is_file, most_kept, stages_of
+from weft.plan.pipeline_schedule import Action, Timetable, is_file, max_in_flight, stages_of
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
 from weft.plan.stages import Stage
@@ -296,7 +296,7 @@ def without_middle(
 ) -> list[Segment]:
     """The order of fewer microbatches as that of a step's first and last ones; but the whole order
     if the short one keeps fewer at once."""
-    if most_kept(short) != most_kept(order):
+    if max_in_flight(short) != max_in_flight(order):
         return order
     few, left_out = short_plan.accumulation, plan.accumulation - short_plan.accumulation
     return [(s, kind, count + left_out * (2 * count >= few)) for s, kind, count in short]

@@ -11,7 +11,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from weft.config.job import InvalidJob, Job, Problem, Section, check_section, replace, suggest
+from weft.config.job import (
+    InvalidConfig,
+    Job,
+    ConfigError,
+    Section,
+    check_section,
+    replace,
+    suggest,
+)
 from weft.models import llama, mistral, moe, qwen3
 from weft.models.family import Family
 
@@ -58,13 +66,13 @@ def load_family(kind: str) -> Family:
     return family
 
 
-def _invalid_kind(kind: str, rule: str, remedy: str) -> InvalidJob:
-    return InvalidJob([Problem("model.kind", kind, rule, remedy)])
+def _invalid_kind(kind: str, rule: str, remedy: str) -> InvalidConfig:
+    return InvalidConfig([ConfigError("model.kind", kind, rule, remedy)])
 
 
 def resolve_model(
     kind: str, preset: str, overrides: Mapping[str, Any]
-) -> tuple[Section | None, list[Problem]]:
+) -> tuple[Section | None, list[ConfigError]]:
     """A preset of a family with some fields changed.
 
     Args:
@@ -78,13 +86,13 @@ def resolve_model(
     """
     try:
         family = load_family(kind)
-    except InvalidJob as error:
+    except InvalidConfig as error:
         return None, error.problems
     problems = []
     base = family.presets.get(preset)
     if base is None:
         problems.append(
-            Problem("model.preset", preset, "no such preset", suggest(preset, family.presets))
+            ConfigError("model.preset", preset, "no such preset", suggest(preset, family.presets))
         )
     # A field is checked alone first, so that one bad value does not hide the others.
     fields = base.model_dump() if base else {}

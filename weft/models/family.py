@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from weft.config.job import Problem, Section
+from weft.config.job import ConfigError, Section
 
 Json = dict[str, Any]
 
@@ -103,7 +103,7 @@ class Family:
     config: type[Section]
     presets: Mapping[str, Section]
     build: Callable[[Any], nn.Module]
-    check: Callable[[Any], list[Problem]]
+    check: Callable[[Any], list[ConfigError]]
     blocks: Callable[[Any], list[nn.Module]]
     init_of: Callable[[str, Any], Init]
     decays: Callable[[str], bool]

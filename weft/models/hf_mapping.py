@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.config.job import MISSING, Problem, check_section
+from weft.config.job import MISSING, ConfigError, check_section
 from weft.models.family import Counterpart, Family, Json
 
 # Their field -> ours.
@@ -99,14 +99,16 @@ def counterpart(family: Family) -> Counterpart:
     return family.huggingface
 
 
-def kind_of(tree: Json, families: Mapping[str, Family]) -> tuple[str | None, list[Problem]]:
+def kind_of(tree: Json, families: Mapping[str, Family]) -> tuple[str | None, list[ConfigError]]:
     """The family that a ``config.json`` is of, by its ``model_type``; None, and why, if of none."""
     types = {f.huggingface.model_type: kind for kind, f in families.items() if f.huggingface}
     found = tree.get("model_type", MISSING)
     if isinstance(found, str) and found in types:
         return types[found], []
     rule = f"must be {' or '.join(json.dumps(name) for name in types)}"
-    return None, [Problem("config.json model_type", _short(found), rule, "weft has no such model")]
+    return None, [
+        ConfigError("config.json model_type", _short(found), rule, "weft has no such model")
+    ]
 
 
 def shapes(family: Family, config: Any) -> dict[str, torch.Size]:
@@ -147,7 +149,7 @@ def to_config(family: Family, config: Any, dtype: str) -> Json:
     }
 
 
-def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
+def from_config(family: Family, tree: Json) -> tuple[Any, list[ConfigError]]:
     """The family's configuration that a ``config.json`` describes.
 
     Returns:
@@ -156,9 +158,9 @@ def from_config(family: Family, tree: Json) -> tuple[Any, list[Problem]]:
     """
     theirs = counterpart(family)
 
-    def problem(name: str, value: object, rule: str, remedy: str = "") -> Problem:
+    def problem(name: str, value: object, rule: str, remedy: str = "") -> ConfigError:
         remedy = remedy or f"weft's {theirs.name} has nothing else, and cannot be this model"
-        return Problem(f"config.json {shown(name)}", _short(value), rule, remedy)
+        return ConfigError(f"config.json {shown(name)}", _short(value), rule, remedy)
 
     given = {name: value for name, value in tree.items() if value is not None}
     fields: Json = {}

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from weft.config.job import Positive, Problem, Section, key
+from weft.config.job import Positive, ConfigError, Section, key
 from weft.models.family import Counterpart, Family, Init, Split, Unit
 from weft.models.layers import (
     Attention,
@@ -118,7 +118,7 @@ PRESETS: dict[str, LlamaConfig] = {
 }
 
 
-def check(config: DecoderConfig) -> list[Problem]:
+def check(config: DecoderConfig) -> list[ConfigError]:
     """Every reason why a model of this shape cannot be built; keys are ``model.<field>``."""
     problems = []
     dim, num_heads, num_kv_heads = config.dim, config.num_heads, config.num_kv_heads
@@ -134,27 +134,27 @@ def check(config: DecoderConfig) -> list[Problem]:
         valid = [n for n in even if n % num_kv_heads == 0] or even
         multiple = f"make model.dim a multiple of {2 * num_heads}"
         remedy = f"use {_some_of(valid, num_heads)}, or {multiple}" if valid else multiple
-        problems.append(Problem("model.num_heads", num_heads, rule, remedy, ("model.dim",)))
+        problems.append(ConfigError("model.num_heads", num_heads, rule, remedy, ("model.dim",)))
     elif config.head_dim % 2:
         rule, remedy = "is odd, and rotary positions rotate pairs", f"use {config.head_dim + 1}"
-        problems.append(Problem("model.head_dim", config.head_dim, rule, remedy))
+        problems.append(ConfigError("model.head_dim", config.head_dim, rule, remedy))
     if num_heads % num_kv_heads:
         rule = f"does not divide model.num_heads = {num_heads}"
         remedy = f"use {_some_of(_divisors(num_heads), num_kv_heads)}"
         problems.append(
-            Problem("model.num_kv_heads", num_kv_heads, rule, remedy, ("model.num_heads",))
+            ConfigError("model.num_kv_heads", num_kv_heads, rule, remedy, ("model.num_heads",))
         )
     return problems + (_check_rope(config) if isinstance(config, LlamaConfig) else [])
 
 
-def _check_rope(config: LlamaConfig) -> list[Problem]:
+def _check_rope(config: LlamaConfig) -> list[ConfigError]:
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     if not config.rope_scaling or high > low:
         return []
     rule = f"must be greater than model.rope_low_freq_factor = {low:g}"
     remedy = f"use more than {low:g} (Llama 3.1: 4, above a low factor of 1)"
     depends = ("model.rope_low_freq_factor", "model.rope_scaling")
-    return [Problem("model.rope_high_freq_factor", high, rule, remedy, depends)]
+    return [ConfigError("model.rope_high_freq_factor", high, rule, remedy, depends)]
 
 
 def _divisors(number: int) -> list[int]:

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from weft.config.job import NonNegative, Positive, Problem, key
+from weft.config.job import NonNegative, Positive, ConfigError, key
 from weft.models import llama, qwen3
 from weft.models.family import Family, Init, Split, Unit
 from weft.models.layers import Attention, RMSNorm, SwiGLU, grouped_linear
@@ -129,19 +129,21 @@ PRESETS: dict[str, MoeConfig] = {
 }
 
 
-def check(config: MoeConfig) -> list[Problem]:
+def check(config: MoeConfig) -> list[ConfigError]:
     """Every reason why a model of this shape cannot be built; keys are ``model.<field>``."""
     problems = llama.check(config)
     if config.active_experts > config.num_experts:
         rule = f"exceeds model.num_experts = {config.num_experts}"
         remedy, depends = f"use at most {config.num_experts}", ("model.num_experts",)
         problems.append(
-            Problem("model.active_experts", config.active_experts, rule, remedy, depends)
+            ConfigError("model.active_experts", config.active_experts, rule, remedy, depends)
         )
     if config.dense_layers >= config.num_layers:
         rule = f"leaves none of model.num_layers = {config.num_layers} layers with experts"
         remedy, depends = "use fewer, or another model.kind", ("model.num_layers",)
-        problems.append(Problem("model.dense_layers", config.dense_layers, rule, remedy, depends))
+        problems.append(
+            ConfigError("model.dense_layers", config.dense_layers, rule, remedy, depends)
+        )
     return problems
 
 

@@ -6,7 +6,7 @@ broken: then their mean is still the same everywhere).  Whatever follows is deci
 itself, from equal numbers, and so equally.
 
 *Never applied.*  A step that is not finite is not applied, whatever the policy: the optimizer looks
-at a flag on the device (see `weft.optim.optimizer.step_unless`).  Under ``stop`` that is all that
+at a flag on the device (see `weft.optim.optimizer.masked_step`).  Under ``stop`` that is all that
 happens in the step.  The scalars of each step stay on the device, and the first that is not finite
 ends the run where the host waits for the device anyway, before the next record or checkpoint (or
 after `UNSEEN` steps, so that they do not pile up).  Under ``skip`` and
@@ -62,7 +62,7 @@ class AnomalyError(WeftError):
     """The run cannot go on over its anomalies; every rank has the same error."""
 
 
-class Trial(NamedTuple):
+class StepResult(NamedTuple):
     """What computing a step gave: scalars on the device that nobody has waited for."""
 
     told: Tensor  # (2,) float64, the same on all ranks: loss, gradient norm
@@ -70,7 +70,7 @@ class Trial(NamedTuple):
     norm: Tensor  # the gradient norm as this rank has it
 
 
-def gather(share: Tensor, norm: Tensor, held: Tensor) -> Trial:
+def gather(share: Tensor, norm: Tensor, held: Tensor) -> StepResult:
     """Let all ranks know the loss and the gradient norm of a step; every rank calls it.
 
     Args:
@@ -83,7 +83,7 @@ def gather(share: Tensor, norm: Tensor, held: Tensor) -> Trial:
     if dist.get_world_size() > 1:
         dist.all_reduce(told)
         told[1] /= dist.get_world_size()  # exact for equal float32 norms
-    return Trial(told, own, norm)
+    return StepResult(told, own, norm)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Anomaly:
         return place | values | {"ranks": list(self.ranks)}
 
 
-class Watch:
+class AnomalyDetector:
     """What is usual in a run, and what to do with a step that is not."""
 
     def __init__(
@@ -156,7 +156,9 @@ class Watch:
         windows = {what: list(values) for what, values in self._accepted.items()}
         return windows | {"in_a_row": self._in_a_row}
 
-    def examine(self, step: int, compute: Callable[[], Trial]) -> tuple[Trial, Anomaly | None]:
+    def examine(
+        self, step: int, compute: Callable[[], StepResult]
+    ) -> tuple[StepResult, Anomaly | None]:
         """Compute a step, and once more if it is suspicious; every rank calls it.
 
         Args:
@@ -362,7 +364,7 @@ class DivergenceDetector:
         return Divergence(self._since, loss, grad_norm, self.best, self._guess, begins)
 
 
-def _changed(first: Trial, second: Trial) -> tuple[int, ...]:
+def _changed(first: StepResult, second: StepResult) -> tuple[int, ...]:
     """The ranks whose own result differs between two runs of a step: in loss, else in gradients.
 
     A wrong loss is one rank's own.  Wrong gradients are seen after they are added up over ranks,

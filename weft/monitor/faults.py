@@ -81,7 +81,7 @@ def doing(site: str) -> str:
     return DOING.get(site.partition(".")[0], site)
 
 
-def arm(faults: Sequence[Fault], rank: int, folder: Path) -> None:
+def install_faults(faults: Sequence[Fault], rank: int, folder: Path) -> None:
     """From now on these faults happen in this process, if they are this rank's."""
     _passed.clear()
     _begun.clear()
@@ -92,7 +92,7 @@ def arm(faults: Sequence[Fault], rank: int, folder: Path) -> None:
     ]
 
 
-def at(site: str, tensors: Iterable[Any] = (), step: int | None = None) -> None:
+def fault_point(site: str, tensors: Iterable[Any] = (), step: int | None = None) -> None:
     """The product is at ``site``; ``tensors`` are what a fault may corrupt there.
 
     Args:

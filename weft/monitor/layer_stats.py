@@ -100,7 +100,7 @@ def sums_of(tensor: Tensor) -> Sums:
     return Sums(tensor.numel(), total, squares, most.double(), bad.double())
 
 
-class Statistics:
+class LayerStats:
     """What a rank knows of the chosen steps; every rank has one and calls it alike."""
 
     def __init__(

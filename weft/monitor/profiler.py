@@ -26,7 +26,7 @@ from weft.config.job import Job, steps_of
 from weft.monitor import profile_breakdown as breakdown
 from weft.monitor import spans
 from weft.monitor.device_memory import expected_of
-from weft.monitor.faults import at as reach
+from weft.monitor.faults import fault_point as reach
 from weft.parallel.private_hooks import around_collectives, dump_memory, record_memory
 from weft.plan.placement import AXES
 from weft.plan.resolve import Plan

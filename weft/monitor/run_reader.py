@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config.files import describe_cause, open_regular, read_json, read_text
-from weft.config.job import InvalidJob, Job, Problem, WeftError, read_job
+from weft.config.job import InvalidConfig, Job, ConfigError, WeftError, read_job
 from weft.monitor.event_log import read_events
 from weft.monitor.goodput import KINDS, goodput
 from weft.monitor.jsonl import MAX_NUMBER, MAX_STEP, parse_records, read_lines
@@ -47,10 +47,10 @@ class Mark(NamedTuple):
     text: str
 
 
-def no_run(folder: Path, key: str = "run") -> Problem:
+def no_run(folder: Path, key: str = "run") -> ConfigError:
     """What to say of a folder that was named as a run's, with ``key``, and is none."""
     rule, remedy = "is not the folder of a run", "name the one with job.toml in it"
-    return Problem(key, str(folder), rule, remedy)
+    return ConfigError(key, str(folder), rule, remedy)
 
 
 def job_of(folder: Path, key: str = "run") -> Job:
@@ -60,12 +60,12 @@ def job_of(folder: Path, key: str = "run") -> Job:
         InvalidJob: if it is not the folder of a run, or job.toml is damaged.
     """
     if not (folder / "job.toml").is_file():
-        raise InvalidJob([no_run(folder, key)])
+        raise InvalidConfig([no_run(folder, key)])
     job, _, problems = read_job(str(folder / "job.toml"))
     if problems:
         path = str(folder / "job.toml")
         rule, remedy = f"is damaged ({problems[0]})", "mend the file, or name another run"
-        raise InvalidJob([Problem(key, path, rule, remedy)])
+        raise InvalidConfig([ConfigError(key, path, rule, remedy)])
     return job
 
 
@@ -92,7 +92,7 @@ class History:
         self.unreadable: dict[str, str] = {}
         self._offset = 0
         if not any(os.path.lexists(folder / name) for name in ("job.toml", "metrics.jsonl")):
-            raise InvalidJob([no_run(folder)])
+            raise InvalidConfig([no_run(folder)])
         text = self._read("job.toml", read_text) or ""
         self.job: dict[str, dict[str, Any]] = self._read("job.toml", lambda path: _job(text)) or {}
         steps = self.job.get("train", {}).get("steps")

@@ -29,7 +29,7 @@ def listen() -> None:
         signal.signal(number, lambda number, frame: _came.append(signal.Signals(number).name))
 
 
-class Wishes:
+class RankConsensus:
     """What any rank wants all of them to do after a step: stop, save, or wait with saving."""
 
     def __init__(self, seconds: float) -> None:

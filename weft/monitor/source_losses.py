@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Means:
+class RunningMean:
     """Means since the last record, for a single step may have few samples of a kind.
 
     Args:
@@ -59,7 +59,7 @@ class Means:
         return {name: mean for name, mean in pairs if not math.isnan(mean)} or None
 
 
-class SourceLosses(Means):
+class SourceLosses(RunningMean):
     """Mean losses of the sources, in nats per token.
 
     Args:

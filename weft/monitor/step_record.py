@@ -33,7 +33,7 @@ def mfu(tflops: float, peak_flops: float | None) -> float | None:
     return None if peak_flops is None else tflops * 1e12 / peak_flops
 
 
-def spreads(table: Sequence[Sequence[float]]) -> dict[str, dict[str, float]] | None:
+def rank_stats(table: Sequence[Sequence[float]]) -> dict[str, dict[str, float]] | None:
     """In what ranks differ: the least, the median and the most of each, and whose the most is.
 
     Args:
@@ -85,7 +85,7 @@ class StepRecord:
     slow_ratio: float | None = None  # ... and how many times as long it needs
     expected_memory_gib: float | None = None  # what the planner said of memory_peak_gib ...
     expected_step_seconds: float | None = None  # ... and of step_seconds
-    # Of several ranks what they need and have, see `spreads`.
+    # Of several ranks what they need and have, see `rank_stats`.
     ranks: dict[str, dict[str, float]] | None = None
     grad_norms: dict[str, float] | None = None  # of each layer, before clipping; if asked for
     # Of a mixture of experts: tokens of the most loaded expert over the mean, in the worst layer.

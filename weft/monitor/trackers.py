@@ -48,14 +48,16 @@ def open_sinks(
     warn = partial(console.print, soft_wrap=True)
     sinks: list[Sink] = [Jsonl(folder / "metrics.jsonl", resumed_step, warn)]
     for name in job.monitor.trackers:
-        sinks.append(Guarded(name, lookup(name, SINKS), folder, job, resumed_step, console))
+        sinks.append(
+            BackgroundTracker(name, lookup(name, SINKS), folder, job, resumed_step, console)
+        )
     sinks.append(Terminal(console, steps, resumed_step))  # its live line hides the cursor
     if job.monitor.report:
         sinks.append(Report(folder, warn))
     return sinks
 
 
-class Guarded:
+class BackgroundTracker:
     """A tracker: what writes to it costs the step little, and may fail without ending the run.
 
     A thread sends records in bursts: each time that it wakes it takes Python's lock from the step.

@@ -56,7 +56,7 @@ OCTAVES = 40  # of the second moment, that a block can span
 FINEST = 7  # steps of an octave, as a power of two
 
 
-class LeanAdamW(Optimizer):
+class LowPrecisionAdamW(Optimizer):
     """AdamW with moments in ``states``; groups as torch's AdamW takes them.
 
     Groups with ``low_precision`` false keep float32 moments under 8bit.  ``names`` of a group are

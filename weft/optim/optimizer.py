@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.config.job import OptimSection
-from weft.optim.lean import LeanAdamW
+from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.muon import Muon
 from weft.parallel.dtensor import l2_norms, local_of
 from weft.parallel.private import skip_where
@@ -26,7 +26,7 @@ BuildOptimizer = Callable[[list[dict[str, object]], OptimSection], Optimizer]
 def adamw(groups: list[dict[str, object]], optim: OptimSection) -> Optimizer:
     """AdamW (Loshchilov and Hutter, 2019): the fused kernel, on CPU and CUDA."""
     if optim.state_dtype != "float32":
-        return LeanAdamW(groups, states=optim.state_dtype, **_adamw(optim))
+        return LowPrecisionAdamW(groups, states=optim.state_dtype, **_adamw(optim))
     return torch.optim.AdamW(groups, fused=True, **_adamw(optim))
 
 
@@ -85,7 +85,7 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def step_unless(optimizer: Optimizer, bad: torch.Tensor) -> None:
+def masked_step(optimizer: Optimizer, bad: torch.Tensor) -> None:
     """``optimizer.step()``, which changes nothing if ``bad``, a bool on the device, is true.
 
     Parameters, moments and step counts keep their bits.  A fused optimizer looks at the flag on the

@@ -43,7 +43,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as checked
 
-from weft.config.job import MISSING, InvalidJob, Problem, suggest
+from weft.config.job import MISSING, InvalidConfig, ConfigError, suggest
 
 T = TypeVar("T")
 
@@ -156,14 +156,14 @@ class _Entries:
             InvalidJob: if a file cannot be read.
         """
         self.tables: dict[str, dict[str, Any]] = {"devices": {}, "links": {}, "networks": {}}
-        self.problems: list[Problem] = []
+        self.problems: list[ConfigError] = []
         self._wrote: dict[tuple[str, str], Path] = {}  # the last file that has an entry
         for file in files:
             try:
                 read = tomllib.loads(file.read_text("utf-8"))
             except (OSError, ValueError) as error:
-                raise InvalidJob(
-                    [Problem(str(file), MISSING, f"cannot be read: {error}")]
+                raise InvalidConfig(
+                    [ConfigError(str(file), MISSING, f"cannot be read: {error}")]
                 ) from error
             for table, entries in read.items():
                 self._add(file, table, entries)
@@ -172,7 +172,7 @@ class _Entries:
         whole = table in self.tables and isinstance(entries, dict)
         if not whole or not all(isinstance(entry, dict) for entry in entries.values()):
             rule, remedy = "is no table of entries", "use [devices.NAME], links or networks"
-            self.problems.append(Problem(f"{file}: {table}", MISSING, rule, remedy))
+            self.problems.append(ConfigError(f"{file}: {table}", MISSING, rule, remedy))
             return
         for name, entry in entries.items():
             self.tables[table][name] = {**self.tables[table].get(name, {}), **entry}
@@ -182,7 +182,7 @@ class _Entries:
         self, table: str, name: str, field: object, value: object, rule: str, remedy: str
     ) -> None:
         key = f"{self._wrote[table, name]}: {table}.{name}.{field}"
-        problem = Problem(key, value, rule, remedy)
+        problem = ConfigError(key, value, rule, remedy)
         if problem not in self.problems:  # it shows in whatever is like this
             self.problems.append(problem)
 
@@ -252,7 +252,7 @@ def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
         if linked and (device := read.made(Device, "devices", name, {**entry, "name": name})):
             devices[name] = device
     if read.problems:
-        raise InvalidJob(read.problems)
+        raise InvalidConfig(read.problems)
     return devices, {name: network for name, network in networks.items() if network}
 
 
@@ -332,7 +332,7 @@ class Cluster:
         return f"{self.nodes}x{self.devices}x{self.device_name.replace(' ', '-')}"
 
 
-def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | Problem:
+def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | ConfigError:
     """A cluster from ``NODESxDEVICESxNAME``, such as ``64x8xH100``, in any case of letters.
 
     Spaces, hyphens and underscores in a name count for nothing: ``A100-80GB``, ``rtx4090``.
@@ -346,14 +346,16 @@ def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | Problem:
     match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\S.*)", text.strip(), re.IGNORECASE)
     if match is None:
         remedy = "NODESxDEVICESxNAME, such as 64x8xH100"
-        return Problem(key, text, "is not a cluster", remedy)
+        return ConfigError(key, text, "is not a cluster", remedy)
     nodes, devices = int(match[1]), int(match[2])
     if not 1 <= nodes * devices <= MOST_DEVICES:
-        return Problem(key, text, f"has {nodes * devices:,} devices", f"use 1 to {MOST_DEVICES:,}")
+        return ConfigError(
+            key, text, f"has {nodes * devices:,} devices", f"use 1 to {MOST_DEVICES:,}"
+        )
     by_plain = {_plain(name): name for name in known_clusters()[0]}
     name = by_plain.get(_plain(match[3]))
     if name is None:
-        return Problem(key, text, f"{match[3]!r} is not a known device", _nearest(match[3]))
+        return ConfigError(key, text, f"{match[3]!r} is not a known device", _nearest(match[3]))
     return Cluster(nodes, devices, name)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from weft.config.job import Job, PrecisionSection, Problem
+from weft.config.job import Job, PrecisionSection, ConfigError
 from weft.models import Family
 from weft.plan.layout import Degrees
 from weft.plan.matrices import Matrix, matrices_of
@@ -79,7 +79,7 @@ def has_float8(recipe: str, capability: tuple[int, int]) -> bool:
 
 def check_float8(
     job: Job, model: Any, family: Family, degrees: Degrees, compute: str, emulated: bool
-) -> Iterator[Problem]:
+) -> Iterator[ConfigError]:
     """Why these products cannot be in float8."""
     section = job.precision
     key, recipe = "precision.float8", section.float8
@@ -87,7 +87,7 @@ def check_float8(
         return
     if job.train.world_size_invariant:
         rule = "is not possible in canonical order, which is in float32"
-        yield Problem(
+        yield ConfigError(
             key,
             recipe,
             rule,
@@ -97,7 +97,9 @@ def check_float8(
     if compute == "float32" and not emulated:
         rule = f"and {compute} around it are not possible: products in float8 give bfloat16"
         depends = ("precision.compute_dtype",)
-        yield Problem(key, recipe, rule, "use precision.compute_dtype bfloat16, or none", depends)
+        yield ConfigError(
+            key, recipe, rule, "use precision.compute_dtype bfloat16, or none", depends
+        )
 
     possible = _possible(recipe, model, family, degrees.tp)
     unit = multiple_of(recipe)
@@ -106,21 +108,21 @@ def check_float8(
             rule = "matches none of the matrices that could be in float8"
             kinds = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in possible)
             remedy = f"there are {', '.join(kinds)}, as in {possible[0].name}"
-            yield Problem("precision.float8_exclude", pattern, rule, remedy, (key,))
+            yield ConfigError("precision.float8_exclude", pattern, rule, remedy, (key,))
     if not possible:
         rule = f"no matrix of a block has sides that are multiples of {unit}"
         rule += f" over tp = {degrees.tp}" if degrees.tp > 1 else ""
-        yield Problem(key, recipe, rule, "use none, or other sizes", ("parallel.tp",))
+        yield ConfigError(key, recipe, rule, "use none, or other sizes", ("parallel.tp",))
     elif not _chosen(section, possible):
         rule = f"none of {len(possible)} matrices is left: too small to gain, or in float8_skip"
         remedy = "use none, or precision.float8_small true to try it all the same"
-        yield Problem(key, recipe, rule, remedy, ("precision.float8_exclude",))
+        yield ConfigError(key, recipe, rule, remedy, ("precision.float8_exclude",))
     tokens = job.train.seq_len // degrees.cp
     if recipe != "rowwise_with_gw_hp" and tokens % unit:
         # Gradients of weights are products over tokens.
         rule = f"{tokens} tokens of a row on a rank are no multiple of {unit}"
         remedy = f"use a multiple of {unit * degrees.cp}, or rowwise_with_gw_hp"
-        yield Problem("train.seq_len", job.train.seq_len, rule, remedy, (key, "parallel.cp"))
+        yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, (key, "parallel.cp"))
 
 
 def float8_warnings(job: Job, device: str, pp: int, emulated: bool) -> Iterator[str]:
@@ -140,7 +142,7 @@ def float8_warnings(job: Job, device: str, pp: int, emulated: bool) -> Iterator[
             "may cost more than the products gain"
         )
     schedule = find_schedule(job.pipeline.schedule)
-    if pp > 1 and not isinstance(schedule, Problem) and schedule.splits_backward:
+    if pp > 1 and not isinstance(schedule, ConfigError) and schedule.splits_backward:
         yield (
             f"{head} with {schedule.name}: a layer computes the gradients of its input and of its "
             "weight at once, so it does both twice where they are asked for apart; another "

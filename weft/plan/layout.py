@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.job import Job, ParallelSection, Problem
+from weft.config.job import Job, ParallelSection, ConfigError
 from weft.models import Family
 from weft.plan.placement import AXES
 
@@ -54,7 +54,7 @@ def fixed(parallel: ParallelSection) -> int:
     return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
 
 
-def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[Problem]]:
+def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[ConfigError]]:
     """The degrees on ``world`` ranks; ``dp_shard = "fit"`` counts as all that remain here.
 
     With problems the degrees are the nearest that other rules can be judged by.
@@ -74,12 +74,12 @@ def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[P
         ranks = f"run.nproc_per_node = {unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
         remedy = f"use {fits}, or {ranks}" if fits else f"use {ranks}"
         rule = f"{times}does not divide the {world} ranks"
-        problems.append(Problem(f"parallel.{name}", degree, rule, remedy, depends))
+        problems.append(ConfigError(f"parallel.{name}", degree, rule, remedy, depends))
     elif not automatic and unit * shard != world:
         fits = f"use {world // unit}, or auto" if world % unit == 0 else "use auto"
         others = ", ".join(f"{other} = {n}" for other, n in above_one.items()) or "one replica"
         problems.append(
-            Problem(
+            ConfigError(
                 "parallel.dp_shard",
                 shard,
                 f"times {others} is not the number of ranks, {world}",
@@ -93,7 +93,7 @@ def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[P
     return degrees, problems
 
 
-def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
     """Every reason why this model cannot be laid out so; the pipeline has its own rules."""
     yield from _check_tensor(job, model, family, degrees)
     yield from _check_context(job, model, degrees)
@@ -102,7 +102,7 @@ def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iter
     if degrees.pp == 1 and job.pipeline.layers_per_stage:
         rule = "there is no pipeline"
         remedy = "leave it out, or use parallel.pp above 1"
-        yield Problem(
+        yield ConfigError(
             "pipeline.layers_per_stage",
             list(job.pipeline.layers_per_stage),
             rule,
@@ -111,7 +111,7 @@ def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iter
         )
 
 
-def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
     tp, parallel = degrees.tp, job.parallel
     name = f"{job.model.kind}-{job.model.preset}"
     if parallel.async_tp:
@@ -120,7 +120,7 @@ def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Ite
         return
     if not family.sharding:
         rule = f"the family {job.model.kind} has no SHARDING table"
-        yield Problem("parallel.tp", tp, rule, "use 1, or give its Family one")
+        yield ConfigError("parallel.tp", tp, rule, "use 1, or give its Family one")
         return
     sizes = {field: getattr(model, field) for field in family.split_sizes}
     common = math.gcd(*sizes.values()) if sizes else 0
@@ -134,10 +134,10 @@ def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Ite
                 remedy = f"use {either(good)}, or --model.vocab_size {more}"
             else:
                 remedy = f"use {either(good)}"
-            yield Problem("parallel.tp", tp, rule, remedy, (f"model.{field}", "model.preset"))
+            yield ConfigError("parallel.tp", tp, rule, remedy, (f"model.{field}", "model.preset"))
     if kv and kv % tp and tp % kv:
         rule = f"is neither a divisor nor a multiple of num_kv_heads = {kv} of {name}"
-        yield Problem("parallel.tp", tp, rule, f"use {either(good)}", ("model.num_kv_heads",))
+        yield ConfigError("parallel.tp", tp, rule, f"use {either(good)}", ("model.num_kv_heads",))
     local = job.train.seq_len // degrees.cp
     if parallel.sequence_parallel and local % tp:
         rule = f"does not divide over tp = {tp}" + (
@@ -146,19 +146,19 @@ def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Ite
         unit = tp * degrees.cp * _pieces(job.parallel)
         remedy = f"use {either(near(job.train.seq_len, unit))}, or parallel.sequence_parallel false"
         depends = ("parallel.tp", "parallel.cp")
-        yield Problem("train.seq_len", job.train.seq_len, rule, remedy, depends)
+        yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, depends)
 
 
-def _check_async(job: Job, degrees: Degrees) -> Iterator[Problem]:
+def _check_async(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
     key = "parallel.async_tp"
     if degrees.tp == 1:
-        yield Problem(key, True, "there is no tensor parallelism", "use parallel.tp above 1")
+        yield ConfigError(key, True, "there is no tensor parallelism", "use parallel.tp above 1")
     if not job.compile.enable:
         rule = "torch.compile is what overlaps tensor parallelism's communication"
-        yield Problem(key, True, rule, "use compile.enable true", ("compile.enable",))
+        yield ConfigError(key, True, rule, "use compile.enable true", ("compile.enable",))
     if not job.parallel.sequence_parallel:
         rule = "overlaps the gathers and scatters of sequence parallelism, which is off"
-        yield Problem(key, True, rule, "use parallel.sequence_parallel true")
+        yield ConfigError(key, True, rule, "use parallel.sequence_parallel true")
 
 
 def _pieces(parallel: ParallelSection) -> int:
@@ -166,20 +166,20 @@ def _pieces(parallel: ParallelSection) -> int:
     return 2 if parallel.cp > 1 and parallel.cp_load_balance else 1
 
 
-def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[Problem]:
+def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[ConfigError]:
     cp, parallel, seq_len = degrees.cp, job.parallel, job.train.seq_len
     if cp == 1:
         return
     if not hasattr(model, "num_heads"):
         rule = f"the family {job.model.kind} tells no num_heads"
-        yield Problem("parallel.cp", cp, rule, "use 1")
+        yield ConfigError("parallel.cp", cp, rule, "use 1")
         return
     unit = cp * _pieces(parallel)
     if seq_len % unit:
         pieces = f"into the {unit} pieces of cp = {cp}, balanced" if unit > cp else f"by cp = {cp}"
         rule = f"does not divide {pieces}"
         remedy = f"use {either(near(seq_len, unit))}"
-        yield Problem("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
+        yield ConfigError("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
     if parallel.cp_method == "ulysses":
         heads = model.num_heads // degrees.tp
         good = divisors(heads)
@@ -188,32 +188,32 @@ def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[Problem]:
             rule = f"does not divide num_heads = {model.num_heads}{of} (ulysses)"
             remedy = f"use {either(good)}, or parallel.cp_method ring"
             depends = ("parallel.tp", "model.num_heads")
-            yield Problem("parallel.cp", cp, rule, remedy, depends)
+            yield ConfigError("parallel.cp", cp, rule, remedy, depends)
 
 
-def _check_sharding(job: Job, degrees: Degrees) -> Iterator[Problem]:
+def _check_sharding(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
     parallel, shards = job.parallel, degrees.shards
     to = parallel.reshard_after_forward
     if isinstance(to, int) and shards % to:
         rule = f"does not divide the {shards} ranks that share a parameter"
         remedy = f"use {either(divisors(shards))}, always or never"
-        yield Problem("parallel.reshard_after_forward", to, rule, remedy, DEGREE_KEYS)
+        yield ConfigError("parallel.reshard_after_forward", to, rule, remedy, DEGREE_KEYS)
     elif isinstance(to, int) and degrees.tp > 1 and 1 < to < shards:
         rule = "FSDP2 cannot reshard over some of the ranks what tensor parallelism has cut"
         remedy = "use always or never"
-        yield Problem("parallel.reshard_after_forward", to, rule, remedy, ("parallel.tp",))
+        yield ConfigError("parallel.reshard_after_forward", to, rule, remedy, ("parallel.tp",))
     if parallel.dp_shard == "fit" and parallel.dp_replicate > 1:
         rule = "is found by dp_shard = fit"
-        yield Problem("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
+        yield ConfigError("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
 
 
-def _check_experts(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+def _check_experts(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
     key, ep, parallel = "parallel.ep", degrees.ep, job.parallel
     if ep == 1:
         return
     if family.routed is None:
         rule = f"the family {job.model.kind} has no experts"
-        yield Problem(key, ep, rule, "use 1, or --model.kind moe", ("model.kind",))
+        yield ConfigError(key, ep, rule, "use 1, or --model.kind moe", ("model.kind",))
         return
     experts = model.num_experts
     good = [n for n in divisors(degrees.shards) if experts % n == 0]
@@ -221,19 +221,19 @@ def _check_experts(job: Job, model: Any, family: Family, degrees: Degrees) -> It
         rule = f"does not divide the {degrees.shards} ranks that share a parameter (dp_shard x cp)"
         if degrees.shards % ep == 0:
             rule = f"does not divide the {experts} experts"
-        yield Problem(key, ep, rule, f"use {either(good)}", (*DEGREE_KEYS, "model.num_experts"))
+        yield ConfigError(key, ep, rule, f"use {either(good)}", (*DEGREE_KEYS, "model.num_experts"))
     if parallel.dp_shard == "fit":
-        yield Problem(key, ep, "is not known to dp_shard = fit", "use a number for dp_shard")
+        yield ConfigError(key, ep, "is not known to dp_shard = fit", "use a number for dp_shard")
     if job.train.world_size_invariant:
         rule, remedy = (
             "is not possible in canonical order",
             "use 1, or train.world_size_invariant false",
         )
-        yield Problem(key, ep, rule, remedy, ("train.world_size_invariant",))
+        yield ConfigError(key, ep, rule, remedy, ("train.world_size_invariant",))
     if isinstance(to := parallel.reshard_after_forward, int) and 1 < to < degrees.shards:
         rule = "FSDP2 cannot reshard over some of the ranks what expert parallelism has cut"
         remedy = "use always or never"
-        yield Problem("parallel.reshard_after_forward", to, rule, remedy, (key,))
+        yield ConfigError("parallel.reshard_after_forward", to, rule, remedy, (key,))
 
 
 # --------------------------------------------------------------------------- wording

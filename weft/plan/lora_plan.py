@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from weft.config.job import Job, LoraSection, Problem, suggest
+from weft.config.job import Job, LoraSection, ConfigError, suggest
 from weft.models import Family
 from weft.plan.layout import Degrees
 from weft.plan.matrices import cut_of, matrices_of
@@ -87,28 +87,28 @@ def frozen_of(job: Job, model: Any, family: Family, compute_bytes: int) -> Froze
     return Frozen(small * packed + (1 - small) * compute_bytes, lora.params / params)
 
 
-def check_lora(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+def check_lora(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
     """Why there cannot be such adapters."""
     section = job.lora
     if not section.rank:
         for key, value in (("targets", section.targets), ("quantize", section.quantize)):
             if value not in ((), "none"):
                 rule = "says nothing while all weights are trained"
-                yield Problem(f"lora.{key}", value, rule, "use lora.rank 16", ("lora.rank",))
+                yield ConfigError(f"lora.{key}", value, rule, "use lora.rank 16", ("lora.rank",))
         return
     matrices = matrices_of(model, family)
     kinds = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
     if not matrices:
         rule = f"the blocks of {job.model.kind} have no linear layer of torch.nn"
-        yield Problem("lora.rank", section.rank, rule, "use 0")
+        yield ConfigError("lora.rank", section.rank, rule, "use 0")
     for target in section.targets:
         if target not in kinds:
             rule = "is no linear layer of the model's blocks"
-            yield Problem("lora.targets", target, rule, suggest(target, kinds), ("model.kind",))
+            yield ConfigError("lora.targets", target, rule, suggest(target, kinds), ("model.kind",))
     if job.precision.float8 != "none":
         rule = "is not possible beside float8: a frozen matrix is kept, and multiplied by, as it is"
         remedy = "use precision.float8 none; lora.quantize takes less memory"
-        yield Problem("lora.rank", section.rank, rule, remedy, ("precision.float8",))
+        yield ConfigError("lora.rank", section.rank, rule, remedy, ("precision.float8",))
     if section.quantize != "none":
         for kind in kinds:
             matrix = next(m for m in matrices if m.name.rpartition(".")[2] == kind)
@@ -117,10 +117,10 @@ def check_lora(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterat
                 over = f" over tp = {cut} ranks" if cut > 1 else ""
                 rule = f"{kind} has {matrix.inputs} inputs{over}: no whole blocks of {BLOCK}"
                 remedy = "use none, or other sizes"
-                yield Problem("lora.quantize", section.quantize, rule, remedy, ("parallel.tp",))
+                yield ConfigError("lora.quantize", section.quantize, rule, remedy, ("parallel.tp",))
 
 
-def check_stages(job: Job, pipeline: PipelinePlan | None) -> Iterator[Problem]:
+def check_stages(job: Job, pipeline: PipelinePlan | None) -> Iterator[ConfigError]:
     """Yield what a pipeline of adapters lacks.
 
     torch computes gradients of the first stage's output, which must have something to train, and
@@ -134,10 +134,10 @@ def check_stages(job: Job, pipeline: PipelinePlan | None) -> Iterator[Problem]:
         key, remedy = "parallel.pp", "use fewer ranks, or more layers"
         value = len(pipeline.held)
     if not pipeline.stages[0].blocks:
-        yield Problem(
+        yield ConfigError(
             key, value, "the first stage, without blocks, has no adapter to train", remedy
         )
     for rank, stages in enumerate(pipeline.held):
         if pipeline.stages[0] not in stages and not any(stage.blocks for stage in stages):
             rule = f"rank {rank} of the pipeline, without blocks, has no adapter to train"
-            yield Problem(key, value, rule, remedy)
+            yield ConfigError(key, value, rule, remedy)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from weft.config.job import Job, Problem
+from weft.config.job import Job, ConfigError
 from weft.models import Family
 from weft.models.family import Unit
 from weft.plan.layout import Degrees, divisors, either
@@ -73,7 +73,7 @@ def state_bytes_per_param(
     return whole + frozen.trained * trained
 
 
-def check_moments(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[Problem]:
+def check_moments(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
     """Which rows tensor parallelism must not cut: their blocks would be others on each layout."""
     if job.optim.state_dtype != "8bit" or degrees.tp == 1:
         return
@@ -91,7 +91,7 @@ def check_moments(job: Job, model: Any, family: Family, degrees: Degrees) -> Ite
         )
         good = [n for n in divisors(inputs // MOMENT_BLOCK) if n < degrees.tp]
         remedy = f"use {either(good)}, or optim.state_dtype bfloat16"
-        yield Problem(
+        yield ConfigError(
             "parallel.tp", degrees.tp, rule, remedy, ("optim.state_dtype", "model.preset")
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import Job, Problem
+from weft.config.job import Job, ConfigError
 from weft.models import Family
 from weft.plan.layout import Degrees, either
 from weft.plan.pipeline_schedule import (
@@ -66,7 +66,7 @@ def resolve_pipeline(
     local_batch: int,
     bytes_per_param: float,
     compute_bytes: int,
-) -> tuple[PipelinePlan | None, int, list[Problem]]:
+) -> tuple[PipelinePlan | None, int, list[ConfigError]]:
     """The pipeline and the rows of a microbatch.
 
     Args:
@@ -113,31 +113,33 @@ def resolve_pipeline(
     return plan, microbatch, []
 
 
-def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[Problem]:
+def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[ConfigError]:
     if family.units is None or family.keep is None:
         rule = f"the family {job.model.kind} cannot be cut into stages"
-        return [Problem("parallel.pp", pp, rule, "use 1, or give its Family units and keep")]
+        return [ConfigError("parallel.pp", pp, rule, "use 1, or give its Family units and keep")]
     if getattr(model, "tied_embeddings", False):
         rule = (
             "a tied embedding would be torn apart: look-up in the first stage, product in the last"
         )
         remedy = "use 1, or --model.tied_embeddings false"
-        return [Problem("parallel.pp", pp, rule, remedy, ("model.tied_embeddings", "model.preset"))]
+        return [
+            ConfigError("parallel.pp", pp, rule, remedy, ("model.tied_embeddings", "model.preset"))
+        ]
     return []
 
 
-def _find(job: Job, pp: int) -> tuple[Schedule | None, Timetable | None, list[Problem]]:
+def _find(job: Job, pp: int) -> tuple[Schedule | None, Timetable | None, list[ConfigError]]:
     name = job.pipeline.schedule
     if is_file(name):
         read = read_csv(Path(name), pp)
-        return (None, None, [read]) if isinstance(read, Problem) else (None, read, [])
+        return (None, None, [read]) if isinstance(read, ConfigError) else (None, read, [])
     found = find_schedule(name)
-    return (None, None, [found]) if isinstance(found, Problem) else (found, None, [])
+    return (None, None, [found]) if isinstance(found, ConfigError) else (found, None, [])
 
 
 def _stages_per_rank(
     job: Job, schedule: Schedule | None, table: Timetable | None, pp: int
-) -> tuple[int, list[Problem]]:
+) -> tuple[int, list[ConfigError]]:
     """Stages of one rank, and what is wrong with what was asked."""
     key, asked = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
     problems = []
@@ -161,22 +163,22 @@ def _stages_per_rank(
             rule = f"computes gradients of inputs and weights apart, which {what} cannot"
             remedy = f"use {key_of} {value}, or {', '.join(whole[:-1])} or {whole[-1]}"
             name = job.pipeline.schedule
-            problems.append(Problem("pipeline.schedule", name, rule, remedy, (key_of,)))
+            problems.append(ConfigError("pipeline.schedule", name, rule, remedy, (key_of,)))
     if schedule is None:
         if asked != "auto":
-            problems.append(Problem(key, asked, "is told by the schedule's file", "use auto"))
+            problems.append(ConfigError(key, asked, "is told by the schedule's file", "use auto"))
         return 1, problems
     if asked == "auto":
         return schedule.stages_per_rank or 2, problems
     if schedule.stages_per_rank not in (None, asked):
         rule = f"{schedule.name} has {schedule.stages_per_rank}"
         remedy = "use auto, or another pipeline.schedule"
-        problems.append(Problem(key, asked, rule, remedy, ("pipeline.schedule",)))
+        problems.append(ConfigError(key, asked, rule, remedy, ("pipeline.schedule",)))
         return schedule.stages_per_rank or 2, problems
     if schedule.stages_per_rank is None and asked == 1:
         rule = f"{schedule.name} interleaves several"
         remedy = "use 2 or more, or pipeline.schedule 1F1B"
-        problems.append(Problem(key, asked, rule, remedy, ("pipeline.schedule",)))
+        problems.append(ConfigError(key, asked, rule, remedy, ("pipeline.schedule",)))
     return asked, problems
 
 
@@ -187,7 +189,7 @@ def _microbatch(
     local_batch: int,
     pp: int,
     num_stages: int,
-) -> tuple[int, list[Problem]]:
+) -> tuple[int, list[ConfigError]]:
     """Rows of a microbatch, and why the schedule cannot run so many of them."""
     asked = job.train.microbatch_size
     depends = ("train.global_batch_size", "parallel.pp", "parallel.dp_shard", "pipeline.schedule")
@@ -222,10 +224,10 @@ def _microbatch(
         enough = num_stages
     more = "or a multiple of it" if table is not None else "or more"
     remedy = f"use {either(good)}" if good else f"use train.global_batch_size {enough * dp} {more}"
-    return 1, [Problem("train.microbatch_size", asked, rule, remedy, depends)]
+    return 1, [ConfigError("train.microbatch_size", asked, rule, remedy, depends)]
 
 
-def _check_stages(job: Job, blocks: int, num_stages: int) -> list[Problem]:
+def _check_stages(job: Job, blocks: int, num_stages: int) -> list[ConfigError]:
     if job.pipeline.layers_per_stage:
         return check_layers(job.pipeline.layers_per_stage, num_stages, blocks)
     if num_stages <= blocks + 2:
@@ -233,7 +235,7 @@ def _check_stages(job: Job, blocks: int, num_stages: int) -> list[Problem]:
     depends = ("parallel.pp", "model.num_layers", "model.preset")
     rule = f"makes {num_stages} stages of a model of {blocks} layers"
     remedy = f"use at most {max(1, (blocks + 2) * job.parallel.pp // num_stages)}"
-    return [Problem("parallel.pp", job.parallel.pp, rule, remedy, depends)]
+    return [ConfigError("parallel.pp", job.parallel.pp, rule, remedy, depends)]
 
 
 def activation_checkpoint_warnings(

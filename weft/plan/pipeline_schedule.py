@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from weft.config.job import Problem, suggest
+from weft.config.job import ConfigError, suggest
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -87,13 +87,13 @@ def is_file(schedule: str) -> bool:
     return schedule.lower().endswith(".csv")
 
 
-def find_schedule(name: str) -> Schedule | Problem:
+def find_schedule(name: str) -> Schedule | ConfigError:
     """The schedule of that name, in any case of letters."""
     for known, schedule in SCHEDULES.items():
         if known.lower() == name.lower():
             return schedule
     remedy = f"{suggest(name, SCHEDULES)}, or the path of a .csv file"
-    return Problem("pipeline.schedule", name, "no such pipeline schedule", remedy)
+    return ConfigError("pipeline.schedule", name, "no such pipeline schedule", remedy)
 
 
 @lru_cache(maxsize=64)
@@ -163,7 +163,7 @@ def _actions(row: Iterable[Any]) -> Iterable[Action]:
             yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
 
 
-def most_kept(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str], int]:
+def max_in_flight(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str], int]:
     """The most microbatches of each stage of a rank that wait at once for one half of a backward
     pass: by stage and I or W.
 
@@ -182,7 +182,7 @@ def most_kept(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str], in
 def in_flight(table: Timetable) -> list[int]:
     """For each stage the most microbatches whose activations it keeps at once: until the second
     half of their backward, which still needs them."""
-    most = {key: count for order in table.values() for key, count in most_kept(order).items()}
+    most = {key: count for order in table.values() for key, count in max_in_flight(order).items()}
     return [most[key] for key in sorted(most) if key[1] == "W"]
 
 
@@ -192,16 +192,16 @@ def rank_of_stages(table: Timetable) -> list[int]:
     return [home[stage] for stage in sorted(home)]
 
 
-def read_csv(path: Path, pp: int) -> Timetable | Problem:
+def read_csv(path: Path, pp: int) -> Timetable | ConfigError:
     """A schedule from a file, checked: every stage runs every microbatch once, each way, in order.
 
     Returns:
         The timetable, or what is wrong with the file.
     """
 
-    def problem(rule: str) -> Problem:
+    def problem(rule: str) -> ConfigError:
         remedy = "one line a rank, cells like 0F3, 0B3 (or 0I3 and 0W3)"
-        return Problem("pipeline.schedule", str(path), rule, remedy)
+        return ConfigError("pipeline.schedule", str(path), rule, remedy)
 
     try:
         rows = [row for row in csv.reader(path.read_text("utf-8").splitlines()) if row]

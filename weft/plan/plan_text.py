@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weft.config.job import InvalidJob, Job, Problem, read_job
+from weft.config.job import InvalidConfig, Job, ConfigError, read_job
 from weft.models import load_family
 from weft.plan.devices import CPU, Cluster, parse_cluster
 from weft.plan.memory_formula import rank_bytes, state_bytes_per_param
@@ -27,7 +27,7 @@ MOST_STAGES = 24
 def plan_recipe(
     recipe: str,
     overrides: Sequence[tuple[str, str]],
-    problems: Sequence[Problem],
+    problems: Sequence[ConfigError],
     cluster: str | None,
     here: Callable[[str], Machine],
 ) -> tuple[Job, Plan, Machine]:
@@ -45,27 +45,27 @@ def plan_recipe(
     job, base, found = read_job(recipe, overrides)
     problems = [*problems, *found]
     if any(problem.key in ("recipe", "extends") for problem in problems):
-        raise InvalidJob(problems)  # the rest would judge defaults that nobody chose
+        raise InvalidConfig(problems)  # the rest would judge defaults that nobody chose
     key, text = ("--cluster", cluster) if cluster else ("run.cluster", job.run.cluster)
     parsed = None if text == "local" else parse_cluster(text, key)
-    if isinstance(parsed, Problem):
-        raise InvalidJob([*problems, parsed])
+    if isinstance(parsed, ConfigError):
+        raise InvalidConfig([*problems, parsed])
     machine = here(job.run.device) if parsed is None else machine_of(parsed)
     bad = {problem.key for problem in problems}
     try:
         plan = resolve(job, machine, recipe, base)
-    except InvalidJob as error:
+    except InvalidConfig as error:
         # What only echoes a mistake that is already listed is left out.
         later = [p for p in error.problems if p.key not in bad and not bad & set(p.depends)]
         if parsed is not None:  # nobody starts workers: the number of ranks is the cluster's
             later = [_of_cluster(problem) for problem in later]
-        raise InvalidJob([*problems, *later]) from error
+        raise InvalidConfig([*problems, *later]) from error
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     return job, plan, machine
 
 
-def _of_cluster(problem: Problem) -> Problem:
+def _of_cluster(problem: ConfigError) -> ConfigError:
     return replace(problem, remedy=problem.remedy.replace("run.nproc_per_node =", "a --cluster of"))
 
 

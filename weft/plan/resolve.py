@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from weft.config.job import InvalidJob, Job, Problem, difference, recipe_names
+from weft.config.job import InvalidConfig, Job, ConfigError, difference, recipe_names
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import CPU, Device, device_called, device_named, peak_flops
 from weft.plan.float8_rules import check_float8, float8_matrices, float8_warnings, has_float8
@@ -167,8 +167,8 @@ class Plan:
             return one_stage(self.accumulation)
         if is_file(self.pipeline.schedule):
             table = read_csv(Path(self.pipeline.schedule), self.pp)
-            if isinstance(table, Problem):
-                raise InvalidJob([table])
+            if isinstance(table, ConfigError):
+                raise InvalidConfig([table])
             return table
         per_rank = len(self.pipeline.stages) // self.pp
         return timetable(self.pipeline.schedule, self.pp, per_rank, self.accumulation)
@@ -196,7 +196,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     Raises:
         InvalidJob: with every reason why the job cannot run there.
     """
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     train, parallel = job.train, job.parallel
     model, found = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     problems += found
@@ -214,12 +214,12 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     if model is None:
         # The rest judges by sizes that there are not.
         problems += [] if found else check_batch(job, degrees)
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     family = load_family(job.model.kind)
     lora = trained(job.lora, model, family, train.seq_len)
     if found:
         # Batch and stages depend on how many ranks are left for them; heads and sequence do not.
-        raise InvalidJob([*problems, *check_layout(job, model, family, degrees)])
+        raise InvalidConfig([*problems, *check_layout(job, model, family, degrees)])
 
     if parallel.dp_shard == "fit" and not problems:
         available = machine.memory_of_rank(local_world)
@@ -237,7 +237,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     way, found = _find_way(job, model, family, degrees, lora.params, compute_bytes)
     problems += found
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
 
     peak = peak_flops(machine.device_name) if compute == "bfloat16" else None
     adapters = lora.params if job.lora.rank else 0
@@ -312,30 +312,30 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
     Raises:
         InvalidJob: as `resolve`, if the job can use none of them.
     """
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     nodes = node_range(job)
     if not nodes:
         rule = "is neither a number of nodes nor MIN:MAX"
-        problems.append(Problem("run.nodes", job.run.nodes, rule, "use 4, or 1:4"))
+        problems.append(ConfigError("run.nodes", job.run.nodes, rule, "use 4, or 1:4"))
         nodes = range(1, 2)
     elif machine.world_size is not None or nodes == range(1, 2):
         return resolve(job, machine, recipe, base)
     elif job.run.rendezvous == "auto":
         rule, remedy = "several nodes must know where to meet", "use the HOST:PORT of one of them"
-        problems.append(Problem("run.rendezvous", "auto", rule, remedy))
+        problems.append(ConfigError("run.rendezvous", "auto", rule, remedy))
     local = _workers(job, machine, problems)
     plans: dict[int, Plan] = {}
-    refused: dict[int, InvalidJob] = {}
+    refused: dict[int, InvalidConfig] = {}
     for count in nodes:
         here = replace(machine, world_size=count * local, local_world_size=local)
         try:
             plans[count] = resolve(job, here, recipe, base)
-        except InvalidJob as error:
+        except InvalidConfig as error:
             refused[count] = error
     if not plans:
         problems += refused[nodes[-1]].problems
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     counts = tuple(plans)
     warnings = tuple(
         f"of {count} nodes only {max((n for n in counts if n < count), default=0)} can be used: "
@@ -367,7 +367,7 @@ class _Way(NamedTuple):
 
 def _find_way(
     job: Job, model: Any, family: Family, degrees: Degrees, trained: int, compute_bytes: int
-) -> tuple[_Way, list[Problem]]:
+) -> tuple[_Way, list[ConfigError]]:
     """
     Args:
         trained: parameters that are.
@@ -399,7 +399,7 @@ def _find_way(
     return _Way(local, microbatch, pipeline, reshard, gradient_sync), problems
 
 
-def _workers(job: Job, machine: Machine, problems: list[Problem]) -> int:
+def _workers(job: Job, machine: Machine, problems: list[ConfigError]) -> int:
     """How many local processes weft starts."""
     chosen = job.run.nproc_per_node
     workers = _fitting_workers(job, machine) if chosen == "auto" else chosen
@@ -410,7 +410,7 @@ def _workers(job: Job, machine: Machine, problems: list[Problem]) -> int:
         on_cpu = "--run.device cpu, or " if cuda else ""
         remedy = f"use at most {most}, or {on_cpu}a launcher such as torchrun on several machines"
         depends = ("run.device", *DEGREE_KEYS)
-        problems.append(Problem("run.nproc_per_node", workers, rule, remedy, depends))
+        problems.append(ConfigError("run.nproc_per_node", workers, rule, remedy, depends))
     return workers
 
 

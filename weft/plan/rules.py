@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from weft.config.job import Job, Problem, steps_of
+from weft.config.job import Job, ConfigError, steps_of
 from weft.models import Family
 from weft.plan.layout import DEGREE_KEYS, Degrees, divisors, either
 from weft.plan.placement import PLACEMENTS, crosses_nodes
@@ -18,7 +18,7 @@ from weft.plan.placement import PLACEMENTS, crosses_nodes
 MOST_PROFILED = 20  # steps
 
 
-def check_sections(job: Job, family: Family, degrees: Degrees) -> Iterator[Problem]:
+def check_sections(job: Job, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
     """What the sections of a job forbid each other, whatever it runs on."""
     yield from _check_groups(job, degrees)
     yield from _check_optimizer(job)
@@ -29,10 +29,10 @@ def check_sections(job: Job, family: Family, degrees: Degrees) -> Iterator[Probl
     yield from _check_debug(job)
 
 
-def check_data(job: Job, model: Any) -> Iterator[Problem]:
+def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
     """What a model must have room for."""
     if job.train.seq_len > model.max_seq_len:
-        yield Problem(
+        yield ConfigError(
             "train.seq_len",
             job.train.seq_len,
             f"exceeds max_seq_len = {model.max_seq_len} of {job.model.kind}-{job.model.preset}",
@@ -40,7 +40,7 @@ def check_data(job: Job, model: Any) -> Iterator[Problem]:
             ("model.preset", "model.max_seq_len"),
         )
     if job.data.tokenizer == "train" and job.data.vocab_size > model.vocab_size:
-        yield Problem(
+        yield ConfigError(
             "data.vocab_size",
             job.data.vocab_size,
             f"exceeds vocab_size = {model.vocab_size} of {job.model.kind}-{job.model.preset}",
@@ -49,7 +49,7 @@ def check_data(job: Job, model: Any) -> Iterator[Problem]:
         )
 
 
-def check_batch(job: Job, degrees: Degrees) -> list[Problem]:
+def check_batch(job: Job, degrees: Degrees) -> list[ConfigError]:
     """The global batch over the ranks, and the microbatch within a rank."""
     train, dp = job.train, degrees.dp
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
@@ -63,28 +63,30 @@ def check_batch(job: Job, degrees: Degrees) -> list[Problem]:
         remedy = f"use {either(near)}" + (
             f", or run.nproc_per_node = {either(worlds)}" if worlds else ""
         )
-        return [Problem("train.global_batch_size", train.global_batch_size, rule, remedy, depends)]
+        return [
+            ConfigError("train.global_batch_size", train.global_batch_size, rule, remedy, depends)
+        ]
     if train.microbatch_size != "auto" and train.microbatch_size > local:
         rule = f"exceeds the {local} sequence{'s' * (local > 1)} of each rank"
         remedy = f"use at most {local}, or auto"
         depends = ("train.global_batch_size", *depends)
-        return [Problem("train.microbatch_size", train.microbatch_size, rule, remedy, depends)]
+        return [ConfigError("train.microbatch_size", train.microbatch_size, rule, remedy, depends)]
     return []
 
 
-def check_filled(job: Job, family: Family, local: int, microbatch: int) -> Iterator[Problem]:
+def check_filled(job: Job, family: Family, local: int, microbatch: int) -> Iterator[ConfigError]:
     """A pipeline's microbatches all have as many rows: the last is filled up with copies, which
     would count in the experts' loads."""
     if family.routed is not None and local % microbatch:
         rule = f"does not divide the {local} sequences of each rank of a pipeline with experts"
         remedy = f"use {either(divisors(local))}"
         depends = ("train.global_batch_size", *DEGREE_KEYS)
-        yield Problem("train.microbatch_size", microbatch, rule, remedy, depends)
+        yield ConfigError("train.microbatch_size", microbatch, rule, remedy, depends)
 
 
 def check_device(
     job: Job, device: str, peer_access: bool, degrees: Degrees, local_world: int
-) -> Iterator[Problem]:
+) -> Iterator[ConfigError]:
     """What only some hardware can do.
 
     Args:
@@ -99,7 +101,7 @@ def check_device(
         # FlexAttention is not compiled where operators are chosen one by one.
         rule = "would compute all scores of attention within documents (data.packing)"
         remedy = "use compile.enable true, or activation_checkpoint.mode full"
-        yield Problem(
+        yield ConfigError(
             "activation_checkpoint.mode",
             kind,
             rule,
@@ -110,81 +112,83 @@ def check_device(
         name, other = "parallel.symmetric_memory", "parallel.hierarchical_gather"
         if not peer_access:
             rule, remedy = "needs GPUs that reach each other's memory", "use false here"
-            yield Problem(name, True, rule, remedy, ("run.device",))
+            yield ConfigError(name, True, rule, remedy, ("run.device",))
         elif job.parallel.hierarchical_gather:
-            yield Problem(name, True, f"has no part in {other}", "use one of them", (other,))
+            yield ConfigError(name, True, f"has no part in {other}", "use one of them", (other,))
     if not job.parallel.async_tp:
         return
     if not peer_access:
         rule = "needs GPUs that reach each other's memory (SymmetricMemory over NVLink)"
-        yield Problem(key, True, rule, "use parallel.async_tp false here", ("run.device",))
+        yield ConfigError(key, True, rule, "use parallel.async_tp false here", ("run.device",))
     elif crosses_nodes("tp", degrees.sizes, local_world, order):
         rule = f"works inside a node, and tp = {degrees.tp} crosses nodes of {local_world} ranks"
-        yield Problem(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
+        yield ConfigError(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
 
 
-def check_canonical(job: Job, degrees: Degrees, compute: str) -> Iterator[Problem]:
+def check_canonical(job: Job, degrees: Degrees, compute: str) -> Iterator[ConfigError]:
     """What has no order of the global batch that every number of ranks shares."""
     if not job.train.world_size_invariant:
         return
     rule, key = "has only data-parallel ranks, in float32", "train.world_size_invariant"
     for axis in ("tp", "pp", "cp"):
         if getattr(degrees, axis) > 1:
-            yield Problem(
+            yield ConfigError(
                 key, True, rule, f"use parallel.{axis} 1, or train.world_size_invariant false"
             )
     if compute != "float32":
-        yield Problem(
+        yield ConfigError(
             key,
             True,
             rule,
             "use precision.compute_dtype float32, or train.world_size_invariant false",
         )
     if job.parallel.cpu_offload:
-        yield Problem(key, True, rule, "use parallel.cpu_offload false")
+        yield ConfigError(key, True, rule, "use parallel.cpu_offload false")
     if job.train.microbatch_size not in ("auto", 1):
-        yield Problem(
+        yield ConfigError(
             "train.microbatch_size", job.train.microbatch_size, "is 1 in canonical order", "use 1"
         )
 
 
-def _check_groups(job: Job, degrees: Degrees) -> Iterator[Problem]:
+def _check_groups(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
     """What a replica group cannot do."""
     key, value = "resilience.lighthouse", job.resilience.lighthouse
     if value == "none":
         return
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:/\[\]\s]+):\d{1,5}", value):
-        yield Problem(key, value, "is no HOST:PORT", "use that of torchft_lighthouse, or none")
+        yield ConfigError(key, value, "is no HOST:PORT", "use that of torchft_lighthouse, or none")
     rule = "is not possible in a replica group (resilience.lighthouse)"
     if degrees.pp > 1:  # its schedule has a fixed number of microbatches
-        yield Problem("parallel.pp", degrees.pp, rule, "use parallel.pp 1", (key,))
+        yield ConfigError("parallel.pp", degrees.pp, rule, "use parallel.pp 1", (key,))
     if job.train.world_size_invariant:
-        yield Problem(
+        yield ConfigError(
             "train.world_size_invariant", True, rule, "use train.world_size_invariant false", (key,)
         )
     if job.resilience.on_anomaly != "stop":
-        yield Problem("resilience.on_anomaly", job.resilience.on_anomaly, rule, "use stop", (key,))
+        yield ConfigError(
+            "resilience.on_anomaly", job.resilience.on_anomaly, rule, "use stop", (key,)
+        )
     if job.train.objective == "dpo":  # its references lie in each group's own folder
-        yield Problem("train.objective", "dpo", rule, "use one group, lighthouse none", (key,))
+        yield ConfigError("train.objective", "dpo", rule, "use one group, lighthouse none", (key,))
     if job.checkpoint.dir == "auto":
         remedy = "use a folder that all groups share"
-        yield Problem("checkpoint.dir", "auto", "is each replica group's own", remedy, (key,))
+        yield ConfigError("checkpoint.dir", "auto", "is each replica group's own", remedy, (key,))
 
 
-def _check_optimizer(job: Job) -> Iterator[Problem]:
+def _check_optimizer(job: Job) -> Iterator[ConfigError]:
     """What small moments cannot have."""
     key, value = "optim.state_dtype", job.optim.state_dtype
     if value == "float32":
         return
     if job.optim.name != "adamw":
         rule = f"is for adamw, not {job.optim.name}"
-        yield Problem(key, value, rule, "use float32", ("optim.name",))
+        yield ConfigError(key, value, rule, "use float32", ("optim.name",))
     if value == "8bit" and job.resilience.lighthouse != "none":
         rule = "is not possible in a replica group (resilience.lighthouse)"
-        yield Problem(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
+        yield ConfigError(key, value, rule, "use bfloat16", ("resilience.lighthouse",))
 
 
-def _check_activation_checkpoint(job: Job) -> Iterator[Problem]:
+def _check_activation_checkpoint(job: Job) -> Iterator[ConfigError]:
     """The compiler has one budget for all blocks."""
     if (
         job.activation_checkpoint.mode == "budget"
@@ -193,7 +197,7 @@ def _check_activation_checkpoint(job: Job) -> Iterator[Problem]:
     ):
         rule = "is not heeded where the compiler chooses what a budget keeps"
         depends = ("activation_checkpoint.mode", "compile.enable")
-        yield Problem(
+        yield ConfigError(
             "activation_checkpoint.every_n_layers",
             job.activation_checkpoint.every_n_layers,
             rule,
@@ -202,62 +206,62 @@ def _check_activation_checkpoint(job: Job) -> Iterator[Problem]:
         )
 
 
-def _check_experts(job: Job, family: Family) -> Iterator[Problem]:
+def _check_experts(job: Job, family: Family) -> Iterator[ConfigError]:
     """What experts cannot have."""
     if family.routed is None:
         return
     if job.optim.name == "muon":
         rule = "is for matrices, and experts are stacks of them"
-        yield Problem("optim.name", "muon", rule, "use adamw", ("model.kind",))
+        yield ConfigError("optim.name", "muon", rule, "use adamw", ("model.kind",))
     if job.lora.rank:
         rule = "is not for a mixture of experts: adapters are for plain linear layers"
-        yield Problem("lora.rank", job.lora.rank, rule, "use 0", ("model.kind",))
+        yield ConfigError("lora.rank", job.lora.rank, rule, "use 0", ("model.kind",))
     if (recipe := job.precision.float8) != "none":
         rule = "is not for a mixture of experts: grouped products, most of its work, would stay"
         rule += " in bfloat16"
-        yield Problem("precision.float8", recipe, rule, "use none", ("model.kind",))
+        yield ConfigError("precision.float8", recipe, rule, "use none", ("model.kind",))
 
 
-def _check_objective(job: Job, degrees: Degrees) -> Iterator[Problem]:
+def _check_objective(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
     """What an objective needs of data and layout."""
     key, objective = "train.objective", job.train.objective
     preferences = job.data.format == "preferences"
     if objective == "dpo" and not preferences:
         rule, remedy = "learns from preferences", "use data.format preferences"
-        yield Problem(key, objective, rule, remedy, ("data.format",))
+        yield ConfigError(key, objective, rule, remedy, ("data.format",))
     if objective == "next_token" and preferences:
         rule = "would learn rejected answers, too"
-        yield Problem(key, objective, rule, "use dpo, or data.format chat", ("data.format",))
+        yield ConfigError(key, objective, rule, "use dpo, or data.format chat", ("data.format",))
     if objective != "next_token" and degrees.cp > 1:
         rule = "looks at whole rows, which parallel.cp cuts over ranks"
-        yield Problem(key, objective, rule, "use parallel.cp 1", ("parallel.cp",))
+        yield ConfigError(key, objective, rule, "use parallel.cp 1", ("parallel.cp",))
 
 
-def _check_profile(job: Job) -> Iterator[Problem]:
+def _check_profile(job: Job) -> Iterator[ConfigError]:
     """Which steps cannot be profiled."""
     key, value, last = "profile.steps", job.profile.steps, job.train.steps
     chosen = steps_of(value)
     steps = chosen[0] if chosen else range(0)
     if len(chosen) > 1:
-        yield Problem(key, value, "is more than one range of steps", "use 10, or 10-12")
+        yield ConfigError(key, value, "is more than one range of steps", "use 10, or 10-12")
     elif steps and steps[-1] > last:
         rule = f"ends after the run, which has train.steps = {last}"
-        yield Problem(key, value, rule, f"use {last} or less", ("train.steps",))
+        yield ConfigError(key, value, rule, f"use {last} or less", ("train.steps",))
     elif len(steps) > MOST_PROFILED:
         rule = f"has {len(steps)} steps: traces of more than {MOST_PROFILED} are too large to read"
-        yield Problem(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
+        yield ConfigError(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
 
 
-def _check_debug(job: Job) -> Iterator[Problem]:
+def _check_debug(job: Job) -> Iterator[ConfigError]:
     """What would not hold, or tell nothing."""
     key, group = "debug.layer_stats_steps", "resilience.lighthouse"
     rule = "is not possible in a replica group (resilience.lighthouse)"
     chosen = steps_of(job.debug.layer_stats_steps)
     if chosen and job.resilience.lighthouse != "none":
-        yield Problem(key, job.debug.layer_stats_steps, rule, "use one group", (group,))
+        yield ConfigError(key, job.debug.layer_stats_steps, rule, "use one group", (group,))
     if chosen and min(steps[0] for steps in chosen) > job.train.steps:
         rule = f"begins after the last step, train.steps = {job.train.steps}"
-        yield Problem(
+        yield ConfigError(
             key, job.debug.layer_stats_steps, rule, "choose an earlier one", ("train.steps",)
         )
     if job.debug.deterministic:
@@ -265,12 +269,12 @@ def _check_debug(job: Job) -> Iterator[Problem]:
         rule = "does not hold where ranks come and go"
         for other, value in ((group, job.resilience.lighthouse), ("run.nodes", job.run.nodes)):
             if value != "none" and (other == group or ":" in str(value)):
-                yield Problem(key, True, f"{rule}: {other} = {value}", remedy, (other,))
+                yield ConfigError(key, True, f"{rule}: {other} = {value}", remedy, (other,))
     if job.debug.autograd_anomaly and job.compile.enable:
         key, rule = "debug.autograd_anomaly", "cannot look into a compiled backward pass"
-        yield Problem(key, True, rule, "use compile.enable false", ("compile.enable",))
+        yield ConfigError(key, True, rule, "use compile.enable false", ("compile.enable",))
     if job.debug.autograd_anomaly and job.parallel.tp > 1:
         # Its look at a DTensor, which gradients of weights are there, is not implemented.
         key, rule = "debug.autograd_anomaly", "cannot look at gradients that are cut by parallel.tp"
         remedy = "use parallel.tp 1, or --debug.layer_stats_steps"
-        yield Problem(key, True, rule, remedy, ("parallel.tp",))
+        yield ConfigError(key, True, rule, remedy, ("parallel.tp",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from weft.config.job import Job, Problem
+from weft.config.job import Job, ConfigError
 from weft.models import Family
 from weft.plan.devices import GIB
 from weft.plan.layout import DEGREE_KEYS, Degrees, divisors
@@ -60,7 +60,7 @@ def fit_shards(
     degrees: Degrees,
     compute_bytes: int,
     available: int | None,
-) -> tuple[Degrees, list[Problem]]:
+) -> tuple[Degrees, list[ConfigError]]:
     """The fewest ranks to a shard group whose memory suffices; the other ranks are replicas.
 
     Args:
@@ -76,7 +76,7 @@ def fit_shards(
         rule = "cannot be told: the " + (
             "device's memory is unknown" if family.units else "family has no units"
         )
-        return degrees, [Problem(key, "fit", rule, "use a number, or auto")]
+        return degrees, [ConfigError(key, "fit", rule, "use a number, or auto")]
     choices = divisors(degrees.dp)
     reshard = find_reshard(job, degrees)
     rows = job.train.microbatch_size
@@ -113,4 +113,4 @@ def fit_shards(
     rule = f"needs about {needed(choices[-1]) / GIB:.1f} GiB a rank even over {choices[-1]} ranks, "
     rule += f"and {USABLE:.0%} of a rank's memory is {USABLE * available / GIB:.1f}"
     remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch_size"
-    return degrees, [Problem(key, "fit", rule, remedy, DEGREE_KEYS)]
+    return degrees, [ConfigError(key, "fit", rule, remedy, DEGREE_KEYS)]

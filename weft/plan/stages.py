@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
-from weft.config.job import Problem
+from weft.config.job import ConfigError
 
 if TYPE_CHECKING:
     from weft.models.family import Unit
@@ -244,7 +244,7 @@ def cut_stages(
     ]
 
 
-def check_layers(layers: Sequence[int], num_stages: int, num_blocks: int) -> list[Problem]:
+def check_layers(layers: Sequence[int], num_stages: int, num_blocks: int) -> list[ConfigError]:
     """Every reason why a model of ``num_blocks`` cannot be cut into stages of ``layers`` blocks."""
     problems = []
     shown = list(layers)
@@ -260,7 +260,7 @@ def check_layers(layers: Sequence[int], num_stages: int, num_blocks: int) -> lis
     )
 
     def problem(rule: str) -> None:
-        problems.append(Problem("pipeline.layers_per_stage", shown, rule, remedy, depends))
+        problems.append(ConfigError("pipeline.layers_per_stage", shown, rule, remedy, depends))
 
     if len(layers) != num_stages:
         problem(f"lists {len(layers)} stages, and there are {num_stages}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.files import read_json, reading
-from weft.config.job import MISSING, InvalidJob, Problem, WeftError
+from weft.config.job import MISSING, InvalidConfig, ConfigError, WeftError
 from weft.tools.variants import Variant
 
 COMPARISON = "comparison.json"  # in a comparison's folder
@@ -78,9 +78,9 @@ def read_comparison(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def not_ours(folder: Path, rule: str) -> InvalidJob:
+def not_ours(folder: Path, rule: str) -> InvalidConfig:
     """What to say of a folder that something else lies in."""
-    return InvalidJob([Problem("--out", str(folder), rule, "use another folder")])
+    return InvalidConfig([ConfigError("--out", str(folder), rule, "use another folder")])
 
 
 def _is_empty(folder: Path) -> bool:

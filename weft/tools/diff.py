@@ -22,11 +22,11 @@ from typing import Any
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.config.files import only_finite, read_json
-from weft.config.job import MISSING, InvalidJob, Job, Problem, difference
+from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, difference
 from weft.monitor.jsonl import is_number, read_records
 from weft.monitor.layer_stats import KINDS, read_statistics
 from weft.monitor.run_reader import job_of
-from weft.train.state import home_of
+from weft.train.state import checkpoint_dir
 
 WHAT = {"loss": "the loss", "grad_norm": "the gradient norm; the loss agrees"}  # of a record
 VALUES = ("count", "mean", "rms", "most", "nonfinite")  # of a row of statistics
@@ -110,7 +110,7 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
     if not steps and not common:
         rule = f"has no step in common with {ours}: neither a record nor statistics"
         remedy = "see logs/ of both; --monitor.log_interval 1 records every step"
-        raise InvalidJob([Problem("run_b", str(theirs), rule, remedy)])
+        raise InvalidConfig([ConfigError("run_b", str(theirs), rule, remedy)])
     places = sorted(
         [
             # What a step's tensors are says more than its record, and comes first.
@@ -234,7 +234,9 @@ def _advice(
     for run, job in zip(runs, jobs, strict=True):
         recipe, again = shlex.quote(str(run / "job.toml")), shlex.quote(f"{run}-again")
         lines.append(f"  weft train {recipe} --run.dir {again} --debug.layer_stats_steps {chosen}")
-        kept = [checkpoint_step(path) for path in checkpoints(home_of(job.checkpoint.dir, run))]
+        kept = [
+            checkpoint_step(path) for path in checkpoints(checkpoint_dir(job.checkpoint.dir, run))
+        ]
         if at := max((step for step in kept if 0 < step <= last), default=0):
             back = f"weft rollback {shlex.quote(str(run))} {at}"
             lines.append(f"  or, in place: {back}, then the first without --run.dir")

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft.config.job import Job, WeftError, replace
-from weft.data.dataset import Source, Text
+from weft.data.dataset import Source, Dataset
 from weft.data.loader import Batch, evaluation_batches, samples_of
 from weft.data.prepared_cache import Report, counting
 from weft.data.token_store import Split, SplitName, Store
 from weft.plan.resolve import Plan
 from weft.tools.inference_model import Found, restore_parts
 from weft.train.setup import Rank
-from weft.train.step import Engine
+from weft.train.step import TrainStep
 
 EVERY = 1 << 40  # sequences
 COUNTED = 1 << 24  # tokens that are looked at together
@@ -48,7 +48,7 @@ def losses_on(
     found: Found,
     job: Job,
     plan: Plan,
-    text: Text,
+    text: Dataset,
     sequences: int,
     rank: Rank,
     whole: bool,
@@ -68,7 +68,7 @@ def losses_on(
     parts, mesh, family = restore_parts(found, job, plan, rank)
     # Its sources come one after the other here.
     alone = replace(job, data={"mixture": {}}, train={"objective": "next_token"})
-    engine = Engine(parts, family, alone, plan, mesh, rank.device)
+    engine = TrainStep(parts, family, alone, plan, mesh, rank.device)
     splits: list[SplitName] = ["train", "validation"] if whole else ["validation"]
     losses = []
     for source in text.sources:
@@ -77,7 +77,7 @@ def losses_on(
         if kind == "preferences":  # whose losses are of differences
             raise WeftError(f"{source.name}: holds {kind}, of which there is no loss of all text")
         for split in splits:
-            one = Text(text.path, (Source(source.name, 1.0, source.store),))
+            one = Dataset(text.path, (Source(source.name, 1.0, source.store),))
             samples = samples_of(one, split, job.train.seq_len, job.data, job.train.seed)
             batches = evaluation_batches(
                 samples, sequences, mesh.dp_rank, plan.dp_size, plan.microbatch

@@ -30,7 +30,7 @@ import tomli_w
 
 from weft.checkpoint.manifest import checkpoints
 from weft.config.files import replace_text, write_json
-from weft.config.job import Problem
+from weft.config.job import ConfigError
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
 from weft.monitor.terminal import duration
@@ -69,7 +69,7 @@ def compare(
     """
     open_comparison(folder, variants)  # before anything is written into a folder of others
     rule = "another process is comparing in this folder"
-    taken = Problem("--out", str(folder), rule, "wait for it")
+    taken = ConfigError("--out", str(folder), rule, "wait for it")
     with owning(folder, taken), Stopping() as stopping:
         before, looks = open_comparison(folder, variants)
         ended = finished(folder, variants, before)  # what failed is tried again

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.config.job import InvalidJob, Problem
+from weft.config.job import InvalidConfig, ConfigError
 from weft.data.chat import Malformed, Writer, load_template
 from weft.data.document_tokens import IMPORTED, add_start, first_token, tokens_beside
 from weft.data.tokenizer import load_tokenizer, vocab_entries
@@ -43,16 +43,20 @@ class Sampling:
     stop: tuple[str, ...] = ()  # ends before any of these
     seed: int = 0
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[ConfigError]:
         """What is wrong with it, by the options of the command line."""
         found = []
         if not 0 < self.top_p <= 1:
-            found.append(Problem("--top-p", self.top_p, "is no share", "use more than 0, up to 1"))
+            found.append(
+                ConfigError("--top-p", self.top_p, "is no share", "use more than 0, up to 1")
+            )
         if self.min_p > 1:
-            found.append(Problem("--min-p", self.min_p, "is no share", "use 0 to 1"))
+            found.append(ConfigError("--min-p", self.min_p, "is no share", "use 0 to 1"))
         if self.repetition_penalty == 0:
             rule = "divides, and nothing is divided by 0"
-            found.append(Problem("--repetition-penalty", 0, rule, "use 1 for none, 1.1 for some"))
+            found.append(
+                ConfigError("--repetition-penalty", 0, rule, "use 1 for none, 1.1 for some")
+            )
         return found
 
 
@@ -124,14 +128,14 @@ class Row:
         return len(self.ids) - self.first
 
 
-def read_prompts(path: Path, problems: list[Problem], chat: bool = False) -> Sequence[Prompt]:
+def read_prompts(path: Path, problems: list[ConfigError], chat: bool = False) -> Sequence[Prompt]:
     """A prompt a line; of a .jsonl file a JSON string, or an object that has a ``prompt``, or in a
     ``chat`` ``messages``."""
     try:
         # Not splitlines: a string of JSON may have what Unicode calls the end of a line.
         lines = path.read_text("utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        problems.append(Problem("--prompts", str(path), f"cannot be read: {error}"))
+        problems.append(ConfigError("--prompts", str(path), f"cannot be read: {error}"))
         return []
     if path.suffix != ".jsonl":
         return lines
@@ -148,7 +152,7 @@ def read_prompts(path: Path, problems: list[Problem], chat: bool = False) -> Seq
         else:
             rule = f"line {number} is neither a JSON string nor an object with a prompt"
             rule += ", nor one with messages, each with role and content" if chat else ""
-            problems.append(Problem("--prompts", str(path), rule, 'as {"prompt": "Once"}'))
+            problems.append(ConfigError("--prompts", str(path), rule, 'as {"prompt": "Once"}'))
             break
     return prompts
 
@@ -192,7 +196,7 @@ def _ids_of(prompt: Prompt, speech: Speech) -> list[int]:
         return speech.chat.ask(asked)
     except Malformed as error:
         place = speech.chat.template.place
-        raise InvalidJob([Problem("--chat", place, str(error), "ask otherwise")]) from None
+        raise InvalidConfig([ConfigError("--chat", place, str(error), "ask otherwise")]) from None
 
 
 def generate(

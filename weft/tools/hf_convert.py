@@ -33,7 +33,7 @@ from weft.checkpoint.weight_files import (
     write_model,
     write_weights,
 )
-from weft.config.job import MISSING, InvalidJob, Job, Problem, replace, suggest, to_toml
+from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, replace, suggest, to_toml
 from weft.data.document_tokens import (
     IMPORTED,
     find_document_tokens,
@@ -102,21 +102,21 @@ def export_checkpoint(
     """
     most, problems = _size(max_shard)
     if dtype not in DTYPES:
-        problems.append(Problem("--dtype", dtype, "no such dtype", suggest(dtype, DTYPES)))
+        problems.append(ConfigError("--dtype", dtype, "no such dtype", suggest(dtype, DTYPES)))
     try:
         found: Found | None = find_checkpoint(path)
-    except InvalidJob as error:
+    except InvalidConfig as error:
         found = None
         problems += error.problems
     family = load_family(found.job.model.kind) if found else None
     if found and family and family.huggingface is None:
         rule, remedy = "has no counterpart in transformers", "give the family one: huggingface"
-        problems.append(Problem("model.kind", found.job.model.kind, rule, remedy))
+        problems.append(ConfigError("model.kind", found.job.model.kind, rule, remedy))
     special: _Tokens | None = None
     if found:
         try:
             special = _special_tokens(found, problems)
-        except InvalidJob as error:
+        except InvalidConfig as error:
             problems += error.problems
     if found and adapter:
         problems += _check_out("out", out, 0)
@@ -132,7 +132,7 @@ def export_checkpoint(
         needed = sum(s.numel() for s in model.shapes.values()) * DTYPES[dtype].itemsize
     problems += _check_out("out", out, needed)
     if problems or found is None or model is None or family is None or special is None:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     expected = shapes(family, found.config)
     if model.shapes != expected:
         differing = sorted(model.shapes.items() ^ expected.items())[0][0]
@@ -154,7 +154,7 @@ def export_checkpoint(
             )
         except CannotHold as error:
             remedy = "use bfloat16 or float32, if the run is sound"
-            raise InvalidJob([Problem("--dtype", dtype, str(error), remedy)]) from error
+            raise InvalidConfig([ConfigError("--dtype", dtype, str(error), remedy)]) from error
         _write_companions(folder, found, to_config(family, found.config, dtype), special)
     return f"{out}: {files} file{'s' * (files > 1)}, {needed:,} bytes of {dtype}, from {found.path}"
 
@@ -164,18 +164,18 @@ def there(path: Path) -> bool:
     return path.exists() if is_remote(path) else os.path.lexists(path)
 
 
-def _size(text: str) -> tuple[int, list[Problem]]:
+def _size(text: str) -> tuple[int, list[ConfigError]]:
     """Bytes of a size such as 5GB or 500 MB."""
     match = re.fullmatch(r"([1-9]\d{0,14}) ?([KMGT]?)B?", text.upper(), re.ASCII)
     if not match:
         remedy = "write it as 5GB, 500MB or a number of bytes"
-        return 1, [Problem("--max-shard", text, "is no size", remedy)]
+        return 1, [ConfigError("--max-shard", text, "is no size", remedy)]
     return int(match[1]) * 1000 ** " KMGT".index(match[2] or " "), []
 
 
-def _check_out(key: str, out: Path, needed: int) -> Iterator[Problem]:
+def _check_out(key: str, out: Path, needed: int) -> Iterator[ConfigError]:
     if there(out):
-        yield Problem(key, str(out), "exists already", "name a folder that is to be made")
+        yield ConfigError(key, str(out), "exists already", "name a folder that is to be made")
         return
     if is_remote(out):
         return
@@ -186,7 +186,7 @@ def _check_out(key: str, out: Path, needed: int) -> Iterator[Problem]:
         free = shutil.disk_usage(above).free
         if free < needed:
             rule = f"needs {needed:,} bytes, and its disk has {free:,} free"
-            yield Problem(key, str(out), rule, "use another disk, or make room")
+            yield ConfigError(key, str(out), rule, "use another disk, or make room")
 
 
 class _Tokens(NamedTuple):
@@ -197,7 +197,7 @@ class _Tokens(NamedTuple):
     tokenizer: bytes
 
 
-def _special_tokens(found: Found, problems: list[Problem]) -> _Tokens:
+def _special_tokens(found: Found, problems: list[ConfigError]) -> _Tokens:
     """The tokens that begin and end a text, as transformers wants to know them."""
     path = found.run / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
@@ -269,8 +269,8 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     """
     if not source.is_dir():
         rule = "is no folder" if source.exists() else "does not exist"
-        raise InvalidJob([Problem("folder", str(source), rule, "give a model's folder")])
-    problems: list[Problem] = []
+        raise InvalidConfig([ConfigError("folder", str(source), rule, "give a model's folder")])
+    problems: list[ConfigError] = []
     config, kind = None, None
     tree = _read_json(source / "config.json", problems)
     if tree is not None:
@@ -288,7 +288,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     needed = 4 * sum(shape.numel() for shape in expected.values())
     problems += _check_out("run_dir", run_dir, needed)
     if problems or model is None or config is None:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     their_name = counterpart(model[0]).their_name
 
     job = replace(
@@ -322,7 +322,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
                 lambda done: report(Progress(message, done, needed)),
             )
         except CannotHold as error:
-            raise InvalidJob([Problem("folder", str(source), str(error))]) from error
+            raise InvalidConfig([ConfigError("folder", str(source), str(error))]) from error
         (folder / SOURCE).mkdir()
         for name, place in [(n, f"{SOURCE}/{n}") for n in kept] + [("tokenizer.json",) * 2]:
             _copy(source / name, folder / place)
@@ -333,13 +333,13 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     return f"{said}\n{note}" if note else said
 
 
-def _read_json(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+def _read_json(path: Path, problems: list[ConfigError]) -> dict[str, Any] | None:
     """A JSON object; None if there is none, and a problem that says why."""
     try:
         return parse_json(_read_small(path))
     except Malformed as error:
         remedy = "every model's folder on the Hub has one" if path.name == "config.json" else ""
-        problems.append(Problem(path.name, MISSING, str(error), remedy or "fetch it again"))
+        problems.append(ConfigError(path.name, MISSING, str(error), remedy or "fetch it again"))
         return None
 
 
@@ -354,20 +354,22 @@ def _read_small(path: Path) -> bytes:
         raise Malformed(f"cannot be read: {error.strerror}") from error
 
 
-def _check_kept(path: Path, problems: list[Problem]) -> None:
+def _check_kept(path: Path, problems: list[ConfigError]) -> None:
     if path.suffix != ".json":
         try:
             _read_small(path)
         except Malformed as error:
-            problems.append(Problem(path.name, MISSING, str(error), "fetch it again, or remove it"))
+            problems.append(
+                ConfigError(path.name, MISSING, str(error), "fetch it again, or remove it")
+            )
         return
     tree = _read_json(path, problems)
     if tree and "auto_map" in tree:
         rule = "names code to run, which weft never does and does not pass on"
-        problems.append(Problem(f"{path.name} auto_map", MISSING, rule, "take the field out"))
+        problems.append(ConfigError(f"{path.name} auto_map", MISSING, rule, "take the field out"))
 
 
-def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Problem]) -> str:
+def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[ConfigError]) -> str:
     """Return what the files say differently about the end of a text, for people."""
     try:
         _read_small(path)
@@ -375,24 +377,24 @@ def _check_tokenizer(path: Path, config: Any, force: bool, problems: list[Proble
         note = find_document_tokens(tokenizer, [path.parent], str(path)).note
     except Malformed as error:
         remedy = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes one"
-        problems.append(Problem(path.name, MISSING, str(error), remedy))
-    except InvalidJob as error:  # that a file of these is unreadable is reported with the others
+        problems.append(ConfigError(path.name, MISSING, str(error), remedy))
+    except InvalidConfig as error:  # that a file of these is unreadable is reported with the others
         problems += [each for each in error.problems if each.key not in KEPT]
     else:
         entries = vocab_entries(tokenizer)
         if config and entries > config.vocab_size:
             rule = f"has {entries} entries, more than vocab_size = {config.vocab_size}"
-            problems.append(Problem(path.name, MISSING, rule, "it is another model's"))
+            problems.append(ConfigError(path.name, MISSING, rule, "it is another model's"))
         elif config and not force and padded_beyond(entries, config.vocab_size):
             rule = f"has {entries} entries, and the model {config.vocab_size}: more than padding"
             remedy = "put the model's own there, or say --force if this is the one"
-            problems.append(Problem(path.name, MISSING, rule, remedy))
+            problems.append(ConfigError(path.name, MISSING, rule, remedy))
         return note
     return ""
 
 
 def _read_weights(
-    source: Path, model: tuple[Family, Any] | None, problems: list[Problem]
+    source: Path, model: tuple[Family, Any] | None, problems: list[ConfigError]
 ) -> dict[str, tuple[Path, Entry]]:
     """Where each tensor lies, by their name; `problems` gets all that is wrong with any."""
     if there(source / SINGLE):
@@ -404,57 +406,59 @@ def _read_weights(
         index = tree.get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
             rule = "must say for every tensor in which file it is"
-            problems.append(Problem(f"{INDEX} weight_map", MISSING, rule, "fetch it again"))
+            problems.append(ConfigError(f"{INDEX} weight_map", MISSING, rule, "fetch it again"))
             return {}
         files = sorted(set(index.values()))
         outside = [name for name in files if not FILE_NAME.fullmatch(name)]
         if outside:
             rule = "is not the plain name of a .safetensors file beside the index"
             key = f"{INDEX} weight_map"
-            problems += [Problem(key, shown(n), rule, "do not use it") for n in outside[:SHOWN]]
+            problems += [ConfigError(key, shown(n), rule, "do not use it") for n in outside[:SHOWN]]
             return {}
     else:
         pickles = sorted(p.name for p in source.iterdir() if PICKLES.fullmatch(p.name))
         if pickles:
             rule = f"does not exist, only {shown(pickles[0])}: a pickle, which is a program"
-            problems.append(Problem(SINGLE, MISSING, rule, AS_SAFETENSORS))
+            problems.append(ConfigError(SINGLE, MISSING, rule, AS_SAFETENSORS))
         else:
             rule, remedy = "does not exist, nor does its index", "fetch the weights, too"
-            problems.append(Problem(SINGLE, MISSING, rule, remedy))
+            problems.append(ConfigError(SINGLE, MISSING, rule, remedy))
         return {}
 
     found: dict[str, tuple[Path, Entry]] = {}
-    wrong: list[Problem] = []
+    wrong: list[ConfigError] = []
     for name in files:
         try:
             for tensor, entry in open_weights(source / name).items():
                 if tensor in found:
                     rule = f"has {shown(tensor)}, which {found[tensor][0].name} has, too"
-                    wrong.append(Problem(name, MISSING, rule, "do not use it"))
+                    wrong.append(ConfigError(name, MISSING, rule, "do not use it"))
                 found[tensor] = (source / name, entry)
         except Malformed as error:
-            wrong.append(Problem(name, MISSING, str(error), "fetch it again"))
+            wrong.append(ConfigError(name, MISSING, str(error), "fetch it again"))
     if not wrong:
         if index is not None and index != {n: path.name for n, (path, _) in found.items()}:
             rule = "does not say what the files hold"
-            wrong.append(Problem(INDEX, MISSING, rule, "fetch index and files again"))
+            wrong.append(ConfigError(INDEX, MISSING, rule, "fetch index and files again"))
         if model is not None:
             wrong += _check_weights(found, *model)
     problems += wrong[:SHOWN]
     if len(wrong) > SHOWN:
         problems.append(
-            Problem("weights", MISSING, f"{len(wrong) - SHOWN} more problems", "as above")
+            ConfigError("weights", MISSING, f"{len(wrong) - SHOWN} more problems", "as above")
         )
     return found
 
 
 def _check_weights(
     found: dict[str, tuple[Path, Entry]], family: Family, config: Any
-) -> Iterator[Problem]:
+) -> Iterator[ConfigError]:
     """Are they the model's: all, no others, of its shapes?"""
     if config.num_layers > len(found):
         rule = f"the files hold {len(found)} tensors, fewer than that many layers have"
-        yield Problem("config.json num_hidden_layers", config.num_layers, rule, "fetch both again")
+        yield ConfigError(
+            "config.json num_hidden_layers", config.num_layers, rule, "fetch both again"
+        )
         return
     theirs = counterpart(family)
     expected = {theirs.their_name(n): tuple(shape) for n, shape in shapes(family, config).items()}
@@ -465,15 +469,15 @@ def _check_weights(
                 remedy = (
                     "set tie_word_embeddings to false in config.json if it is not the embedding"
                 )
-            yield Problem(shown(name), MISSING, f"is no weight of this {theirs.name}", remedy)
+            yield ConfigError(shown(name), MISSING, f"is no weight of this {theirs.name}", remedy)
     for name, shape in expected.items():
         if name not in found:
-            yield Problem(name, MISSING, "is in none of the files", "fetch them again")
+            yield ConfigError(name, MISSING, "is in none of the files", "fetch them again")
             continue
         file, entry = found[name]
         if entry.shape != shape:
             rule = f"is of shape {list(entry.shape)} in {file.name}, not {list(shape)}"
-            yield Problem(name, MISSING, rule, "weights and config.json are of two models")
+            yield ConfigError(name, MISSING, rule, "weights and config.json are of two models")
         if entry.dtype not in DTYPES.values():
             rule = f"is {NAMES[entry.dtype]}, which float32 does not hold or which is quantised"
-            yield Problem(name, MISSING, rule, "save it as F32, BF16 or F16")
+            yield ConfigError(name, MISSING, rule, "save it as F32, BF16 or F16")

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from weft.checkpoint.load import load, load_frozen
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
-from weft.config.job import InvalidJob, Job, Problem, Section, read_job, replace
+from weft.config.job import InvalidConfig, Job, ConfigError, Section, read_job, replace
 from weft.models import Family, load_family, resolve_model
 from weft.parallel.apply import build_parts
 from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.plan.resolve import Plan, resolve
 from weft.train.setup import Rank, allocate, detect_machine
-from weft.train.state import home_of
+from weft.train.state import checkpoint_dir
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 # Sections of the run that say how it was trained, not what came of it.
@@ -61,17 +61,19 @@ def find_checkpoint(path: Path) -> Found:
     if (folder / "job.toml").is_file():
         job, _, problems = read_job(str(folder / "job.toml"))
         if is_run:
-            found = checkpoints(home_of(job.checkpoint.dir, path))[-1:]
+            found = checkpoints(checkpoint_dir(job.checkpoint.dir, path))[-1:]
     if (
         not (folder / "job.toml").is_file()
         or not found
         or not (found[0] / "manifest.json").is_file()
     ):
         rule = "is neither the folder of a run with a checkpoint nor a checkpoint in one"
-        raise InvalidJob([Problem("checkpoint", str(path), rule, "train first: weft train demo")])
+        raise InvalidConfig(
+            [ConfigError("checkpoint", str(path), rule, "train first: weft train demo")]
+        )
     config, more = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     if problems or more:
-        raise InvalidJob(problems + more)
+        raise InvalidConfig(problems + more)
     return Found(found[0], folder, job, config)
 
 
@@ -88,14 +90,14 @@ def base_of(found: Found) -> Path | None:
     if not name or not (base / "manifest.json").is_file():
         rule = f"has adapters to {f'{name}, which is not there' if name else 'random weights'}"
         remedy = "put it back" if name else "start from weights: weft import makes a run of them"
-        raise InvalidJob([Problem("checkpoint", str(found.path), rule, remedy)])
+        raise InvalidConfig([ConfigError("checkpoint", str(found.path), rule, remedy)])
     return base
 
 
 def lay_out(
     found: Found,
     overrides: Sequence[tuple[str, str]],
-    problems: Sequence[Problem],
+    problems: Sequence[ConfigError],
     allowed: Sequence[str],
     generating: bool,
 ) -> tuple[Job, Plan]:
@@ -113,7 +115,7 @@ def lay_out(
     rule = "is the checkpoint's, or of no use here"
     problems = [*problems]
     problems += [
-        Problem(name, text, rule, f"what may be given: {' '.join(allowed)}")
+        ConfigError(name, text, rule, f"what may be given: {' '.join(allowed)}")
         for name, text in overrides
         if not name.startswith(tuple(allowed))
     ]
@@ -134,7 +136,7 @@ def lay_out(
     changes["run"] |= {"dir": str(found.run), "nproc_per_node": size}
     if generating:
         problems += [
-            Problem(f"parallel.{axis}", degree, rule, "use parallel.tp or parallel.dp_shard")
+            ConfigError(f"parallel.{axis}", degree, rule, "use parallel.tp or parallel.dp_shard")
             for axis, degree in zip(DEGREES, degrees, strict=True)
             for rule in (f"generating has no {'pipeline' if axis == 'pp' else 'slices of a row'}",)
             if axis in ("pp", "cp") and degree != 1
@@ -145,10 +147,10 @@ def lay_out(
     try:
         if base_of(found) is None:  # there are no adapters yet
             changes["lora"] = {"rank": 0}
-    except InvalidJob as error:
+    except InvalidConfig as error:
         problems += error.problems
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     job = replace(job, **changes)
     return job, resolve(job, detect_machine(job.run.device))
 

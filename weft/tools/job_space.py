@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from weft.config.job import SECTIONS, InvalidJob, Problem
+from weft.config.job import SECTIONS, InvalidConfig, ConfigError
 from weft.models import FAMILIES
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES as RATES
@@ -373,7 +373,7 @@ def _settle(
         job = _with_sizes(draw, random.Random(f"{rng.random()}"))
         try:
             return job, case_of(job, ranks)
-        except InvalidJob as error:
+        except InvalidConfig as error:
             problem = error.problems[0]
             attempt += 1
             named = [key for key in (problem.key, *problem.depends) if key in draw]
@@ -389,7 +389,7 @@ def _settle(
             del draw[rng.choice(free)]
 
 
-def _refusal(problem: Problem, draw: Draw, named: Sequence[str]) -> dict[str, Any]:
+def _refusal(problem: ConfigError, draw: Draw, named: Sequence[str]) -> dict[str, Any]:
     """What a rule said of which keys; numbers in it are of this job only."""
     rule = re.sub(r"\d+", "N", problem.rule)
     return {"key": problem.key, "with": {key: draw[key] for key in named}, "rule": rule}
@@ -406,7 +406,7 @@ def case_of(overrides: Mapping[str, str], ranks: int, steps: int = 2) -> Case:
     if plan.world_size > ranks:
         degrees = tuple(f"parallel.{axis}" for axis in AXES)
         rule = f"takes more than {ranks} ranks"
-        raise InvalidJob([Problem("--ranks", plan.world_size, rule, depends=degrees)])
+        raise InvalidConfig([ConfigError("--ranks", plan.world_size, rule, depends=degrees)])
     return shrink(job, plan, ranks, steps, list(overrides))
 
 
@@ -425,7 +425,7 @@ def _draw_resume(case: Case, ranks: int, rng: random.Random) -> Draw:
     while True:
         try:
             resume_layout(case, list(draw.items()), ranks)
-        except InvalidJob as error:
+        except InvalidConfig as error:
             problem = error.problems[0]
             named = [key for key in (problem.key, *problem.depends) if key in draw]
             del draw[rng.choice(named or list(draw))]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from weft.config.job import MISSING, InvalidJob, Problem
+from weft.config.job import MISSING, InvalidConfig, ConfigError
 from weft.tools.generate import Speech
 from weft.tools.inference_model import LanguageModel
 
@@ -93,15 +93,15 @@ def read_task(path: Path) -> Task:
         import yaml
     except ImportError as error:
         rule, remedy = "needs PyYAML", "pip install 'weft[eval]'"
-        raise InvalidJob([Problem("--task", str(path), rule, remedy)]) from error
+        raise InvalidConfig([ConfigError("--task", str(path), rule, remedy)]) from error
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         # Whatever `!function` names is code, which is never run: it fails here.
         rule = f"cannot be read: {str(error).splitlines()[0]}"
-        raise InvalidJob([Problem("--task", str(path), rule)]) from error
+        raise InvalidConfig([ConfigError("--task", str(path), rule)]) from error
     if not isinstance(tree, dict):
-        raise InvalidJob([Problem("--task", str(path), "is no task: it has no keys")])
+        raise InvalidConfig([ConfigError("--task", str(path), "is no task: it has no keys")])
     problems = list(_check(tree))
     documents = [] if problems else _documents(tree, path, problems)
     questions = []
@@ -110,40 +110,42 @@ def read_task(path: Path) -> Task:
             questions.append(_question(tree, document))
         except Exception as error:  # whatever the templates of the file raise
             told = f"document {number}: {type(error).__name__}: {error}"
-            problems.append(Problem("--task", str(path), told, "mend the template or the data"))
+            problems.append(ConfigError("--task", str(path), told, "mend the template or the data"))
             break
     if not problems and not questions:
-        problems.append(Problem("--task", str(path), "has no questions"))
+        problems.append(ConfigError("--task", str(path), "has no questions"))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     return Task(str(tree["task"]), tuple(questions))
 
 
-def _check(tree: Json) -> list[Problem]:
-    found = [Problem(name, MISSING, "is missing") for name in NEEDED if name not in tree]
+def _check(tree: Json) -> list[ConfigError]:
+    found = [ConfigError(name, MISSING, "is missing") for name in NEEDED if name not in tree]
     elsewhere = "let the harness drive the checkpoint: docs/evaluate.md"
     for name, value in tree.items():
         if name not in KNOWN:
-            found.append(Problem(str(name), value, "is not understood", elsewhere))
+            found.append(ConfigError(str(name), value, "is not understood", elsewhere))
         elif (only := KNOWN[name]) is not None and value not in only:
-            found.append(Problem(name, value, f"must be {only[0]}", elsewhere))
+            found.append(ConfigError(name, value, f"must be {only[0]}", elsewhere))
     for name in tree.get("dataset_kwargs") or {}:
         if name != "data_files":
-            found.append(Problem(f"dataset_kwargs.{name}", MISSING, "is not understood", elsewhere))
+            found.append(
+                ConfigError(f"dataset_kwargs.{name}", MISSING, "is not understood", elsewhere)
+            )
     for metric in tree.get("metric_list") or []:
         measure = metric.get("metric") if isinstance(metric, dict) else metric
         for name, value in metric.items() if isinstance(metric, dict) else ():
             if name != "metric" and USUAL.get(name) != value:
                 rule = f"must be {USUAL[name]}" if name in USUAL else "is not understood"
-                found.append(Problem(f"metric_list.{name}", value, rule, elsewhere))
+                found.append(ConfigError(f"metric_list.{name}", value, rule, elsewhere))
         if measure not in METRICS:
             found.append(
-                Problem("metric_list", measure, f"has only {' and '.join(METRICS)}", elsewhere)
+                ConfigError("metric_list", measure, f"has only {' and '.join(METRICS)}", elsewhere)
             )
     return found
 
 
-def _documents(tree: Json, path: Path, problems: list[Problem]) -> list[Json]:
+def _documents(tree: Json, path: Path, problems: list[ConfigError]) -> list[Json]:
     """Of the test split, or else the validation split."""
     files = (tree.get("dataset_kwargs") or {}).get("data_files")
     if isinstance(files, dict):
@@ -157,10 +159,12 @@ def _documents(tree: Json, path: Path, problems: list[Problem]) -> list[Json]:
             # Not splitlines: a string of JSON may have what Unicode calls the end of a line.
             documents += [json.loads(line) for line in text.split("\n") if line.strip()]
         except (OSError, ValueError, RecursionError) as error:
-            problems.append(Problem("dataset_kwargs.data_files", name, f"cannot be read: {error}"))
+            problems.append(
+                ConfigError("dataset_kwargs.data_files", name, f"cannot be read: {error}")
+            )
     if not files:
         rule = "must name the files of test_split, or of validation_split"
-        problems.append(Problem("dataset_kwargs.data_files", MISSING, rule))
+        problems.append(ConfigError("dataset_kwargs.data_files", MISSING, rule))
     return documents
 
 

@@ -23,7 +23,7 @@ from weft.checkpoint.weight_files import (
     write_json,
     write_tensors,
 )
-from weft.config.job import InvalidJob, LoraSection, Problem
+from weft.config.job import InvalidConfig, LoraSection, ConfigError
 from weft.models import load_family
 from weft.models.hf_mapping import counterpart
 from weft.parallel.quantize import pack, unpack
@@ -78,7 +78,7 @@ def export_adapter(found: Found, out: Path, dtype: torch.dtype) -> str:
     base = base_of(found)
     if base is None:
         rule = "has no adapters: its run trains all weights, or has not trained yet"
-        raise InvalidJob([Problem("--adapter", str(found.path), rule, "export without it")])
+        raise InvalidConfig([ConfigError("--adapter", str(found.path), rule, "export without it")])
     adapters, lora = open_model(found.path), found.job.lora
     their_name = counterpart(load_family(found.job.model.kind)).their_name
     names = {f"base_model.model.{their_name(name)}": name for name in adapters.shapes}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.files import replace_bytes, write_json
-from weft.config.job import InvalidJob, Job, Problem
+from weft.config.job import InvalidConfig, Job, ConfigError
 from weft.estimate.forecast import Forecast, device_of, forecast
 from weft.monitor.html import document as document_of
 from weft.monitor.html import table as html_table
@@ -69,7 +69,7 @@ def compare_plans(
     recipes: Sequence[str],
     vary: Sequence[tuple[str, Sequence[str]]],
     overrides: Overrides,
-    problems: list[Problem],
+    problems: list[ConfigError],
     cluster: str | None,
     price: float | None,
     out: str | None,
@@ -130,11 +130,11 @@ def compare_plans(
     return found, sum(each.speed is not None for each in planned)
 
 
-def _problems_of(folder: Path) -> list[Problem]:
+def _problems_of(folder: Path) -> list[ConfigError]:
     """Why the outcome should not be written into a folder."""
     try:
         found = read_comparison(folder)
-    except InvalidJob as error:
+    except InvalidConfig as error:
         return list(error.problems)
     if found is None or "compared" not in found:
         return []

@@ -24,11 +24,11 @@ from typing import Any
 
 from weft.config.job import (
     ActivationCheckpointSection,
-    InvalidJob,
+    InvalidConfig,
     Job,
     ParallelSection,
     PrecisionSection,
-    Problem,
+    ConfigError,
     difference,
     read_job,
     replace,
@@ -79,8 +79,8 @@ def plan_of_recipe(job: Job) -> Plan:
     parallel, cluster = job.parallel, job.run.cluster
     if cluster != "local":
         parsed = parse_cluster(cluster)
-        if isinstance(parsed, Problem):
-            raise InvalidJob([parsed])
+        if isinstance(parsed, ConfigError):
+            raise InvalidConfig([parsed])
         # For the rules only, here and below: what a GPU can do is no mistake.
         return resolve(job, dataclasses.replace(machine_of(parsed), peer_access=True))
     unit = fixed(parallel)
@@ -137,7 +137,7 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
     if job.compile.enable and not here.compile.enable:
         notes.append("compile.enable: off; to compile here, say --compile.enable true")
     machine = _machine(here, sizes, notes)
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     candidates = _candidates(job, plan, here, sizes, steps)
     if whole:
         candidates = itertools.chain([({"steps": steps}, {})], candidates)
@@ -146,7 +146,7 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         trial = replace(here, train=batch, model=fields, parallel=kept_whole)
         try:
             found = resolve(trial, machine)
-        except InvalidJob as error:
+        except InvalidConfig as error:
             problems = error.problems  # the last candidate has the model of the recipe
             continue
         if unknown := [name for name in SIZES if name not in type(plan.model).model_fields]:
@@ -165,7 +165,7 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         one_plan = resolve(one, Machine("cpu", devices=1, world_size=1))
         shrunk = _shrunk(job, plan, trial, found)
         return Case(plan.sizes, trial, found, one, one_plan, shrunk, tuple(notes))
-    raise InvalidJob(problems)
+    raise InvalidConfig(problems)
 
 
 # Keys of how a job is computed, which may change when it resumes.
@@ -193,9 +193,9 @@ def resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> 
     for name, text in layout:
         if not name.startswith(LAYOUT):
             rule = "changes more than the layout"
-            problems.append(Problem(option, f"{name}={text}", rule, f"use {', '.join(LAYOUT)}"))
+            problems.append(ConfigError(option, f"{name}={text}", rule, f"use {', '.join(LAYOUT)}"))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     changes: dict[str, dict[str, Any]] = {}
     for section, key in (name.split(".") for name, _ in layout):
         changes.setdefault(section, {})[key] = getattr(getattr(chosen, section), key)
@@ -205,7 +205,7 @@ def resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> 
     assert isinstance(job.parallel.dp_shard, int)
     world = fixed(job.parallel) * job.parallel.dp_shard
     if world > ranks:
-        raise InvalidJob([Problem(option, world, f"takes more than {ranks} ranks")])
+        raise InvalidConfig([ConfigError(option, world, f"takes more than {ranks} ranks")])
     job = replace(job, run={"nproc_per_node": world})
     notes: list[str] = []
     return job, resolve(job, _machine(job, degrees_of(job.parallel), notes))
@@ -235,7 +235,7 @@ def _degrees(job: Job, plan: Plan, ranks: int, notes: list[str]) -> dict[str, in
         given_up = next((axis for axis in order if sizes[axis] > 1 and axis in free), None)
         if given_up is None:
             rule = f"is fewer than the {world} of the pipeline, which its schedule's file fixes"
-            raise InvalidJob([Problem("--ranks", ranks, rule, f"use {world} or more")])
+            raise InvalidConfig([ConfigError("--ranks", ranks, rule, f"use {world} or more")])
         sizes[given_up] = 1
         notes.append(f"parallel.{given_up}: not tried; it needs --ranks {world}")
     return sizes

@@ -11,7 +11,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import MISSING, InvalidJob, Job, Problem, flatten, read_job
+from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, flatten, read_job
 from weft.plan.resolve import Plan
 from weft.train.job_checks import prepare_job
 from weft.train.setup import joined
@@ -33,7 +33,7 @@ class Variant:
     recipe: str
     job: Job  # as far as it could be read
     plan: Plan | None
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ConfigError, ...] = ()
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for results to count for it."""
@@ -41,17 +41,17 @@ class Variant:
         return dict(json.loads(json.dumps({"label": self.label, "job": job}, default=str)))
 
 
-def parse_vary(text: str, problems: list[Problem]) -> list[tuple[str, list[str]]]:
+def parse_vary(text: str, problems: list[ConfigError]) -> list[tuple[str, list[str]]]:
     """``parallel.tp=1,2`` as the key and its values; a mistake is added to ``problems`` instead."""
     key, equals, values = text.partition("=")
     key = key.removeprefix("--").replace("-", "_")
     found = split_values(values)
     if not equals or not all(found):
         rule, remedy = "is no key with values", "write --vary section.key=VALUE,VALUE"
-        problems.append(Problem("--vary", text, rule, remedy))
+        problems.append(ConfigError("--vary", text, rule, remedy))
         return []
     if len(set(found)) < len(found):
-        problems.append(Problem("--vary", text, "names a value twice", "leave one out"))
+        problems.append(ConfigError("--vary", text, "names a value twice", "leave one out"))
         return []
     return [(key, found)]
 
@@ -77,25 +77,25 @@ def split_values(text: str) -> list[str]:
     return [re.sub(r"""^(["'])([^"']*)\1$""", r"\2", part) for part in stripped]
 
 
-def parse_margin(text: str, problems: list[Problem]) -> tuple[float, bool]:
+def parse_margin(text: str, problems: list[ConfigError]) -> tuple[float, bool]:
     """``0.5%`` of the loss, or nats; whether it is a part.  A mistake is added to ``problems``."""
     number, relative = text.removesuffix("%"), text.endswith("%")
     value = _number("--margin", number, problems, "0.5% of the loss, or 0.01 nats")
     return (value / 100 if relative else value), relative
 
 
-def parse_price(text: str | None, problems: list[Problem]) -> float | None:
+def parse_price(text: str | None, problems: list[ConfigError]) -> float | None:
     """Of a device's hour, if given."""
     return None if text is None else _number("--price", text, problems, "a device's hour: 2.5")
 
 
-def _number(name: str, text: str, problems: list[Problem], example: str) -> float:
+def _number(name: str, text: str, problems: list[ConfigError], example: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < inf:
-        problems.append(Problem(name, text, "is no number above 0", f"write {example}"))
+        problems.append(ConfigError(name, text, "is no number above 0", f"write {example}"))
     return value
 
 
@@ -103,7 +103,7 @@ def read_variants(
     recipes: Sequence[str],
     vary: Sequence[tuple[str, Sequence[str]]],
     overrides: Overrides,
-    problems: Iterable[Problem],
+    problems: Iterable[ConfigError],
     read: Callable[[str, Overrides], tuple[Job, Plan]],
 ) -> list[Variant]:
     """Every recipe with every combination of values.
@@ -123,14 +123,16 @@ def read_variants(
     for key in dict.fromkeys(varied):
         if varied.count(key) > 1 or any(key == name for name, _ in overrides):
             rule, remedy = "is varied and set, or varied twice", "write it once, with all values"
-            problems.append(Problem(key, MISSING, rule, remedy))
+            problems.append(ConfigError(key, MISSING, rule, remedy))
     for name in OWN:
         if any(key == name for key, _ in [*vary, *overrides]):
             rule = "each trial has a folder of its own below the comparison's"
-            problems.append(Problem(name, MISSING, rule, "use --out FOLDER"))
+            problems.append(ConfigError(name, MISSING, rule, "use --out FOLDER"))
     if len(recipes) * prod(len(values) for _, values in vary) < 2 and not problems:
         remedy = "name another recipe, or --vary section.key=VALUE,VALUE"
-        problems.append(Problem("RECIPE", MISSING, "is alone: there is nothing to compare", remedy))
+        problems.append(
+            ConfigError("RECIPE", MISSING, "is alone: there is nothing to compare", remedy)
+        )
     variants: list[Variant] = []
     names = _names(recipes)
     keys = _names_of_keys(varied)
@@ -148,12 +150,12 @@ def read_variants(
             try:
                 job, plan = read(recipe, [*overrides, *own])
                 variants.append(Variant(label, recipe, job, plan))
-            except InvalidJob as error:
+            except InvalidConfig as error:
                 variants.append(Variant(label, recipe, job, None, tuple(error.problems)))
     if variants and all(variant.plan is None for variant in variants):
         problems += [problem for variant in variants for problem in variant.problems]
     if problems:
-        raise InvalidJob({str(problem): problem for problem in problems}.values())
+        raise InvalidConfig({str(problem): problem for problem in problems}.values())
     return variants
 
 
@@ -171,18 +173,20 @@ def prepare(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
     """
     if joined():
         rule = "says that this is a rank, but weft compare starts runs of its own"
-        raise InvalidJob([Problem("WORLD_SIZE", MISSING, rule, "start it outside of torchrun")])
+        raise InvalidConfig(
+            [ConfigError("WORLD_SIZE", MISSING, rule, "start it outside of torchrun")]
+        )
     own = [("checkpoint.dir", "auto"), ("run.dir", f"{out}/trial")]
     try:
         job, _, plan = prepare_job(recipe, [*SPARED, *overrides, *own])
-    except InvalidJob as error:
+    except InvalidConfig as error:
         told = (
             replace(p, key="--out", value=out) if p.key == "run.dir" else p for p in error.problems
         )
-        raise InvalidJob(told) from error
+        raise InvalidConfig(told) from error
     if plan.node_counts[-1] > 1:
         rule = "a comparison trains on one machine"
-        raise InvalidJob([Problem("run.nodes", job.run.nodes, rule, "use 1")])
+        raise InvalidConfig([ConfigError("run.nodes", job.run.nodes, rule, "use 1")])
     return job, plan
 
 

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 from weft.config.files import only_finite
-from weft.config.job import InvalidJob, Job, Problem, read_job
+from weft.config.job import InvalidConfig, Job, ConfigError, read_job
 from weft.plan.resolve import Plan
 from weft.plan.stages import align
 from weft.tools.local_ranks import run_ranks
@@ -148,7 +148,7 @@ class Report:
 
 
 def read_recipe(
-    recipe: str, overrides: list[tuple[str, str]], problems: Iterable[Problem] = ()
+    recipe: str, overrides: list[tuple[str, str]], problems: Iterable[ConfigError] = ()
 ) -> Job:
     """Read and check a job on its own cluster.  The user's text and folders are not looked at.
 
@@ -158,18 +158,18 @@ def read_recipe(
     job, _, found = read_job(recipe, overrides)
     problems = [*problems, *found]
     if any(problem.key in ("recipe", "extends") for problem in problems):
-        raise InvalidJob(problems)  # the rest would judge defaults that nobody chose
-    later: list[Problem] = []
+        raise InvalidConfig(problems)  # the rest would judge defaults that nobody chose
+    later: list[ConfigError] = []
     try:
         plan_of_recipe(job)
-    except InvalidJob as error:
+    except InvalidConfig as error:
         later += error.problems
     later += check_names(job)
     bad = {problem.key for problem in problems}
     # What only echoes a mistake that is already listed is left out.
     problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     return job
 
 
@@ -206,7 +206,7 @@ def verify(
     if resume:
         if steps < 2:
             rule = "leaves no step after the checkpoint of --resume-layout"
-            raise InvalidJob([Problem("--steps", steps, rule, "use 2 or more")])
+            raise InvalidConfig([ConfigError("--steps", steps, rule, "use 2 or more")])
         job, plan = resume_layout(case, resume, ranks)
         later, saved = replace(case, job=job, plan=plan), steps // 2
     say(describe(case))

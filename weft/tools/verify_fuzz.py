@@ -31,7 +31,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import InvalidJob, WeftError
+from weft.config.job import InvalidConfig, WeftError
 from weft.monitor.process import die_with_parent
 from weft.tools.job_space import AXES, RECIPE, Draw, draw_job, goals, technique
 from weft.tools.local_ranks import RanksFailed, RanksTimedOut, import_heavy
@@ -115,7 +115,7 @@ def try_job(overrides: Mapping[str, str], resume: Mapping[str, str], settings: S
         if not report.holds:
             status = "failed"
         reason = report.reason
-    except InvalidJob as error:
+    except InvalidConfig as error:
         status, reason = "refused", str(error)
     except RanksTimedOut as error:
         status, reason = "timed out", str(error)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.load import load
-from weft.checkpoint.manager import Saver
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state_dict import named_buffers, named_parameters
 from weft.config.job import Job
@@ -58,7 +58,7 @@ from weft.data.packing import Rows
 from weft.data.token_store import TokenStream
 from weft.models import load_family
 from weft.monitor.layer_stats import watching
-from weft.optim.lean import LeanAdamW
+from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.parallel.dtensor import local_of, shard_offsets
@@ -180,7 +180,7 @@ def measure(
         steps.append(Step(loss.item(), norm.item(), forward, gradients, updates))
         if step == save:
             with naming("the checkpoint"):
-                saver = Saver(checkpoints, keep=1)
+                saver = CheckpointManager(checkpoints, keep=1)
                 consumed = step * job.train.global_batch_size
                 saver.save(built.parts, built.optimizer, {"step": step, "samples": consumed})
                 saver.wait()
@@ -271,7 +271,7 @@ class Noise:
                 else:
                     value.copy_(self.of(value, self._states))
         if packed:
-            cast(LeanAdamW, optimizer).adopt()  # as if it had been loaded
+            cast(LowPrecisionAdamW, optimizer).adopt()  # as if it had been loaded
 
 
 class _Rounded(torch.autograd.Function):

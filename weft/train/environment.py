@@ -23,7 +23,7 @@ torchrun, which ``LOCAL_RANK`` tells, is its rank whatever ``run.nodes`` says: i
 else.  Without it ``RANK`` may be the number of a pod (Kubeflow's PyTorchJob, which sets ``PET_*``
 as well), and what was asked for by flags goes first.
 
-Nothing but `placed` looks anywhere else than into the mapping that it is given.
+Nothing but `apply_environment` looks anywhere else than into the mapping that it is given.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from itertools import product
 from math import prod
 from typing import TypeVar
 
-from weft.config.job import MISSING, InvalidJob, Job, Problem, replace
+from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, replace
 
 T = TypeVar("T")
 
@@ -62,8 +62,8 @@ RANK_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Where:
-    """What `find` has found.
+class ClusterEnvironment:
+    """What `detect_environment` has found.
 
     Args:
         source: who decided; see above.
@@ -78,7 +78,9 @@ class Where:
     rendezvous: str = ""
 
 
-def find(environment: Environment, nodes: str = "auto", rendezvous: str = "auto") -> Where:
+def detect_environment(
+    environment: Environment, nodes: str = "auto", rendezvous: str = "auto"
+) -> ClusterEnvironment:
     """Who this process is.
 
     Args:
@@ -91,8 +93,8 @@ def find(environment: Environment, nodes: str = "auto", rendezvous: str = "auto"
         return found
     alone, told = nodes == "1", rendezvous != "auto"
     if nodes != "auto" and (alone or told):
-        return Where("flags", nodes=nodes, rendezvous="" if alone else rendezvous)
-    readers: tuple[Callable[[Environment], Where | None], ...] = (
+        return ClusterEnvironment("flags", nodes=nodes, rendezvous="" if alone else rendezvous)
+    readers: tuple[Callable[[Environment], ClusterEnvironment | None], ...] = (
         *((_torchrun,) if nodes == "auto" else ()),
         lambda around: _options_of_torchrun(around, told),
         _mpirun,
@@ -101,13 +103,15 @@ def find(environment: Environment, nodes: str = "auto", rendezvous: str = "auto"
         _skypilot,
         _pmi,
     )
-    found = next(filter(None, (read(environment) for read in readers)), Where("host"))
+    found = next(filter(None, (read(environment) for read in readers)), ClusterEnvironment("host"))
     if nodes != "auto":
         if found.rank is not None:
             rule = f"is for one process a node that starts ranks, and {found.source} has started "
             remedy = "leave it out, or start one process a node"
-            raise InvalidJob([Problem("run.nodes", nodes, rule + "the ranks already", remedy)])
-        return Where("flags", nodes=nodes, rendezvous=found.rendezvous)
+            raise InvalidConfig(
+                [ConfigError("run.nodes", nodes, rule + "the ranks already", remedy)]
+            )
+        return ClusterEnvironment("flags", nodes=nodes, rendezvous=found.rendezvous)
     if found.rank is None:
         several = found.nodes != "1"
         place = rendezvous if told else found.rendezvous
@@ -120,7 +124,7 @@ def is_loopback(endpoint: str) -> bool:
     return endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1", "[::1]")
 
 
-def speaks(environment: Environment) -> bool:
+def is_log_node(environment: Environment) -> bool:
     """Whether this node is the one that says what all nodes of its run would say.
 
     Only Slurm's have one output together, and its job does not outlive its first node.
@@ -131,7 +135,7 @@ def speaks(environment: Environment) -> bool:
 # --------------------------------------------------------------------------- this process
 
 
-def placed(job: Job) -> Job:
+def apply_environment(job: Job) -> Job:
     """The job with the nodes and the meeting place that the environment says, to be planned.
 
     What was chosen goes into job.toml, not this: the next start may be elsewhere.  A process that
@@ -139,9 +143,9 @@ def placed(job: Job) -> Job:
     starts ranks has none.
 
     Raises:
-        InvalidJob: if the environment contradicts itself; see `find`.
+        InvalidJob: if the environment contradicts itself; see `detect_environment`.
     """
-    here = find(os.environ, str(job.run.nodes), job.run.rendezvous)
+    here = detect_environment(os.environ, str(job.run.nodes), job.run.rendezvous)
     if here.rank is not None:
         os.environ.update(here.rank)
         os.environ["MASTER_ADDR"] = reachable(here.rank["MASTER_ADDR"])
@@ -172,7 +176,7 @@ def reachable(host: str) -> str:
 # --------------------------------------------------------------------------- one system each
 
 
-def _torchrun(environment: Environment) -> Where | None:
+def _torchrun(environment: Environment) -> ClusterEnvironment | None:
     names = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
     if not names or ("PET_NNODES" in environment and "LOCAL_RANK" not in environment):
         return None
@@ -181,7 +185,7 @@ def _torchrun(environment: Environment) -> Where | None:
     return _as_rank("torchrun", variables, dict.fromkeys(RANK_VARIABLES, ""))
 
 
-def _options_of_torchrun(environment: Environment, told: bool) -> Where | None:
+def _options_of_torchrun(environment: Environment, told: bool) -> ClusterEnvironment | None:
     if not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR"}.intersection(environment):
         return None
     source = "kubernetes" if "KUBERNETES_SERVICE_HOST" in environment else "torchrun"
@@ -190,27 +194,27 @@ def _options_of_torchrun(environment: Environment, told: bool) -> Where | None:
     counts = [least, most] if colon else [least]
     if not all(re.fullmatch("[1-9][0-9]*", count) for count in counts):
         rule = "is neither a number of nodes nor MIN:MAX"
-        raise InvalidJob([Problem("PET_NNODES", nodes, rule, "use 4, or 1:4")])
+        raise InvalidConfig([ConfigError("PET_NNODES", nodes, rule, "use 4, or 1:4")])
     if int(counts[0]) > int(counts[-1]):
-        raise InvalidJob([Problem("PET_NNODES", nodes, "has more at least than at most")])
+        raise InvalidConfig([ConfigError("PET_NNODES", nodes, "has more at least than at most")])
     nodes = counts[0] if counts[0] == counts[-1] else nodes
     if nodes == "1":
-        return Where(source)
+        return ClusterEnvironment(source)
     place = environment.get("PET_RDZV_ENDPOINT", "")
     if not place and (host := environment.get("PET_MASTER_ADDR")):
-        problems: list[Problem] = []
+        problems: list[ConfigError] = []
         port = _whole(environment, "PET_MASTER_PORT", problems, 1, 65535, PORT)
         if problems:
-            raise InvalidJob(problems)
+            raise InvalidConfig(problems)
         place = f"{host}:{port}"
     if not place and not told:
         rule = f"is missing, though PET_NNODES = {nodes}: the nodes must know where to meet"
         remedy = "set it to the HOST:PORT of one of them, or PET_MASTER_ADDR and PET_MASTER_PORT"
-        raise InvalidJob([Problem("PET_RDZV_ENDPOINT", MISSING, rule, remedy)])
-    return Where(source, nodes=nodes, rendezvous=place)
+        raise InvalidConfig([ConfigError("PET_RDZV_ENDPOINT", MISSING, rule, remedy)])
+    return ClusterEnvironment(source, nodes=nodes, rendezvous=place)
 
 
-def _sagemaker(environment: Environment) -> Where | None:
+def _sagemaker(environment: Environment) -> ClusterEnvironment | None:
     text = environment.get("SM_HOSTS")
     if text is None:
         return None
@@ -218,7 +222,7 @@ def _sagemaker(environment: Environment) -> Where | None:
     here = environment.get("SM_CURRENT_HOST")
     if here not in hosts:
         rule = f"is not among SM_HOSTS = {text}"
-        raise InvalidJob([Problem("SM_CURRENT_HOST", here or MISSING, rule)])
+        raise InvalidConfig([ConfigError("SM_CURRENT_HOST", here or MISSING, rule)])
     port = environment.get("SM_MASTER_PORT", SAGEMAKER_PORT)
     return _as_nodes("sagemaker", environment, len(hosts), hosts[0], port)
 
@@ -229,23 +233,25 @@ def _sagemaker_hosts(text: str) -> list[str]:
     except ValueError:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) for h in hosts):
-        raise InvalidJob([Problem("SM_HOSTS", text, 'is no list of names such as ["algo-1"]')])
+        raise InvalidConfig(
+            [ConfigError("SM_HOSTS", text, 'is no list of names such as ["algo-1"]')]
+        )
     return sorted(hosts)
 
 
-def _slurm(environment: Environment) -> Where | None:
+def _slurm(environment: Environment) -> ClusterEnvironment | None:
     if "SLURM_JOB_ID" not in environment:
         return None
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     if "SLURM_STEP_ID" not in environment:  # the batch script itself, or salloc's shell
         nodes = _whole(environment, "SLURM_JOB_NUM_NODES", problems, 1, MOST_HOSTS, 1)
         if problems:
-            raise InvalidJob(problems)
+            raise InvalidConfig(problems)
         if nodes == 1:
-            return Where("slurm")
+            return ClusterEnvironment("slurm")
         rule = "without srun only one of the nodes is used"
         remedy = "start it with srun --ntasks-per-node=1, or with --nodes 1 for this node alone"
-        raise InvalidJob([Problem("SLURM_JOB_NUM_NODES", nodes, rule, remedy)])
+        raise InvalidConfig([ConfigError("SLURM_JOB_NUM_NODES", nodes, rule, remedy)])
     hosts = _expanded(environment, "SLURM_STEP_NODELIST", expand_hosts, problems)
     tasks = _expanded(environment, "SLURM_STEP_TASKS_PER_NODE", expand_counts, problems)
     job = _whole(environment, "SLURM_JOB_ID", problems, 0)
@@ -253,9 +259,9 @@ def _slurm(environment: Environment) -> Where | None:
     if hosts and tasks and len(hosts) != len(tasks):
         rule = f"is of {len(tasks)} nodes, and SLURM_STEP_NODELIST of {len(hosts)}"
         value = environment["SLURM_STEP_TASKS_PER_NODE"]
-        problems.append(Problem("SLURM_STEP_TASKS_PER_NODE", value, rule))
+        problems.append(ConfigError("SLURM_STEP_TASKS_PER_NODE", value, rule))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     # Two jobs, or two steps of one, may share a node: each has a port of its own, below those that
     # systems give to whoever asks for any.
     port = 10_000 + (job + 997 * step) % 20_000
@@ -264,7 +270,7 @@ def _slurm(environment: Environment) -> Where | None:
     if len(set(tasks)) > 1:
         rule, remedy = "every node must have as many", "give srun --ntasks-per-node"
         value = environment["SLURM_STEP_TASKS_PER_NODE"]
-        raise InvalidJob([Problem("SLURM_STEP_TASKS_PER_NODE", value, rule, remedy)])
+        raise InvalidConfig([ConfigError("SLURM_STEP_TASKS_PER_NODE", value, rule, remedy)])
     variables = {
         "RANK": "SLURM_PROCID",
         "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
@@ -276,33 +282,33 @@ def _slurm(environment: Environment) -> Where | None:
     node = _whole(environment, "SLURM_NODEID", problems, 0, len(hosts) - 1)
     if int(values["WORLD_SIZE"]) != sum(tasks):
         rule = f"SLURM_STEP_TASKS_PER_NODE adds up to {sum(tasks)}"
-        problems.append(Problem("SLURM_STEP_NUM_TASKS", values["WORLD_SIZE"], rule))
+        problems.append(ConfigError("SLURM_STEP_NUM_TASKS", values["WORLD_SIZE"], rule))
     elif not problems and int(values["RANK"]) != node * tasks[0] + int(values["LOCAL_RANK"]):
         dealt = environment.get("SLURM_DISTRIBUTION") or MISSING
         rule = "the ranks of a node must follow each other"
-        problems.append(Problem("SLURM_DISTRIBUTION", dealt, rule, "give srun -m block:block"))
+        problems.append(ConfigError("SLURM_DISTRIBUTION", dealt, rule, "give srun -m block:block"))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     return found
 
 
-def _skypilot(environment: Environment) -> Where | None:
+def _skypilot(environment: Environment) -> ClusterEnvironment | None:
     text = environment.get("SKYPILOT_NODE_IPS")
     if text is None:
         return None
     addresses = text.split()
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     count = _whole(environment, "SKYPILOT_NUM_NODES", problems, 1, default=len(addresses))
     _whole(environment, "SKYPILOT_NODE_RANK", problems, 0, max(0, count - 1))
     if len(addresses) != count:
         rule = f"has {len(addresses)} addresses, and SKYPILOT_NUM_NODES is {count}"
-        problems.append(Problem("SKYPILOT_NODE_IPS", text, rule))
+        problems.append(ConfigError("SKYPILOT_NODE_IPS", text, rule))
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     return _as_nodes("skypilot", environment, count, addresses[0], PORT)
 
 
-def _mpirun(environment: Environment) -> Where | None:
+def _mpirun(environment: Environment) -> ClusterEnvironment | None:
     return _mpi(
         environment,
         {
@@ -314,7 +320,7 @@ def _mpirun(environment: Environment) -> Where | None:
     )
 
 
-def _pmi(environment: Environment) -> Where | None:
+def _pmi(environment: Environment) -> ClusterEnvironment | None:
     return _mpi(
         environment,
         {
@@ -326,7 +332,7 @@ def _pmi(environment: Environment) -> Where | None:
     )
 
 
-def _mpi(environment: Environment, variables: Mapping[str, str]) -> Where | None:
+def _mpi(environment: Environment, variables: Mapping[str, str]) -> ClusterEnvironment | None:
     if not {variables["RANK"], variables["WORLD_SIZE"]}.intersection(environment):
         return None
     values = {ours: environment[name] for ours, name in variables.items() if name in environment}
@@ -336,10 +342,10 @@ def _mpi(environment: Environment, variables: Mapping[str, str]) -> Where | None
             values = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | values
         head = "localhost"
     elif "SLURM_JOB_NODELIST" in environment:
-        problems: list[Problem] = []
+        problems: list[ConfigError] = []
         hosts = _expanded(environment, "SLURM_JOB_NODELIST", expand_hosts, problems)
         if problems:
-            raise InvalidJob(problems)
+            raise InvalidConfig(problems)
         head = hosts[0]
     elif "SM_HOSTS" in environment:
         head = _sagemaker_hosts(environment["SM_HOSTS"])[0]
@@ -359,15 +365,17 @@ def _master(environment: Environment, host: str, port: int | str) -> dict[str, s
 
 def _as_nodes(
     source: str, environment: Environment, count: int, host: str, port: int | str
-) -> Where:
-    master, problems = _master(environment, host, port), list[Problem]()
+) -> ClusterEnvironment:
+    master, problems = _master(environment, host, port), list[ConfigError]()
     _whole(master, "MASTER_PORT", problems, 1, 65535)
     if problems:
-        raise InvalidJob(problems)
-    return Where(source, None, str(count), "{MASTER_ADDR}:{MASTER_PORT}".format(**master))
+        raise InvalidConfig(problems)
+    return ClusterEnvironment(
+        source, None, str(count), "{MASTER_ADDR}:{MASTER_PORT}".format(**master)
+    )
 
 
-def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> Where:
+def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> ClusterEnvironment:
     """A rank with these of torchrun's variables.
 
     Args:
@@ -376,7 +384,7 @@ def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> Wher
     Raises:
         InvalidJob: if one is missing, is no number, or is out of its range.
     """
-    problems: list[Problem] = []
+    problems: list[ConfigError] = []
     called = {name: names.get(name) or name for name in RANK_VARIABLES}
     theirs = {called[name]: value for name, value in values.items()}
 
@@ -391,16 +399,16 @@ def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> Wher
     if not values.get("MASTER_ADDR"):
         rule = "is missing: the ranks must know on which host the first of them is"
         remedy = "pass it on, as with mpirun -x MASTER_ADDR=$(hostname)" if source == "mpi" else ""
-        problems.append(Problem("MASTER_ADDR", MISSING, rule, remedy))
+        problems.append(ConfigError("MASTER_ADDR", MISSING, rule, remedy))
     if problems:
-        raise InvalidJob(problems)
-    return Where(source, {name: values[name] for name in RANK_VARIABLES})
+        raise InvalidConfig(problems)
+    return ClusterEnvironment(source, {name: values[name] for name in RANK_VARIABLES})
 
 
 def _whole(
     environment: Environment,
     name: str,
-    problems: list[Problem],
+    problems: list[ConfigError],
     least: int,
     most: int | None = None,
     default: int | None = None,
@@ -409,15 +417,15 @@ def _whole(
     text = environment.get(name)
     if text is None:
         if default is None:
-            problems.append(Problem(name, MISSING, "is missing beside the other variables"))
+            problems.append(ConfigError(name, MISSING, "is missing beside the other variables"))
         return default or 0
     limits = f"from {least}" + (f" to {most}" if most is not None else "")
     if not re.fullmatch("[0-9]{1,18}", text):
-        problems.append(Problem(name, text, f"is not a whole number {limits}"))
+        problems.append(ConfigError(name, text, f"is not a whole number {limits}"))
         return 0
     number = int(text)
     if number < least or (most is not None and number > most):
-        problems.append(Problem(name, text, f"is not {limits}"))
+        problems.append(ConfigError(name, text, f"is not {limits}"))
         return 0
     return number
 
@@ -426,16 +434,16 @@ def _expanded(
     environment: Environment,
     name: str,
     expand: Callable[[str], list[T]],
-    problems: list[Problem],
+    problems: list[ConfigError],
 ) -> list[T]:
     text = environment.get(name)
     if text is None:
-        problems.append(Problem(name, MISSING, "is missing beside the other variables"))
+        problems.append(ConfigError(name, MISSING, "is missing beside the other variables"))
         return []
     try:
         return expand(text)
     except ValueError as error:
-        problems.append(Problem(name, text, str(error)))
+        problems.append(ConfigError(name, text, str(error)))
         return []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.config.job import Job
-from weft.data.dataset import Text
+from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
 
 # Passes over the same text up to which repeated data are worth nearly as much as new data:
@@ -14,7 +14,7 @@ from weft.data.loader import Mixture
 MOST_EPOCHS = 4.0
 
 
-def epochs_of(job: Job, text: Text, samples: Mixture) -> Iterator[tuple[str, int, float]]:
+def epochs_of(job: Job, text: Dataset, samples: Mixture) -> Iterator[tuple[str, int, float]]:
     """Each source's name, its sequences, and how often the whole run sees each of them.
 
     Args:
@@ -26,7 +26,7 @@ def epochs_of(job: Job, text: Text, samples: Mixture) -> Iterator[tuple[str, int
         yield name, len(rows), source.share * needed / max(1, len(rows))
 
 
-def repetition_warnings(job: Job, text: Text, samples: Mixture) -> Iterator[str]:
+def repetition_warnings(job: Job, text: Dataset, samples: Mixture) -> Iterator[str]:
     """Name every source that a run would see more than `MOST_EPOCHS` times."""
     for name, count, epochs in epochs_of(job, text, samples):
         if epochs > MOST_EPOCHS:

@@ -19,9 +19,18 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.storage import open_folder
 from weft.config.files import check_url
-from weft.config.job import InvalidJob, Job, Problem, difference, lookup, read_job, replace, suggest
+from weft.config.job import (
+    InvalidConfig,
+    Job,
+    ConfigError,
+    difference,
+    lookup,
+    read_job,
+    replace,
+    suggest,
+)
 from weft.data.conversations import check_chat
-from weft.data.dataset import Text
+from weft.data.dataset import Dataset
 from weft.data.loader import check_length
 from weft.data.packing import check_conversations
 from weft.data.source import STDLIB, check_path
@@ -34,10 +43,10 @@ from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES
 from weft.plan.pipeline_schedule import is_file
 from weft.plan.resolve import Plan, resolve_nodes
-from weft.train.environment import placed
+from weft.train.environment import apply_environment
 from weft.train.objectives import OBJECTIVES
 from weft.train.setup import detect_machine, joined
-from weft.train.state import home_of
+from weft.train.state import checkpoint_dir
 
 # Keys that a run cannot change half-way: its weights, or its place in the data, hang on them.
 FIXED = (
@@ -58,7 +67,7 @@ TRACKERS = ("wandb", "mlflow")
 
 
 def prepare_job(
-    recipe: str, overrides: list[tuple[str, str]], problems: Iterable[Problem] = ()
+    recipe: str, overrides: list[tuple[str, str]], problems: Iterable[ConfigError] = ()
 ) -> tuple[Job, Job, Plan]:
     """Read, check and plan a job.
 
@@ -76,14 +85,14 @@ def prepare_job(
     job, base, found = read_job(recipe, overrides)
     problems = [*problems, *found]
     if any(problem.key in ("recipe", "extends") for problem in problems):
-        raise InvalidJob(problems)  # the rest would judge defaults that nobody chose
+        raise InvalidConfig(problems)  # the rest would judge defaults that nobody chose
     job, base = _complete(job), _complete(base)
     bad = {problem.key for problem in problems}
     plan = None
-    later: list[Problem] = []
+    later: list[ConfigError] = []
     try:
-        plan = resolve_nodes(placed(job), detect_machine(job.run.device), recipe, base)
-    except InvalidJob as error:
+        plan = resolve_nodes(apply_environment(job), detect_machine(job.run.device), recipe, base)
+    except InvalidConfig as error:
         later += error.problems
     later += {str(found): found for found in _check_files(job, plan)}.values()
     if plan is not None:
@@ -96,7 +105,7 @@ def prepare_job(
     # What only echoes a mistake that is already listed is left out.
     problems += [p for p in later if p.key not in bad and not bad.intersection(p.depends)]
     if problems or plan is None:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)
     return job, base, plan
 
 
@@ -133,12 +142,12 @@ def _complete(job: Job) -> Job:
     )
 
 
-def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
+def _check_files(job: Job, plan: Plan | None) -> Iterator[ConfigError]:
     if not job.data.mixture:
         yield from check_path(job.data.path)
     elif job.data.path != STDLIB:
         remedy = "name all texts in data.mixture, or one in data.path"
-        yield Problem("data.path", job.data.path, "is not read beside data.mixture", remedy)
+        yield ConfigError("data.path", job.data.path, "is not read beside data.mixture", remedy)
     for path in job.data.mixture:
         yield from (changed(p, key="data.mixture") for p in check_path(path))
     yield from check_chat(job.data)
@@ -157,11 +166,11 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
     ):
         if "://" in value:
             remedy = "use a folder; only checkpoint.dir may be s3://bucket/prefix"
-            yield Problem(key, value, "is no folder", remedy)
+            yield ConfigError(key, value, "is no folder", remedy)
     if job.data.tokenizer != "train":
         try:
             tokenizer, _ = load_tokenizer(job.data.tokenizer)
-        except InvalidJob as error:
+        except InvalidConfig as error:
             yield from error.problems
         else:
             if plan is not None:
@@ -169,15 +178,15 @@ def _check_files(job: Job, plan: Plan | None) -> Iterator[Problem]:
     yield from check_names(job)
 
 
-def _check_restarts(limit: float) -> Iterator[Problem]:
+def _check_restarts(limit: float) -> Iterator[ConfigError]:
     """For torchrun every status but 0 is a failure, and 'saved' must not be 0, which means done."""
     if limit and joined() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         rule = "torchrun would start the ranks again as soon as they have saved and ended"
         remedy = "use torchrun --max-restarts 0, or let weft train start the ranks"
-        yield Problem("resilience.time_limit", limit, rule, remedy)
+        yield ConfigError("resilience.time_limit", limit, rule, remedy)
 
 
-def _check_home(value: str) -> Iterator[Problem]:
+def _check_home(value: str) -> Iterator[ConfigError]:
     key = "checkpoint.dir"
     if "://" not in value:
         if value != "auto":
@@ -189,28 +198,30 @@ def _check_home(value: str) -> Iterator[Problem]:
             open_folder(value).exists()
         except Exception as error:  # whatever the client of the store raises
             rule = f"cannot be reached: {type(error).__name__}: {error}"
-            yield Problem(key, value, rule, "see AWS_ENDPOINT_URL, AWS_PROFILE, ~/.aws")
+            yield ConfigError(key, value, rule, "see AWS_ENDPOINT_URL, AWS_PROFILE, ~/.aws")
 
 
-def check_names(job: Job) -> Iterator[Problem]:
+def check_names(job: Job) -> Iterator[ConfigError]:
     """Does everything exist that the job calls by name?  Of files only modules are looked at."""
     if job.resilience.lighthouse != "none" and importlib.util.find_spec("torchft") is None:
         rule, remedy = "needs torchft", "pip install 'weft[torchft]'"
-        yield Problem("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
+        yield ConfigError("resilience.lighthouse", job.resilience.lighthouse, rule, remedy)
     if importlib.util.find_spec("torchao") is None:
         rule, remedy = "needs torchao", "pip install 'weft[torchao]'"
         if (recipe := job.precision.float8) != "none":
-            yield Problem("precision.float8", recipe, rule, remedy)
+            yield ConfigError("precision.float8", recipe, rule, remedy)
     for name in TRACKERS:
         if name in job.monitor.trackers and importlib.util.find_spec(name) is None:
-            yield Problem("monitor.trackers", name, f"needs {name}", f"pip install 'weft[{name}]'")
+            yield ConfigError(
+                "monitor.trackers", name, f"needs {name}", f"pip install 'weft[{name}]'"
+            )
     for fault in job.resilience.faults:
         if fault.site not in SITES:
             rule, remedy = f"no site is called {fault.site!r}", suggest(fault.site, SITES)
-            yield Problem("resilience.faults", fault.site, rule, remedy)
+            yield ConfigError("resilience.faults", fault.site, rule, remedy)
         elif fault.kind in ("corrupt", "nan", "flip") and fault.site != "gradients":
             rule = f"has no tensors for a fault of kind {fault.kind}"
-            yield Problem("resilience.faults", fault.site, rule, "use site gradients")
+            yield ConfigError("resilience.faults", fault.site, rule, "use site gradients")
     named: list[tuple[str, str, Mapping[str, object]]] = [
         ("optim.name", job.optim.name, OPTIMIZERS),
         ("optim.schedule", job.optim.schedule, SCHEDULES),
@@ -221,17 +232,17 @@ def check_names(job: Job) -> Iterator[Problem]:
         try:
             lookup(value, table)
         except LookupError as error:
-            yield Problem(name, value, str(error), suggest(value, table))
+            yield ConfigError(name, value, str(error), suggest(value, table))
 
 
-def _check_vocabulary(job: Job, plan: Plan, entries: int) -> Iterator[Problem]:
+def _check_vocabulary(job: Job, plan: Plan, entries: int) -> Iterator[ConfigError]:
     if entries > plan.model.vocab_size:
         rule = f"has {entries} entries, more than vocab_size = {plan.model.vocab_size} of the model"
         remedy = f"use --model.vocab_size {-(-entries // 128) * 128}, or another tokenizer"
-        yield Problem("data.tokenizer", job.data.tokenizer, rule, remedy)
+        yield ConfigError("data.tokenizer", job.data.tokenizer, rule, remedy)
 
 
-def check_writable(key: str, value: str) -> Iterator[Problem]:
+def check_writable(key: str, value: str) -> Iterator[ConfigError]:
     """Nothing is made: the probe, which is never visible, goes into the folder above."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -240,10 +251,10 @@ def check_writable(key: str, value: str) -> Iterator[Problem]:
         tempfile.TemporaryFile(dir=above).close()
     except OSError as error:
         rule = f"cannot be written: {error.strerror}: {error.filename or value}"
-        yield Problem(key, value, rule, "use another folder")
+        yield ConfigError(key, value, rule, "use another folder")
 
 
-def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
+def _check_run_dir(job: Job, unreachable: bool) -> Iterator[ConfigError]:
     """Is the run's folder writable, and is the run in it, whose checkpoints may be, the same?"""
     folder = Path(job.run.dir)
     wrong = list(check_writable("run.dir", job.run.dir))
@@ -251,33 +262,35 @@ def _check_run_dir(job: Job, unreachable: bool) -> Iterator[Problem]:
     before = folder / "job.toml"
     if wrong or unreachable:
         return
-    if not (found := checkpoints(home_of(job.checkpoint.dir, folder))):
-        here = checkpoints(home_of("auto", folder))
+    if not (found := checkpoints(checkpoint_dir(job.checkpoint.dir, folder))):
+        here = checkpoints(checkpoint_dir("auto", folder))
         if here and before.is_file():  # imported, or moved: it would start from random weights
             rule = f"has none of the run's checkpoints, which are in {here[0].parent}"
             remedy = "copy them there first, or leave checkpoint.dir out"
-            yield Problem("checkpoint.dir", job.checkpoint.dir, rule, remedy)
+            yield ConfigError("checkpoint.dir", job.checkpoint.dir, rule, remedy)
         return
     if not before.is_file() and job.resilience.lighthouse != "none":
         return  # they are another replica group's
     if not before.is_file():
         rule = "holds checkpoints but no job.toml: whether they are this run's cannot be told"
-        yield Problem("run.dir", job.run.dir, rule, "use another --run.dir, or put the file back")
+        yield ConfigError(
+            "run.dir", job.run.dir, rule, "use another --run.dir, or put the file back"
+        )
         return
     old, _, problems = read_job(str(before))
     if problems:
         rule = f"holds a run whose job.toml is damaged ({problems[0]})"
-        yield Problem("run.dir", job.run.dir, rule, "use another --run.dir, or mend the file")
+        yield ConfigError("run.dir", job.run.dir, rule, "use another --run.dir, or mend the file")
         return
     fixed = FIXED if checkpoint_step(found[-1]) else FIXED_AT_0
     for name, (ours, theirs) in difference(spelled_out(job), spelled_out(old)).items():
         if name.startswith(fixed):
             rule = f"the run in {folder} was started with {theirs}"
             remedy = "use another --run.dir, or the value that it was started with"
-            yield Problem(name, ours, rule, remedy)
+            yield ConfigError(name, ours, rule, remedy)
 
 
-def check_text(job: Job, plan: Plan, text: Text) -> None:
+def check_text(job: Job, plan: Plan, text: Dataset) -> None:
     """The text must fit the model, and be the one that the run has been trained on so far.
 
     Raises:
@@ -291,7 +304,7 @@ def check_text(job: Job, plan: Plan, text: Text) -> None:
         if source.store.manifest.kind == "text":
             problems += check_length(tokens, job.train.seq_len, what)
         problems += check_conversations(source.store, job.train.seq_len, job.data)
-    for path in reversed(checkpoints(home_of(job.checkpoint.dir, Path(plan.run_dir)))):
+    for path in reversed(checkpoints(checkpoint_dir(job.checkpoint.dir, Path(plan.run_dir)))):
         try:
             data = read_manifest(path).get("data")
         except DamagedCheckpoint:
@@ -300,7 +313,7 @@ def check_text(job: Job, plan: Plan, text: Text) -> None:
             rule = f"is not, or no longer, the text that {path} was trained on"
             key = "mixture" if job.data.mixture else "path"
             value = getattr(job.data, key)
-            problems.append(Problem(f"data.{key}", value, rule, "use another --run.dir"))
+            problems.append(ConfigError(f"data.{key}", value, rule, "use another --run.dir"))
         break
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidConfig(problems)

@@ -21,35 +21,35 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import Parameter
 
-from weft.checkpoint.manager import Saver
+from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.replica_check import compare_replicas
-from weft.checkpoint.save_schedule import Saves
+from weft.checkpoint.save_schedule import CheckpointSchedule
 from weft.checkpoint.state_dict import named_parameters
 from weft.config.job import Job, WeftError
-from weft.data.dataset import Text
-from weft.data.loader import Ahead, Batch, Loader, samples_of
+from weft.data.dataset import Dataset
+from weft.data.loader import Prefetcher, Batch, Loader, samples_of
 from weft.data.token_store import SplitName
 from weft.models import load_family
-from weft.monitor.anomaly import Trial, Watch, gather
+from weft.monitor.anomaly import StepResult, AnomalyDetector, gather
 from weft.monitor.autograd_anomaly import naming_backward
 from weft.monitor.device_memory import OutOfMemory, is_out_of_memory, out_of_memory
-from weft.monitor.faults import arm
-from weft.monitor.faults import at as reach
+from weft.monitor.faults import install_faults
+from weft.monitor.faults import fault_point as reach
 from weft.monitor.log_buffer import tolerate
 from weft.monitor.profiler import Profile
-from weft.monitor.signals import Wishes
+from weft.monitor.signals import RankConsensus
 from weft.monitor.spans import Spans, span, spans_path
-from weft.optim.optimizer import clip, grad_norm, set_learning_rate, step_unless
+from weft.optim.optimizer import clip, grad_norm, set_learning_rate, masked_step
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import NOTHING_COMPILED, graph_break, tell_compiling
 from weft.plan.resolve import Plan
 from weft.train.epochs import repetition_warnings
-from weft.train.metric_logger import Journal, Recorder, TrainingError, due
+from weft.train.metric_logger import Journal, MetricLogger, TrainingError, due
 from weft.train.reference_logprobs import with_references
 from weft.train.replica_groups import join
 from weft.train.run_dir import write_plan
 from weft.train.setup import Rank, build, open_statistics
-from weft.train.state import home_of, resume, rewind
+from weft.train.state import checkpoint_dir, resume, rewind
 from weft.train.step import batch_to, held_out
 
 # Of reading a batch, on this rank alone; not RuntimeError, which torch and CUDA raise.
@@ -58,7 +58,7 @@ DATA_ERRORS = (OSError, WeftError, LookupError, ValueError)
 GARBAGE_STEPS = 50  # between looks for Python's garbage, on all ranks at once
 
 
-def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> bool:
+def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> bool:
     """Train until ``train.steps``, from the newest checkpoint of the run if there is one.
 
     On a signal or at ``resilience.time_limit`` the step is finished and a checkpoint saved.
@@ -72,7 +72,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         Whether all steps are done; the same on every rank.
     """
     folder, steps, seed = Path(plan.run_dir), job.train.steps, job.train.seed
-    arm(job.resilience.faults, rank.rank, folder / "logs")
+    install_faults(job.resilience.faults, rank.rank, folder / "logs")
     spans = Spans(spans_path(folder, rank.rank) if job.monitor.spans else None, rank.rank)
     journal = Journal(folder, rank, console)
     say = journal.say
@@ -83,7 +83,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         built = build(job, plan, rank)
     parts, mesh, engine, optimizer, decay = built
     params = [param for _, param in named_parameters(parts)]
-    home = home_of(job.checkpoint.dir, folder)
+    home = checkpoint_dir(job.checkpoint.dir, folder)
     at = resume(home, job.checkpoint.local_dir, parts, optimizer, say)
 
     # ---- on what
@@ -101,7 +101,7 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,
     )
-    ahead = Ahead(loader, rank.device, threaded=rank.device.type == "cuda")
+    ahead = Prefetcher(loader, rank.device, threaded=rank.device.type == "cuda")
 
     def warn(text: str) -> None:
         journal.note("warning", at.step, text, warning=True)
@@ -109,22 +109,22 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
     # ---- and what goes on around it
     groups = join(job, plan, text, rank, say)
     statistics = open_statistics(job, plan, mesh, parts)
-    recorder = Recorder(job, plan, text, rank, built, statistics, journal)
+    recorder = MetricLogger(job, plan, text, rank, built, statistics, journal)
     section = job.checkpoint
-    saver = Saver(
+    saver = CheckpointManager(
         home, section.keep_latest, background=section.async_save, local=section.local_dir, say=warn
     )
-    saves = Saves(section, at.step, say)
+    saves = CheckpointSchedule(section, at.step, say)
     profile = Profile(job, plan, rank.device, say)
-    wishes = Wishes(job.resilience.time_limit)
-    watch = Watch(job.resilience, at.watch, statistics.where)
+    wishes = RankConsensus(job.resilience.time_limit)
+    watch = AnomalyDetector(job.resilience, at.watch, statistics.where)
     stages = mesh.group("pp") if plan.pp > 1 else None
     check, first = job.resilience.replica_check, at.step
     blocks = [block for part in parts for block in load_family(job.model.kind).blocks(part)]
     batches: list[Batch] = []
     failure: Exception | None = None
 
-    def compute(step: int, batches: list[Batch]) -> Trial:
+    def compute(step: int, batches: list[Batch]) -> StepResult:
         """Loss and gradients of a step, and what all ranks have to know of them."""
         drop(params)  # there are some if it is computed again
         rows = [len(batch.tokens_BT) for batch in batches]
@@ -141,13 +141,13 @@ def train(job: Job, plan: Plan, text: Text, rank: Rank, console: Console) -> boo
             norms = grad_norm(params, stages)
         return gather(share, *norms)
 
-    def update(trial: Trial) -> None:
+    def update(trial: StepResult) -> None:
         """Weights, unless loss or gradients are not finite: then not, and nobody waits to see."""
         with span("clip"):
             clip(params, trial.norm, job.optim.max_grad_norm)
         with span("optimizer"):
             bad = ~trial.told.isfinite().all()
-            step_unless(optimizer, bad)
+            masked_step(optimizer, bad)
             engine.balance.step(bad)
 
     def no_memory(error: Exception) -> OutOfMemory:

@@ -1,6 +1,6 @@
 """What a run tells while it trains: notes, seconds, and a record of some of its steps.
 
-Every rank has a `Recorder` and makes the same calls, because much of a record is of all ranks; only
+Every rank has a `MetricLogger` and makes the same calls, because much of a record is of all ranks; only
 the first one writes.  Of what comes with every step the host waits for the device in
 `Recorder.write` alone; docs/observing.md has the exceptions.
 """
@@ -18,25 +18,25 @@ from rich.console import Console
 from torch import Tensor
 
 from weft.config.job import Job, WeftError
-from weft.data.dataset import Text
+from weft.data.dataset import Dataset
 from weft.models import load_family
-from weft.monitor.anomaly import Anomaly, DivergenceDetector, Trial, Watch
+from weft.monitor.anomaly import Anomaly, DivergenceDetector, StepResult, AnomalyDetector
 from weft.monitor.device_memory import expected_of, memory_peak_gib
 from weft.monitor.event_log import EventLog, Kind
-from weft.monitor.faults import at as reach
+from weft.monitor.faults import fault_point as reach
 from weft.monitor.goodput import Ledger
 from weft.monitor.heartbeat import measured
 from weft.monitor.jsonl import MAX_STEP, Tail, add_anomalies, read_tail
 from weft.monitor.layer_grad_norms import LayerNorms
-from weft.monitor.layer_stats import Statistics
+from weft.monitor.layer_stats import LayerStats
 from weft.monitor.log_buffer import tolerate
-from weft.monitor.source_losses import Means, SourceLosses, listed
-from weft.monitor.step_record import Clock, StepRecord, spreads
+from weft.monitor.source_losses import RunningMean, SourceLosses, listed
+from weft.monitor.step_record import Clock, StepRecord, rank_stats
 from weft.monitor.stragglers import Probe, Stragglers, every_rank
 from weft.monitor.trackers import Sink, open_sinks
 from weft.plan.resolve import Plan
 from weft.train.setup import Built, Rank
-from weft.train.state import Position
+from weft.train.state import TrainState
 
 
 class TrainingError(WeftError):
@@ -77,7 +77,7 @@ class Journal:
         self._events.close()
 
 
-class Recorder:
+class MetricLogger:
     """Records of steps.
 
     Args:
@@ -89,10 +89,10 @@ class Recorder:
         self,
         job: Job,
         plan: Plan,
-        text: Text,
+        text: Dataset,
         rank: Rank,
         built: Built,
-        statistics: Statistics,
+        statistics: LayerStats,
         journal: Journal,
     ) -> None:
         self._job, self._plan, self._rank, self._journal = job, plan, rank, journal
@@ -105,7 +105,7 @@ class Recorder:
             blocks = load_family(job.model.kind).blocks
             self._layers = LayerNorms(built.parts, blocks, plan.pp)
         self._sources = SourceLosses(text.shares, rank.device)
-        self._metrics = Means(engine.objective.metrics, rank.device)
+        self._metrics = RunningMean(engine.objective.metrics, rank.device)
         self._stragglers = Stragglers()
         of_tokens = job.train.objective == "next_token"
         self._learning = DivergenceDetector(math.log(plan.model.vocab_size) if of_tokens else None)
@@ -160,7 +160,7 @@ class Recorder:
         self._journal.note("anomaly", step - 1, f"step {step}: {found}", warning=True)
         self._anomalies.append(found.to_dict(step, samples[0], samples[-1]))
 
-    def went_back(self, to: Position) -> None:
+    def went_back(self, to: TrainState) -> None:
         """Over the last anomaly."""
         self._anomalies[-1] |= {"first_sample": to.samples, "back_to": to.step}
         self.open_at(to.step)
@@ -188,10 +188,10 @@ class Recorder:
 
     def write(
         self,
-        at: Position,
+        at: TrainState,
         lr: float,
-        trial: Trial,
-        watch: Watch,
+        trial: StepResult,
+        watch: AnomalyDetector,
         groups: int,
         evaluate: Callable[[], float] | None,
     ) -> float:
@@ -251,7 +251,7 @@ class Recorder:
             slow_ratio=slow_ratio,
             expected_memory_gib=self._expected.get("memory_gib"),
             expected_step_seconds=self._expected.get("step_seconds"),
-            ranks=spreads(table),
+            ranks=rank_stats(table),
             expert_load=expert_load,
             grad_norms=dict(zip(layers, norms, strict=True)) or None,
             source_losses=self._sources.named(of_sources),

@@ -21,21 +21,21 @@ from xxhash import xxh3_64_hexdigest
 from weft.checkpoint.manifest import CheckpointError
 from weft.config.files import write_durably
 from weft.config.job import Job
-from weft.data.dataset import Text
+from weft.data.dataset import Dataset
 from weft.data.loader import Batch, Mixture, Pairs, evaluation_batches
 from weft.data.token_store import SplitName
 from weft.parallel.mesh import Mesh
 from weft.plan.resolve import Plan
 from weft.train.objectives import Losses, answers, pairs
-from weft.train.step import Engine
+from weft.train.step import TrainStep
 
 
 def with_references(
     job: Job,
     plan: Plan,
-    text: Text,
+    text: Dataset,
     mixtures: dict[SplitName, Mixture],
-    engine: Engine,
+    engine: TrainStep,
     mesh: Mesh,
     step: int,
     say: Callable[[str], None],
@@ -87,7 +87,7 @@ def with_references(
     }
 
 
-def log_probs(engine: Engine, samples: Pairs, plan: Plan, mesh: Mesh) -> Tensor:
+def log_probs(engine: TrainStep, samples: Pairs, plan: Plan, mesh: Mesh) -> Tensor:
     """Log-probabilities of both answers of all pairs, in nats: float32 (pairs, 2), on all ranks.
 
     An evaluation like any other, in which each row carries its number.

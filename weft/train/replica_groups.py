@@ -51,12 +51,12 @@ from weft.checkpoint.state_dict import (
     optimizer_state,
 )
 from weft.config.job import Job, WeftError, flatten
-from weft.data.dataset import Text
-from weft.monitor.faults import at as reach
+from weft.data.dataset import Dataset
+from weft.monitor.faults import fault_point as reach
 from weft.parallel.private import gloo_group, listening_store
 from weft.plan.resolve import Plan
 from weft.train.setup import Rank
-from weft.train.state import Position
+from weft.train.state import TrainState
 
 # What may differ between groups.
 OWN = (
@@ -78,7 +78,7 @@ class GroupsError(WeftError):
     """This group cannot take part."""
 
 
-class Alone:
+class SingleReplica:
     """The only group, for runs without a lighthouse."""
 
     place, count = 0, 1  # of this group among those that take part in the step, and their number
@@ -89,7 +89,7 @@ class Alone:
         """Whether it is for this group to save."""
         return self.place == 0
 
-    def meet(self, at: Position, parts: list[nn.Module], optimizer: Optimizer) -> Position:
+    def meet(self, at: TrainState, parts: list[nn.Module], optimizer: Optimizer) -> TrainState:
         """Before a step: find out who takes part in it, and be where they are.
 
         Every rank calls it.  Parameters and optimizer state change if this group was behind.
@@ -141,7 +141,7 @@ class Quorum(NamedTuple):
     place: int  # of this group among them
 
 
-class Groups(Alone):
+class ReplicaGroups(SingleReplica):
     """This group among the others."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Groups(Alone):
 
     # ---------------------------------------------------------------- before a step
 
-    def meet(self, at: Position, parts: list[nn.Module], optimizer: Optimizer) -> Position:
+    def meet(self, at: TrainState, parts: list[nn.Module], optimizer: Optimizer) -> TrainState:
         before, agreed, found = self.count, False, at
         while not agreed:
             quorum = self._quorum(at.step if self._sound else -1)
@@ -283,8 +283,8 @@ class Groups(Alone):
         self._pg = self._met = None
 
     def _even_out(
-        self, members: list[Member], at: Position, parts: list[nn.Module], optimizer: Optimizer
-    ) -> Position:
+        self, members: list[Member], at: TrainState, parts: list[nn.Module], optimizer: Optimizer
+    ) -> TrainState:
         """Those who have done most give their state to those who are behind."""
         newest = [i for i, member in enumerate(members) if member.step == members[0].step]
         for number, behind in enumerate(range(len(newest), len(members))):
@@ -296,7 +296,9 @@ class Groups(Alone):
                 at = self._receive(source, at, parts, optimizer)
         return at
 
-    def _give(self, other: int, at: Position, parts: list[nn.Module], optimizer: Optimizer) -> None:
+    def _give(
+        self, other: int, at: TrainState, parts: list[nn.Module], optimizer: Optimizer
+    ) -> None:
         moments = optimizer_state(parts, optimizer)
         shapes = {
             name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
@@ -309,8 +311,8 @@ class Groups(Alone):
             self._pg.send([local_part(tensor).to(self._device).contiguous()], other, 0).wait()
 
     def _receive(
-        self, other: int, at: Position, parts: list[nn.Module], optimizer: Optimizer
-    ) -> Position:
+        self, other: int, at: TrainState, parts: list[nn.Module], optimizer: Optimizer
+    ) -> TrainState:
         def fill(tensor: Tensor) -> Tensor:
             buffer = torch.empty_like(
                 tensor, device=self._device, memory_format=torch.contiguous_format
@@ -382,15 +384,17 @@ class Groups(Alone):
                 )
 
 
-def join(job: Job, plan: Plan, text: Text, rank: Rank, say: Callable[[str], None]) -> Alone:
+def join(
+    job: Job, plan: Plan, text: Dataset, rank: Rank, say: Callable[[str], None]
+) -> SingleReplica:
     """This run's place among the replica groups, if it is one."""
     section = job.resilience
     if section.lighthouse == "none":
-        return Alone()
+        return SingleReplica()
     same = {key: value for key, value in flatten(job).items() if not key.startswith(OWN)}
     same |= {"text": text.fingerprint, "mesh": plan.sizes}
     mark = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
     device = torch.device("cpu") if job.parallel.cpu_offload else rank.device
     limit = section.step_timeout
     timeout = TIMEOUT if limit == "auto" or limit == 0 else limit / 2
-    return Groups(section.lighthouse, mark, timeout, rank, device, say)
+    return ReplicaGroups(section.lighthouse, mark, timeout, rank, device, say)

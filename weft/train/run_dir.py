@@ -16,14 +16,14 @@ import torch
 
 import weft
 from weft.config.files import replace_text, write_json
-from weft.config.job import InvalidJob, Problem, WeftError
+from weft.config.job import InvalidConfig, ConfigError, WeftError
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 from weft.train.setup import detect_machine
 
 
 @contextmanager
-def owning(folder: Path, taken: Problem, shared: bool = False) -> Iterator[None]:
+def owning(folder: Path, taken: ConfigError, shared: bool = False) -> Iterator[None]:
     """Hold a folder's lock: two processes that write into it would undo each other's work.
 
     The kernel frees it when the process ends, however that happens.
@@ -41,7 +41,7 @@ def owning(folder: Path, taken: Problem, shared: bool = False) -> Iterator[None]
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidJob([taken]) from error
+            raise InvalidConfig([taken]) from error
         yield
 
 

@@ -24,11 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from weft.checkpoint.state_dict import frozen_parameters, named_buffers, named_parameters
-from weft.config.job import InvalidJob, Job, Problem, lookup
+from weft.config.job import InvalidConfig, Job, ConfigError, lookup
 from weft.models import load_family
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
-from weft.monitor.layer_stats import Statistics, layers_of
+from weft.monitor.layer_stats import LayerStats, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
 from weft.parallel.apply import build_parts
@@ -38,7 +38,7 @@ from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
 from weft.parallel.private import listening_store
 from weft.parallel.private_hooks import record_flights
 from weft.plan.resolve import Machine, Plan
-from weft.train.step import Engine
+from weft.train.step import TrainStep
 
 # --------------------------------------------------------------------------- before anything starts
 
@@ -57,7 +57,7 @@ def detect_machine(device: str) -> Machine:
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
         rule = "no CUDA device is visible"
-        raise InvalidJob([Problem("run.device", device, rule, "use cpu, or auto")])
+        raise InvalidConfig([ConfigError("run.device", device, rule, "use cpu, or auto")])
     use_cuda = gpus > 0 and device != "cpu"
     return Machine(
         device="cuda" if use_cuda else "cpu",
@@ -190,7 +190,7 @@ class Built(NamedTuple):
 
     parts: list[nn.Module]  # of the model: one, or one for each of its pipeline stages
     mesh: Mesh
-    engine: Engine
+    engine: TrainStep
     optimizer: Optimizer
     decay: Decay
 
@@ -224,7 +224,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
         family.decays,
         {param for part in parts for block in family.blocks(part) for param in block.parameters()},
     )
-    engine = Engine(parts, family, job, plan, mesh, rank.device)
+    engine = TrainStep(parts, family, job, plan, mesh, rank.device)
     return Built(parts, mesh, engine, optimizer, lookup(job.optim.schedule, SCHEDULES))
 
 
@@ -237,7 +237,7 @@ def allocate(part: nn.Module, device: torch.device, cpu_offload: bool) -> None:
                 setattr(module, name, buffer.to(device))
 
 
-def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) -> Statistics:
+def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) -> LayerStats:
     """This rank's statistics of the steps of ``debug.layer_stats_steps``."""
     blocks = load_family(job.model.kind).blocks
     stages = plan.pipeline.stages_of(mesh.at["pp"]) if plan.pipeline is not None else [0]
@@ -247,4 +247,4 @@ def open_statistics(job: Job, plan: Plan, mesh: Mesh, parts: list[nn.Module]) ->
     ]
     path = Path(plan.run_dir) / "statistics.jsonl"
     params = dict(named_parameters(parts))
-    return Statistics(job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)
+    return LayerStats(job.debug.layer_stats_steps, path, layers, params, plan.tokens_per_step)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import weft
 from weft.checkpoint.load import load, load_frozen, load_local
 from weft.checkpoint.local_save import kept_steps, local_folder
-from weft.checkpoint.manager import Saver, quarantined, set_aside
+from weft.checkpoint.manager import CheckpointManager, quarantined, quarantine
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,
@@ -27,12 +27,12 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.state_dict import frozen_parameters
 from weft.checkpoint.storage import open_folder
-from weft.data.dataset import Text
+from weft.data.dataset import Dataset
 from weft.plan.resolve import Plan
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainState:
     """How far a run is: optimizer steps done, and sequences consumed.
 
     ``samples`` alone decides which data comes next, whatever the batch and the layout become.
@@ -46,7 +46,7 @@ class Position:
     watch: Mapping[str, Any] = field(default_factory=dict)
     base: str = ""
 
-    def manifest(self, plan: Plan, text: Text) -> dict[str, Any]:
+    def manifest(self, plan: Plan, text: Dataset) -> dict[str, Any]:
         """What a checkpoint says of itself, as JSON values."""
         return {
             "step": self.step,
@@ -60,7 +60,7 @@ class Position:
         }
 
 
-def home_of(value: str, run: Path) -> Path:
+def checkpoint_dir(value: str, run: Path) -> Path:
     """Where the checkpoints of the run in folder ``run`` lie, by the value of checkpoint.dir."""
     return run / "checkpoints" if value == "auto" else open_folder(value)
 
@@ -72,7 +72,7 @@ def resume(
     optimizer: Optimizer,
     warn: Callable[[str], None],
     frozen: bool = True,
-) -> Position:
+) -> TrainState:
     """Load the newest intact checkpoint of a run; return where the run is then.
 
     Damaged checkpoints are renamed once an intact one is loaded, never before: until then they are
@@ -91,7 +91,7 @@ def resume(
     """
     # One decision for all ranks, each of which might see the folder at another moment.
     found, resumed, lost = from_rank_0(lambda: _survey(folder), f"{folder}: could not be read")
-    base = base_of(found, parts)
+    base = base_checkpoint(found, parts)
     if frozen and base is None and any(True for _ in frozen_parameters(parts)):
         rule = "the weights that adapters are trained to are random: there is no checkpoint"
         warn(f"{rule} of step 0, as weft import makes one")
@@ -127,7 +127,7 @@ def resume(
         dist.barrier()  # nobody reads the damaged ones any more
         if dist.get_rank() == 0:
             for path in damaged:
-                set_aside(path, "damaged")
+                quarantine(path, "damaged")
         if source.step < resumed:
             rule = f"the run was resumed at step {resumed} before, and no checkpoint of it is left"
             warn(f"warning: {rule}: resuming at step {source.step}")
@@ -136,7 +136,7 @@ def resume(
         lost.append(f"the run was resumed at step {resumed}, and no checkpoint of it is left")
     if lost:
         raise CheckpointError(_refusal(folder, lost))
-    return Position(0, 0, base="" if base is None else base.name)
+    return TrainState(0, 0, base="" if base is None else base.name)
 
 
 class _Source(NamedTuple):
@@ -170,14 +170,14 @@ def _refusal(folder: Path, lost: Sequence[str]) -> str:
     )
 
 
-def base_of(found: Sequence[Path], parts: Sequence[nn.Module]) -> Path | None:
+def base_checkpoint(found: Sequence[Path], parts: Sequence[nn.Module]) -> Path | None:
     """Of a run's checkpoints the one of step 0, if this model has weights that are not trained."""
     if not any(True for _ in frozen_parameters(parts)):
         return None
     return next((path for path in found if checkpoint_step(path) == 0), None)
 
 
-def _position(manifest: Mapping[str, Any], base: Path | None) -> Position:
+def _position(manifest: Mapping[str, Any], base: Path | None) -> TrainState:
     name, there = manifest.get("base", ""), "" if base is None else base.name
     if name != there:
         rule = f"step {manifest['step']} has adapters to the weights of {name or 'the seed'}"
@@ -185,17 +185,17 @@ def _position(manifest: Mapping[str, Any], base: Path | None) -> Position:
         raise CheckpointError(
             f"{rule}, and {name or there} is {'not ' * bool(name)}there; {remedy}"
         )
-    return Position(manifest["step"], manifest["samples"], manifest.get("watch", {}), name)
+    return TrainState(manifest["step"], manifest["samples"], manifest.get("watch", {}), name)
 
 
 def rewind(
     folder: Path,
     local: str,
-    saver: Saver,
+    saver: CheckpointManager,
     parts: list[nn.Module],
     optimizer: Optimizer,
     warn: Callable[[str], None],
-) -> Position:
+) -> TrainState:
     """`resume` in the middle of a run, which goes on from there on a branch of its own.
 
     Raises:

@@ -29,7 +29,7 @@ from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
 from weft.train.objectives import Losses, build_objective
 
 
-class Engine:
+class TrainStep:
     """This rank's parts of the model, and how a batch goes through them.
 
     The loss is a sum, divided once by what the whole global batch counts for (of next tokens, its
