@@ -41,7 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.checkpoint.state_dict import named_parameters
 from weft.config.job import read_job
-from weft.data.loader import Loader, Mixture, Windows
+from weft.data.loader import Loader, Mixture, TokenChunks
 from weft.data.token_store import TokenStream
 from weft.monitor.anomaly import gather
 from weft.monitor.stragglers import Stragglers, every_rank
@@ -101,7 +101,7 @@ def measure(layers: int = 4, ranks: int = 16, dim: int = 64) -> dict[str, float]
     start = (time.process_time() - began) * 1e3
 
     stream = TokenStream([np.zeros(8 << 20, np.uint16)])
-    samples = Mixture([Windows(stream, seq_len=8, packing="windows", separator=0)])
+    samples = Mixture([TokenChunks(stream, seq_len=8, packing="windows", separator=0)])
     loader = Loader(samples, 0, ranks, mesh.dp_rank, plan.dp_size, plan.microbatch)
     params = [param for _, param in named_parameters(parts)]
     spent = {"others": 0.0}

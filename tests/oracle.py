@@ -783,7 +783,7 @@ def build_weft(case: Case, folder: Path, rank: Rank | None = None) -> Weft:
 
 def oracle_of(weft: Weft) -> nn.Module:
     """The oracle's model with weft's initial weights, with adapters where weft has some."""
-    job, config = weft.config.job, weft.plan.model
+    job, config = weft.job, weft.plan.model
     model = build_theirs(job.model.kind, config)
     ours = {name: p for part in weft.built.parts for name, p in part.named_parameters()}
     buffers = dict(weft.built.parts[0].named_buffers())
@@ -824,11 +824,9 @@ def whole_of(weft: Weft, name: str, param: Tensor) -> Tensor:
     exact = torch.empty(shape)
     from weft.models import load_family
 
-    family = load_family(weft.config.job.model.kind)
-    init_params(
-        [(name, exact)], weft.config.job.train.seed, lambda n: family.init_of(n, weft.plan.model)
-    )
-    return rounded(exact, weft.config.job.lora.quantize)
+    family = load_family(weft.job.model.kind)
+    init_params([(name, exact)], weft.job.train.seed, lambda n: family.init_of(n, weft.plan.model))
+    return rounded(exact, weft.job.lora.quantize)
 
 
 def departures(case: Case) -> Iterator[Departure]:
@@ -849,7 +847,7 @@ def check_case(case: Case) -> None:
 
 class _Comparison:
     def __init__(self, weft: Weft) -> None:
-        self.weft, self.job, self.plan = weft, weft.config.job, weft.plan
+        self.weft, self.job, self.plan = weft, weft.job, weft.plan
         self.built = weft.built
         self.params = dict(named_parameters(weft.built.parts))
         self.theirs = oracle_of(weft)

@@ -27,7 +27,7 @@ from weft.config.files import read_json
 from weft.config.job import InvalidConfig, WeftError, read_job
 from weft.data.prepared_cache import read_scans, write_scans
 from weft.plan.devices import OURS, read_clusters
-from weft.tools.comparison_dir import COMPARISON, Ended, open_comparison, stored
+from weft.tools.comparison_dir import COMPARISON, TrialResult, open_comparison, stored
 from weft.tools.generate import read_prompts
 from weft.tools.hf_convert import import_model
 from weft.tools.multiple_choice import read_task
@@ -147,7 +147,7 @@ TEXTS: dict[str, tuple[Callable[[Path], object], str | bytes]] = {
     "verify-fuzz-7.jsonl": (read_fuzz_log, json.dumps(asdict(TRIED)) + "\n"),
     COMPARISON: (
         read_comparison_file,
-        json.dumps(stored(VARIANTS, [Ended(0, 1, 0, "", 3.0)], [1])),
+        json.dumps(stored(VARIANTS, [TrialResult(0, 1, 0, "", 3.0)], [1])),
     ),
     "some.json": (read_json, json.dumps({"a": [1, {"b": None}], "c": "text"})),
 }

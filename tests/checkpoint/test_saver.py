@@ -65,7 +65,7 @@ def write_late(folder: str, background: bool) -> tuple[dict[str, torch.Tensor], 
         param.grad = torch.ones_like(param.data)
     optimizer.step()
     saver.wait()
-    return before, saver.stall_seconds, saver.write_seconds
+    return before, saver.blocking_seconds, saver.write_seconds
 
 
 def toml(fault: dict[str, Any]) -> str:
@@ -287,7 +287,7 @@ def be_superseded(folder: str) -> str:
     with pytest.raises(Superseded) as caught:
         saver.wait()
     with pytest.raises(Superseded):
-        saver.wants_again()
+        saver.should_retry()
     return str(caught.value)
 
 
@@ -384,7 +384,7 @@ def lose_the_folder(folder: str) -> tuple[list[str], int]:
         saver.wait()
         if step == 1:
             shutil.rmtree(home)
-    saver.wants_again()
+    saver.should_retry()
     assert leases(home) == [(1, 0), (2, 0)]
     epoch = take(home, 3)
     with pytest.raises(Superseded):

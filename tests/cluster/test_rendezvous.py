@@ -27,7 +27,7 @@ from tests.cluster.test_launcher import wait_for
 from tests.harness import run_ranks
 from tests.small import records, train_rank
 from weft.cluster import REQUEUE
-from weft.cluster.rendezvous import RendezvousHandler, is_here, meet
+from weft.cluster.rendezvous import RendezvousHandler, is_here, open_rendezvous
 from weft.config.job import InvalidConfig, read_job
 from weft.parallel.private import listening_store
 from weft.plan.resolve import Machine, resolve_nodes
@@ -73,7 +73,7 @@ class Node:
 
     def __init__(self, port: int, counts: tuple[int, ...], same: dict[str, Any]) -> None:
         self.asked: list[str] = []
-        self.meeting = meet(
+        self.meeting = open_rendezvous(
             f"localhost:{port}",
             "test",
             counts,

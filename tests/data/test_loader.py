@@ -16,7 +16,7 @@ from weft.data.loader import (
     Loader,
     Mixture,
     Packing,
-    Windows,
+    TokenChunks,
     check_length,
     evaluation_batches,
 )
@@ -49,7 +49,7 @@ def loader(stream: TokenStream, **changes: object) -> Loader:
         "microbatch": 24,
     }
     settings |= changes
-    samples = Windows(stream, settings.pop("seq_len"), settings.pop("packing"), SEPARATOR)  # type: ignore[arg-type]
+    samples = TokenChunks(stream, settings.pop("seq_len"), settings.pop("packing"), SEPARATOR)  # type: ignore[arg-type]
     return Loader(Mixture([samples]), **settings)  # type: ignore[arg-type]
 
 
@@ -269,7 +269,7 @@ def test_evaluation_counts_each_window_once(
     packing: Packing, sequences: int, dp_size: int, microbatch: int
 ) -> None:
     stream = make_stream(13 * 8 + 5)
-    held_out = Mixture([Windows(stream, 8, packing, SEPARATOR)])
+    held_out = Mixture([TokenChunks(stream, 8, packing, SEPARATOR)])
     per_rank = [
         list(evaluation_batches(held_out, sequences, r, dp_size, microbatch))
         for r in range(dp_size)
@@ -296,7 +296,7 @@ def test_evaluation_counts_each_window_once(
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_short_validation_text_is_one_padded_row(packing: Packing) -> None:
     stream = TokenStream([np.array([5, 6, 7, SEPARATOR], np.uint16)])
-    held_out = Mixture([Windows(stream, 8, packing, SEPARATOR)])
+    held_out = Mixture([TokenChunks(stream, 8, packing, SEPARATOR)])
     counted = 0
     for rank in range(2):
         [batch] = evaluation_batches(held_out, 64, rank, 2, 4)

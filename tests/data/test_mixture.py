@@ -10,8 +10,8 @@ import pytest
 from tests.data.test_loader import SEPARATOR, equal, join, make_stream
 from weft.config.job import DataSection, InvalidConfig, read_job
 from weft.data.dataset import open_text, source_names
-from weft.data.loader import IGNORE, Batch, Loader, Mixture, Windows, evaluation_batches
-from weft.data.order import ROUND, Turns, parts, sample_index
+from weft.data.loader import IGNORE, Batch, Loader, Mixture, TokenChunks, evaluation_batches
+from weft.data.order import ROUND, MixtureSampler, parts, sample_index
 from weft.data.prepare import prepare, prepare_text
 from weft.data.token_store import TokenStream
 from weft.train.job_checks import prepare_job
@@ -22,7 +22,7 @@ from weft.train.job_checks import prepare_job
 @pytest.mark.parametrize("shares", [[1.0], [0.7, 0.3], [0.5, 0.25, 0.249, 0.001], [1 / 9] * 9])
 def test_mixture_each_stretch_has_each_share(shares: list[float]) -> None:
     places = np.arange(3 * ROUND + 77)
-    owner, before = Turns(shares).at(places)
+    owner, before = MixtureSampler(shares).at(places)
     for source, share in enumerate(shares):
         mine = owner == source
         # A source's samples come one after the other.
@@ -35,7 +35,7 @@ def test_mixture_each_stretch_has_each_share(shares: list[float]) -> None:
 
 
 def test_mixture_place_looked_up_alone_is_the_same() -> None:
-    turns = Turns([0.6, 0.4])
+    turns = MixtureSampler([0.6, 0.4])
     places = np.array([0, 5, ROUND - 1, ROUND, 10**9])
     owner, before = turns.at(places)
     alone = [turns.at(np.array([place])) for place in places]
@@ -46,7 +46,7 @@ def test_mixture_place_looked_up_alone_is_the_same() -> None:
 
 def test_mixture_turns_for_a_seed_are_frozen() -> None:
     # Runs resume by them, so they may never change.
-    owner, before = Turns([0.7, 0.3]).at(np.arange(12))
+    owner, before = MixtureSampler([0.7, 0.3]).at(np.arange(12))
     assert owner.tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1]
     assert before.tolist() == [0, 1, 2, 0, 3, 4, 1, 5, 2, 6, 7, 3]
 
@@ -78,7 +78,7 @@ def mixture(packing: str = "documents") -> Mixture:
         for source, size in enumerate((700, 90, 300))
         for ids in [make_stream(size, source).window(np.array([0]), size)[0]]
     ]
-    windows = [Windows(stream, 8, packing, SEPARATOR) for stream in streams]  # type: ignore[arg-type]
+    windows = [TokenChunks(stream, 8, packing, SEPARATOR) for stream in streams]  # type: ignore[arg-type]
     return Mixture(windows, [0.5, 0.2, 0.3])
 
 

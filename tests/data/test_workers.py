@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from weft.config.job import InvalidConfig, ConfigError, WeftError
-from weft.data.workers import Advance, each
+from weft.data.workers import Advance, parallel_map
 
 
 def doubled(number: int, advance: Advance) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def killed(number: int, advance: Advance) -> int:
 def test_each_item_is_done_once_and_reported() -> None:
     for processes in (1, 2):
         told: list[int] = []
-        found = dict(each(doubled, range(20), told.append, processes))
+        found = dict(parallel_map(doubled, range(20), told.append, processes))
         assert {place: result[0] for place, result in found.items()} == {
             n: 2 * n for n in range(20)
         }
@@ -48,14 +48,14 @@ def test_each_item_is_done_once_and_reported() -> None:
 def test_each_refusal_stops_the_others_and_keeps_its_problems() -> None:
     began = time.monotonic()
     with pytest.raises(InvalidConfig) as caught:
-        list(each(refused_at_3, [1, 3], lambda size: None, 2))
+        list(parallel_map(refused_at_3, [1, 3], lambda size: None, 2))
     assert [problem.rule for problem in caught.value.problems] == ["is the third", "and more"]
     assert time.monotonic() - began < 50
 
 
 def test_each_killed_process_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
-        list(each(killed, [1, 2], lambda size: None, 2))
+        list(parallel_map(killed, [1, 2], lambda size: None, 2))
 
 
 class Slow(list[int]):
@@ -69,4 +69,4 @@ class Slow(list[int]):
 
 def test_each_process_killed_during_submission_is_reported() -> None:
     with pytest.raises(WeftError, match="was killed, perhaps for want of memory"):
-        list(each(killed, Slow(range(30)), lambda size: None, 2))
+        list(parallel_map(killed, Slow(range(30)), lambda size: None, 2))

@@ -131,7 +131,7 @@ def scale_of(svg: ET.Element) -> tuple[float, float]:
 def test_pipeline_chart_has_every_action_once_on_its_rank(layout: str) -> None:
     _, plan, _ = predicted(layout)
     boxes = actions(picture(drawn(layout), "pipeline"))
-    table = plan.timetable
+    table = plan.pipeline_schedule
     assert all(len(places) == 1 for places in boxes.values())
     assert {key: places[0].rank for key, places in boxes.items()} == {
         tuple(action): rank for rank, order in table.items() for action in order

@@ -28,7 +28,7 @@ from weft.estimate.cost import (
 from weft.estimate.decoder import Layout, Sizes, layers_of_stages
 from weft.models import llama
 from weft.plan.devices import Network, device_named, known_clusters, read_clusters
-from weft.plan.pipeline_schedule import Action, Timetable, timetable
+from weft.plan.pipeline_schedule import Action, PipelineSchedule, timetable
 
 ROOT = Path(__file__).parent.parent.parent
 LLAMA_8B = Sizes(32, 4096, 32, 8, 14336, 128256)
@@ -201,7 +201,9 @@ def test_a_slow_host_is_waited_for() -> None:
 # --------------------------------------------------------------------------- pipelines
 
 
-def makespan(table: Timetable, seconds: dict[tuple[int, str], float], hop: float = 0.0) -> float:
+def makespan(
+    table: PipelineSchedule, seconds: dict[tuple[int, str], float], hop: float = 0.0
+) -> float:
     return max(span.end for span in spans(table, seconds, hop))
 
 

@@ -21,7 +21,7 @@ from weft.estimate.calibrate import planned_again
 from weft.estimate.forecast import forecast
 from weft.estimate.report_sections import sections, timeline
 from weft.monitor.html import document
-from weft.monitor.run_reader import History
+from weft.monitor.run_reader import RunReader
 from weft.monitor.run_report import FILE
 from weft.plan.devices import GIB
 from weft.plan.resolve import Machine, Plan, resolve
@@ -93,7 +93,7 @@ def test_report_predicted_memory_is_of_the_runs_plan(
 def spans(plan: Plan, steps: list[int], folder: Path, cut: int = 0) -> None:
     """Traces in which action n of rank r begins at 1000 step + 10 n + r milliseconds."""
     (folder / "spans").mkdir(exist_ok=True)
-    for rank, order in plan.timetable.items():
+    for rank, order in plan.pipeline_schedule.items():
         events: list[dict[str, Any]] = []
         for step in steps:
             events.append({"name": "waiting for data", "ph": "X", "ts": 0, "args": {"step": step}})
@@ -112,7 +112,7 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
     found = timeline(folder, plan)
     assert found is not None
     assert found[0] == 6
-    for rank, order in plan.timetable.items():
+    for rank, order in plan.pipeline_schedule.items():
         mine = sorted((s for s in found[1] if s.rank == rank), key=lambda span: span.start)
         assert [span[1:4] for span in mine] == [tuple(action) for action in order]
         assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
@@ -122,14 +122,14 @@ def test_timeline_is_of_the_last_complete_step(trained: tuple[Path, str]) -> Non
     assert found is not None
     step, drawn = found
     assert step == 5
-    table = plan.timetable
+    table = plan.pipeline_schedule
     expected = {
         (rank, *action): pytest.approx((0.01 * n + 0.001 * rank, 0.01 * n + 0.001 * rank + 0.005))
         for rank, order in table.items()
         for n, action in enumerate(order)
     }
     assert {s[:4]: s[4:] for s in drawn} == expected
-    by_heading = dict(sections([History(folder)]))
+    by_heading = dict(sections([RunReader(folder)]))
     svg = by_heading["The pipeline, measured in step 5"]
     page = document("", svg).decode().replace("pipeline-measured", "pipeline")
     boxes = actions(picture(parsed(page), "pipeline"))
@@ -149,7 +149,7 @@ def test_sections_profile_is_averaged_over_ranks(trained: tuple[Path, str]) -> N
         (folder / "traces" / f"step-{steps}").mkdir(parents=True)
         summary = folder / "traces" / f"step-{steps}" / "summary.json"
         summary.write_text(json.dumps({"ranks": of_ranks, "expected": None}))
-    by_heading = dict(sections([History(folder)]))
+    by_heading = dict(sections([RunReader(folder)]))
     drawn = by_heading["Where a step's time went, measured: step-12-13"]
     assert "Of 250 ms, 80.0% is compute" in drawn
     assert "pp: communication that nothing hides: 25.0 ms, 10.0%" in drawn
@@ -168,16 +168,16 @@ def test_sections_without_a_forecast_say_why(
     folder = tmp_path / "run"
     write_plan(folder, resolve(job, Machine("cpu", devices=1, world_size=1)))
     (folder / "job.toml").write_text(to_toml(job, "demo", base))
-    ((_, told),) = sections([History(folder)])
+    ((_, told),) = sections([RunReader(folder)])
     assert told.startswith("<p>There is no forecast: ")
     gone = (folder / "job.toml").read_text().replace("odd_of_mine", "gone_by_now")
     (folder / "job.toml").write_text(gone)
-    ((_, told),) = sections([History(folder)])
+    ((_, told),) = sections([RunReader(folder)])
     assert "It cannot be planned again: model.kind = &quot;gone_by_now:FAMILY&quot;" in told
 
 
 def test_sections_of_several_runs_are_one_table(trained: tuple[Path, str]) -> None:
     folder, _ = trained
-    ((heading, content),) = sections([History(folder), History(folder)])
+    ((heading, content),) = sections([RunReader(folder), RunReader(folder)])
     assert heading == "Predicted and measured"
     assert content.count("memory of the fullest rank, GiB") == 2

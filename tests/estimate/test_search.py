@@ -21,7 +21,7 @@ from weft.estimate.search import (
     MOST_TRACED,
     TRACED,
     Candidate,
-    Found,
+    SearchResult,
     candidates,
     impossible,
     named,
@@ -58,7 +58,7 @@ def planned(cluster: str, *overrides: tuple[str, str]) -> tuple[Job, Plan, Machi
 
 
 def everything(job: Job, plan: Plan, machine: Machine) -> list[Candidate]:
-    device = machine.known
+    device = machine.spec
     assert device is not None
     sizes, base = sizes_of(plan), layout_of(job, plan, device)
     assert sizes is not None
@@ -70,7 +70,7 @@ def with_room(machine: Machine, gib: float) -> Machine:
     return replace(machine, memory_bytes=OUTSIDE["cuda"] + int(gib * 2**30))
 
 
-def check_sums(found: Found, job: Job, plan: Plan, machine: Machine) -> None:
+def check_sums(found: SearchResult, job: Job, plan: Plan, machine: Machine) -> None:
     """Everything that there is was considered once, and has a reason."""
     told = [*(each.candidate for each in found.best), *(each.candidate for each in found.losers)]
     assert found.considered == len(told)
@@ -86,7 +86,7 @@ def key_of(candidate: Candidate) -> str:
 
 
 @pytest.fixture(scope="module")
-def tight() -> tuple[Job, Plan, Machine, Found, list[str]]:
+def tight() -> tuple[Job, Plan, Machine, SearchResult, list[str]]:
     """Two H100 with little memory, searched in this process as where there is one core:
     `test_plan_search_winner_has_its_forecast_when_planned_again` has processes that trace."""
     job, plan, machine = planned("1x2xH100", ("train.global_batch_size", "4"))
@@ -97,7 +97,7 @@ def tight() -> tuple[Job, Plan, Machine, Found, list[str]]:
         return job, plan, machine, search(job, plan, machine, said.append), said
 
 
-Tight = tuple[Job, Plan, Machine, Found, list[str]]
+Tight = tuple[Job, Plan, Machine, SearchResult, list[str]]
 
 
 def test_search_every_layout_is_ranked_or_has_a_reason(tight: Tight) -> None:

@@ -17,9 +17,9 @@ from tests.small import Overrides, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import named_parameters
 from weft.config.job import Job, WeftError
 from weft.estimate import trace as tracing
-from weft.estimate.extrapolate import Expansion, NotAlike
+from weft.estimate.extrapolate import Expansion, HeterogeneousLayers
 from weft.estimate.forecast import exchanges_of
-from weft.estimate.op_recorder import Recording
+from weft.estimate.op_recorder import OpTrace
 from weft.estimate.trace import (
     Trace,
     build_fake,
@@ -94,7 +94,7 @@ def told(layout: str, mode: Any = None) -> dict[str, Any]:
     }
 
 
-def traffic(recording: Recording, mesh: Mesh) -> dict[str, tuple[int, int]]:
+def traffic(recording: OpTrace, mesh: Mesh) -> dict[str, tuple[int, int]]:
     """``{"all_gather tp": (20, 81920)}``: collectives and their bytes, by kind and axis."""
     groups = groups_of(recording, mesh)
     found: dict[str, tuple[int, int]] = {}
@@ -110,7 +110,7 @@ def traffic(recording: Recording, mesh: Mesh) -> dict[str, tuple[int, int]]:
     return found
 
 
-def peak_bytes(recording: Recording) -> int:
+def peak_bytes(recording: OpTrace) -> int:
     """The most bytes of live storages at once."""
     live = peak = sum(recording.kept.values())
     for event in recording.events:
@@ -308,7 +308,7 @@ def test_traces_blocks_that_differ_are_not_extrapolated(monkeypatch: pytest.Monk
     def refuse(recording: Any, recorded: Any, whole: Any) -> Any:
         seen.append(recorded.blocks)
         if recorded != whole:
-            raise NotAlike("for once")
+            raise HeterogeneousLayers("for once")
         return real(recording, recorded, whole)
 
     monkeypatch.setattr(tracing, "Expansion", refuse)

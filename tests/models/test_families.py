@@ -64,7 +64,7 @@ def transformers_twin(kind: str, config: Any) -> nn.Module:
 def test_logits_and_gradients_equal_transformers(kind: str, tied: bool) -> None:
     config = config_of(kind, tied_embeddings=tied)
     model, twin = filled(kind, config), transformers_twin(kind, config)
-    named = counterpart(FAMILIES[kind]).their_name
+    named = counterpart(FAMILIES[kind]).hf_name
     theirs = dict(twin.named_parameters())
     assert {n: p.shape for n, p in theirs.items()} == {
         named(name): shape for name, shape in shapes(FAMILIES[kind], config).items()

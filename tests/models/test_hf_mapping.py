@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.models.test_llama import SCALED, SMALL, TIED
 from weft.models import FAMILIES
-from weft.models.family import their_name
+from weft.models.family import hf_name
 from weft.models.hf_mapping import from_config, kind_of, shapes, to_config
 from weft.models.llama import PRESETS, Llama, LlamaConfig
 
@@ -30,7 +30,7 @@ def test_from_config_written_by_transformers_is_understood(config: LlamaConfig) 
 
     twin: nn.Module = LlamaForCausalLM(TheirConfig(**to_config(LLAMA, config, "float32")))
     assert from_config(LLAMA, json.loads(twin.config.to_json_string())) == (config, [])
-    names = {their_name(name): shape for name, shape in shapes(LLAMA, config).items()}
+    names = {hf_name(name): shape for name, shape in shapes(LLAMA, config).items()}
     assert names == {name: p.shape for name, p in twin.named_parameters()}
 
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.harness import run_ranks
 from weft.config.job import InvalidConfig, ConfigError
 from weft.models import FAMILIES, Family, load_family, resolve_model
-from weft.models.family import their_name
+from weft.models.family import hf_name
 from weft.models.hf_mapping import to_config
 from weft.models.layers import rope_frequencies
 from weft.models.llama import (
@@ -82,7 +82,7 @@ def transformers_twin(model: Llama) -> nn.Module:
     twin = LlamaForCausalLM(TheirConfig(**to_config(FAMILIES["llama"], model.config, "float32")))
     theirs = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
-        theirs.pop(their_name(name)).data.copy_(parameter.data)
+        theirs.pop(hf_name(name)).data.copy_(parameter.data)
     assert not theirs, "parameters that only transformers has"
     return twin
 
@@ -102,9 +102,9 @@ def test_logits_and_gradients_equal_transformers(config: LlamaConfig) -> None:
     F.cross_entropy(theirs.flatten(0, 1), labels).backward()
     their_gradients = gradients(twin)
     our_gradients = gradients(model)
-    assert {their_name(name) for name in our_gradients} == set(their_gradients)
+    assert {hf_name(name) for name in our_gradients} == set(their_gradients)
     for name, gradient in our_gradients.items():
-        torch.testing.assert_close(gradient, their_gradients[their_name(name)], **TOLERANCE)
+        torch.testing.assert_close(gradient, their_gradients[hf_name(name)], **TOLERANCE)
 
 
 def test_scaling_matters_in_that_comparison() -> None:

@@ -16,7 +16,7 @@ from tests.small import Overrides, plan_here, records, small_job, this_rank
 from weft.data.dataset import open_text
 from weft.monitor.anomaly import DivergenceDetector, divergence_of
 from weft.monitor.event_log import read_events
-from weft.monitor.run_reader import History
+from weft.monitor.run_reader import RunReader
 from weft.train.loop import train
 
 GUESS = math.log(50_000)  # 10.82
@@ -147,5 +147,5 @@ def test_divergence_too_high_learning_rate_is_reported(store_path: Path, tmp_pat
     (event,) = [one for one in read_events(tmp_path)[0] if one["kind"] == "divergence"]
     assert event["text"].startswith("diverged: ")
     (tmp_path / "job.toml").write_text("[train]\nsteps = 60\n")
-    state, why = History(tmp_path).state(0.0, running=False)
+    state, why = RunReader(tmp_path).state(0.0, running=False)
     assert (state, why) == ("finished", f"diverged since step {last['diverged_since']}")

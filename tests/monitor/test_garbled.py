@@ -26,7 +26,7 @@ from weft.estimate.memory_check import Expected
 from weft.monitor.device_memory import expected_of
 from weft.monitor.goodput import Ledger
 from weft.monitor.jsonl import JsonlFile, read_records, read_tail
-from weft.monitor.run_reader import History
+from weft.monitor.run_reader import RunReader
 from weft.monitor.run_report import FILE, report_page
 from weft.tools.trials import measure_trial
 from weft.train.loop import train
@@ -79,7 +79,7 @@ def in_time(seconds: int) -> Iterator[None]:
 
 def show(folder: Path) -> bytes:
     """The page without what the planner says, which takes seconds."""
-    return report_page([History(folder)])
+    return report_page([RunReader(folder)])
 
 
 def read_all(folder: Path, sound: Path) -> None:

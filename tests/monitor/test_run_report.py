@@ -22,7 +22,7 @@ from weft.config.job import InvalidConfig, WeftError, to_toml
 from weft.monitor import run_reader as history
 from weft.monitor import run_report as module
 from weft.monitor.report_charts import MOST_POINTS, charts_of, data_of
-from weft.monitor.run_reader import History, columns_of, fewer
+from weft.monitor.run_reader import RunReader, columns_of, fewer
 from weft.monitor.run_report import FILE, Report, report_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -454,7 +454,7 @@ def test_history_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     text = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     text[1] = text[1][:40] + "\n"
     (folder / "metrics.jsonl").write_text("".join([*text, "[1]\n", "\n", '{"step": 4, "lo']))
-    run = History(folder)
+    run = RunReader(folder)
     assert run.columns["step"].tolist() == [1, 3]
     assert run.damaged == 3  # the last one is only not whole yet
     assert "metrics.jsonl: 3 lines are damaged and left out" in report_page([folder]).decode()
@@ -471,7 +471,7 @@ def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Pat
     """Events among them have a place by their step at least."""
     lines = [{"step": step, "loss": 5.0 - step} for step in (1, 2)]
     folder = make_run(tmp_path / "one", [*lines, values(3)], events=[event(1, "anomaly")])
-    runs = [History(folder)]
+    runs = [RunReader(folder)]
     drawn = json.loads(data_of(runs, ["one"], charts_of(runs)))["runs"][0]
     assert drawn["x"]["step"] == [1, 2, 3]
     assert drawn["x"]["time"][:2] == drawn["x"]["token"][:2] == [None, None]
@@ -481,10 +481,10 @@ def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Pat
 
 def test_charts_of_objectives_and_experts_exist(tmp_path: Path) -> None:
     told = {"expert_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
-    runs = [History(make_run(tmp_path / "one", [values(1, **told)]))]
+    runs = [RunReader(make_run(tmp_path / "one", [values(1, **told)]))]
     assert next(chart["unit"] for chart in charts_of(runs)) == "nats per token"
     dpo = make_run(tmp_path / "dpo", [values(1)], ("train.objective", "dpo"))
-    assert next(chart["unit"] for chart in charts_of([History(dpo)])) == "of dpo"
+    assert next(chart["unit"] for chart in charts_of([RunReader(dpo)])) == "of dpo"
     keys = {key for chart in charts_of(runs) for key, _, _ in chart["curves"]}
     assert {"expert_load", "metrics.margin", "eval_metrics.margin"} <= keys
 
@@ -506,7 +506,7 @@ def test_history_line_that_grows_while_it_is_read_is_complete(
         return parse(lines)
 
     monkeypatch.setattr(history, "parse_records", and_then_more)
-    run = History(folder)
+    run = RunReader(folder)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(second)
     run.read_on()
@@ -549,7 +549,7 @@ def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> N
         line["seconds"]["restarting"] = 3.0
     for line in lines[:4]:
         line["seconds"]["restarting"] = 0.0
-    run = History(make_run(tmp_path / "one", lines))
+    run = RunReader(make_run(tmp_path / "one", lines))
     expected = np.median([line["step_seconds"] for line in lines[6:]])
     assert run.steady("step_seconds") == expected
 
@@ -558,7 +558,7 @@ def test_history_state_follows_records_and_events(tmp_path: Path) -> None:
     def state(name: str, last: int, after: float, *kinds: str, running: bool | None = None) -> str:
         events = [event(last, kind) | {"time": BEGAN + last + n} for n, kind in enumerate(kinds)]
         folder = make_run(tmp_path / name, [values(n) for n in range(1, last + 1)], events=events)
-        found, why = History(folder).state(BEGAN + last + after, running)
+        found, why = RunReader(folder).state(BEGAN + last + after, running)
         assert (why == "something") == (found == "failed" or kinds[-1:] == ("stop",))
         return found
 

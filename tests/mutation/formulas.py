@@ -53,11 +53,11 @@ from weft.data.loader import (
     Prefetcher,
     Loader,
     Mixture,
-    Windows,
+    TokenChunks,
     evaluation_batches,
     samples_of,
 )
-from weft.data.order import Turns, sample_index
+from weft.data.order import MixtureSampler, sample_index
 from weft.data.packing import best_fit
 from weft.data.token_store import TokenStream
 from weft.models import load_family, resolve_model
@@ -154,7 +154,7 @@ def check_order() -> None:
             drift = abs(np.corrcoef(epochs[0], np.arange(count))[0, 1])
             expect(drift < 4 / math.sqrt(count), "the order is not random", module)
     shares = (0.5, 0.3, 0.2)
-    turns = Turns(shares)
+    turns = MixtureSampler(shares)
     places = np.arange(3 * 10_007)
     owner, before = turns.at(places)
     for source, share in enumerate(shares):
@@ -166,9 +166,9 @@ def check_order() -> None:
             expect(abs(part - share) < 0.02, "a source comes in lumps", module)
 
 
-def _windows(tokens: int, seq_len: int, low: int, high: int, seed: int) -> Windows:
+def _windows(tokens: int, seq_len: int, low: int, high: int, seed: int) -> TokenChunks:
     stream = np.random.default_rng(seed).integers(low, high, tokens)
-    return Windows(TokenStream([stream]), seq_len, "documents", low)
+    return TokenChunks(TokenStream([stream]), seq_len, "documents", low)
 
 
 @check("global batches")
@@ -813,7 +813,9 @@ def check_moments() -> None:
     for beta2 in (0.999,):
         param = nn.Parameter(torch.zeros(4096))
         group: dict[str, Any] = {"params": [param], "weight_decay": 0.0}
-        optimizer = LowPrecisionAdamW([group], lr=1e-4, betas=(0.9, beta2), eps=1e-8, states="bfloat16")
+        optimizer = LowPrecisionAdamW(
+            [group], lr=1e-4, betas=(0.9, beta2), eps=1e-8, states="bfloat16"
+        )
         for step in range(120):
             param.grad = torch.ones(4096) if step < 20 else torch.full((4096,), 1e-3)
             optimizer.step()
@@ -1374,7 +1376,7 @@ def check_losses() -> None:
     """`weft evaluate`: of all held-out tokens by hand, and bits per byte."""
     from tests.asked import random_run
     from weft.tools.evaluate import EVERY, losses_on
-    from weft.tools.inference_model import find_checkpoint, lay_out
+    from weft.tools.inference_model import find_checkpoint, plan_inference
 
     module = "tools/evaluate.py"
     with tempfile.TemporaryDirectory() as name:
@@ -1391,7 +1393,9 @@ def check_losses() -> None:
         tokens = stream.window(np.array([0]), len(stream))[0]
         for packing in ("windows", "documents"):
             allowed = ("data.", "train.")
-            job, plan = lay_out(found, [("data.packing", packing)], [], allowed, generating=False)
+            job, plan = plan_inference(
+                found, [("data.packing", packing)], [], allowed, generating=False
+            )
             rank = Rank(0, 0, 1, torch.device("cpu"))
             [loss] = losses_on(found, job, plan, text, EVERY, rank, False, lambda progress: None)
             told = loss.to_dict()

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.harness import RankError, run_ranks
 from tests.small import whole
-from weft.models.family import Split
+from weft.models.family import TensorParallelSpec
 from weft.models.llama import SHARDING, Llama, LlamaConfig
-from weft.parallel.private import hide_exchanges
+from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor, vocabulary_cross_entropy
 
 
@@ -117,7 +117,7 @@ def test_tensor_parallel_weights_have_expected_placements(
 
 
 def forget_a_module() -> None:
-    sharding: dict[str, Split] = {k: v for k, v in SHARDING.items() if "norm" not in k}
+    sharding: dict[str, TensorParallelSpec] = {k: v for k, v in SHARDING.items() if "norm" not in k}
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     apply_tensor(Llama(CONFIG), mesh, sharding, 2, True)
 
@@ -172,7 +172,7 @@ def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
     model.load_state_dict(plain.state_dict())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     apply_tensor(model, mesh, SHARDING, WIDE.num_kv_heads, sequence_parallel=True)
-    hide_exchanges(mesh.get_group())
+    enable_async_tp(mesh.get_group())
     block, expected = model.layers["0"], plain.layers["0"]
     block.compile(fullgraph=True)
     x_BTD = torch.randn(2, 32, WIDE.dim)

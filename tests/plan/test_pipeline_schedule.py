@@ -16,7 +16,7 @@ from weft.data.loader import Batch
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
     Action,
-    Timetable,
+    PipelineSchedule,
     find_schedule,
     in_flight,
     rank_of_stages,
@@ -26,7 +26,7 @@ from weft.plan.pipeline_schedule import (
 from weft.train.setup import build
 
 
-def text_of(table: Timetable) -> str:
+def text_of(table: PipelineSchedule) -> str:
     rows = [[f"{a.stage}{a.kind}{a.microbatch}" for a in table[rank]] for rank in sorted(table)]
     return "".join(",".join(row) + "\n" for row in rows)
 

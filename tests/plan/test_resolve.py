@@ -10,7 +10,7 @@ import pytest
 
 from weft.config.job import InvalidConfig, Job, read_job
 from weft.plan.devices import peak_flops
-from weft.plan.layout import divisors, either
+from weft.plan.layout import divisors, format_choices
 from weft.plan.resolve import Machine, Plan, resolve
 
 CPU = Machine("cpu", devices=8)
@@ -147,9 +147,9 @@ def test_a_plan_is_a_value() -> None:
 def test_divisors_and_either_are_short_lists() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(12, at_most=5) == [1, 2, 3, 4]
-    assert either([3]) == "3"
-    assert either([1, 2, 4]) == "1, 2 or 4"
-    assert either(divisors(5040)).count(",") < 9
+    assert format_choices([3]) == "3"
+    assert format_choices([1, 2, 4]) == "1, 2 or 4"
+    assert format_choices(divisors(5040)).count(",") < 9
 
 
 @pytest.mark.parametrize(

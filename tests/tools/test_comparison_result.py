@@ -12,7 +12,7 @@ from tests.monitor.test_run_report import Browser, make_run, needs_browser, valu
 from tests.tools.test_verdict import plan
 from weft.config.job import Job, ConfigError
 from weft.monitor.run_report import FILE
-from weft.tools.comparison_dir import Ended, trial_folder
+from weft.tools.comparison_dir import TrialResult, trial_folder
 from weft.tools.comparison_page import write_page
 from weft.tools.comparison_result import Result, Settings, result_of
 from weft.tools.variants import Variant
@@ -44,7 +44,7 @@ def compared(folder: Path, count: int, repeats: int = 3) -> Result:
             lines = [values(step, **told) for step in range(1, 21)]
             run = make_run(trial_folder(folder, v, LABELS[v], r), lines)
             (run / "plan.json").write_text(json.dumps(plan()))
-            ended.append(Ended(v, r, 0, "", 1.0))
+            ended.append(TrialResult(v, r, 0, "", 1.0))
     result = result_of(folder, variants, ended, Settings(repeats))
     said: list[str] = []
     write_page(folder, result, said.append)

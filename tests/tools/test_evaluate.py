@@ -21,7 +21,7 @@ from weft.data.dataset import open_text
 from weft.data.prepared_cache import Progress
 from weft.data.token_store import open_store
 from weft.tools.evaluate import EVERY, losses_on
-from weft.tools.inference_model import find_checkpoint, lay_out, restore_alone
+from weft.tools.inference_model import find_checkpoint, plan_inference, restore_alone
 
 ALLOWED = ("parallel.", "pipeline.", "data.", "train.")
 
@@ -35,7 +35,7 @@ def told(
     run: str, store: str, overrides: list[tuple[str, str]], whole: bool = False
 ) -> dict[str, Any]:
     found = find_checkpoint(Path(run))
-    job, plan = lay_out(found, overrides, [], ALLOWED, generating=False)
+    job, plan = plan_inference(found, overrides, [], ALLOWED, generating=False)
     sequences = job.train.eval_sequences if ("train.eval_sequences", "9") in overrides else EVERY
     seen: list[Progress] = []
     asked = (found, job, plan, open_text(store), sequences, this_rank(), whole)

@@ -19,7 +19,7 @@ from weft.models.kv_cache import caching
 from weft.tools.generate import (
     Row,
     Sampling,
-    Speech,
+    ChatFormat,
     choose,
     generate,
     read_prompts,
@@ -29,7 +29,7 @@ from weft.tools.generate import (
 from weft.tools.inference_model import (
     LanguageModel,
     find_checkpoint,
-    lay_out,
+    plan_inference,
     restore,
     restore_alone,
 )
@@ -48,14 +48,14 @@ def runs(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {kind: random_run(folder / kind, store_path, *own) for kind, own in KINDS.items()}
 
 
-def opened(run: Path) -> tuple[LanguageModel, Speech]:
+def opened(run: Path) -> tuple[LanguageModel, ChatFormat]:
     found = find_checkpoint(run)
     return restore_alone(found, torch.device("cpu")), speech_of(found)
 
 
 def written(
     model: LanguageModel,
-    speech: Speech,
+    speech: ChatFormat,
     prompts: list[str],
     sampling: Sampling,
     number: int = 0,
@@ -200,7 +200,7 @@ def test_speech_of_an_imported_model_has_its_begin_and_end_tokens(
 
 def over_ranks(run: str, overrides: list[tuple[str, str]]) -> list[list[int]]:
     found = find_checkpoint(Path(run))
-    job, plan = lay_out(found, overrides, [], ("parallel.",), generating=True)
+    job, plan = plan_inference(found, overrides, [], ("parallel.",), generating=True)
     rank = this_rank()
     assert plan.world_size == rank.world_size
     model = restore(found, job, plan, rank)
@@ -229,7 +229,7 @@ def test_lay_out_ignores_the_device_of_training(runs: dict[str, Path]) -> None:
     before = file.read_text()
     try:
         file.write_text(before.replace('device = "auto"', 'device = "cuda"'))
-        job, plan = lay_out(found, [], [], (), generating=True)
+        job, plan = plan_inference(found, [], [], (), generating=True)
         assert (job.run.device, plan.world_size) == ("auto", 1)
     finally:
         file.write_text(before)
@@ -244,7 +244,7 @@ def test_lay_out_impossible_keys_are_reported_at_once(runs: dict[str, Path]) -> 
         ("parallel.tpp", "2"),
     ]
     with pytest.raises(InvalidConfig) as caught:
-        lay_out(found, overrides, [], ("parallel.",), generating=True)
+        plan_inference(found, overrides, [], ("parallel.",), generating=True)
     text = str(caught.value)
     for name in ("parallel.pp", "parallel.cp", "model.dim", "parallel.tpp"):
         assert name in text

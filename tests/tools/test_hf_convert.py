@@ -41,10 +41,10 @@ from weft.config.job import WeftError, replace, to_toml
 from weft.data.dataset import open_text
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES, resolve_model
-from weft.models.family import their_name
+from weft.models.family import hf_name
 from weft.models.hf_mapping import shapes, to_config
 from weft.models.llama import LlamaConfig
-from weft.tools.generate import Sampling, Speech, generate, rows_of, speech_of
+from weft.tools.generate import Sampling, ChatFormat, generate, rows_of, speech_of
 from weft.tools.hf_convert import export_checkpoint, import_model
 from weft.tools.inference_model import find_checkpoint, load_whole, restore_alone
 from weft.train.job_checks import check_text, prepare_job
@@ -72,7 +72,7 @@ MORE = [
 ]
 
 
-def load_checkpoint(run: Path) -> tuple[nn.Module, Speech]:
+def load_checkpoint(run: Path) -> tuple[nn.Module, ChatFormat]:
     """The model with its head, and how its texts are written."""
     found = find_checkpoint(run)
     return load_whole(found, torch.device("cpu")), speech_of(found)
@@ -116,7 +116,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 def of_model(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A checkpoint's weights by their names at Hugging Face."""
     weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
-    return {their_name(name): tensor for name, tensor in weights.items()}
+    return {hf_name(name): tensor for name, tensor in weights.items()}
 
 
 def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -165,7 +165,7 @@ def test_export_loaded_by_transformers_computes_the_same(
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
     F.cross_entropy(logits.flatten(0, 1), labels).backward()
     F.cross_entropy(expected.flatten(0, 1), labels).backward()
-    gradients = {their_name(n): p.grad for n, p in model.named_parameters()}
+    gradients = {hf_name(n): p.grad for n, p in model.named_parameters()}
     for name, param in twin.named_parameters():
         assert param.grad is not None
         scale = param.grad.abs().max()
@@ -574,7 +574,7 @@ TINY = LlamaConfig(
 
 def tiny_weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {their_name(name): torch.randn(shape) for name, shape in shapes(LLAMA, TINY).items()}
+    return {hf_name(name): torch.randn(shape) for name, shape in shapes(LLAMA, TINY).items()}
 
 
 def tiny_folder(folder: Path, tokenizer: Path) -> Path:

@@ -18,7 +18,7 @@ from weft.cli.main import main
 from weft.config.job import InvalidConfig
 from weft.tools.generate import speech_of
 from weft.tools.hf_convert import export_checkpoint
-from weft.tools.inference_model import find_checkpoint, lay_out, restore, restore_alone
+from weft.tools.inference_model import find_checkpoint, plan_inference, restore, restore_alone
 from weft.tools.multiple_choice import encoded, log_probabilities, read_task, score
 
 TASK = """
@@ -140,7 +140,7 @@ def _analytic(share: float, count: int = 40) -> float:
 
 def over_ranks(run: str, task: str) -> dict[str, Any]:
     found = find_checkpoint(Path(run))
-    job, plan = lay_out(found, [("parallel.tp", "2")], [], ("parallel.",), generating=True)
+    job, plan = plan_inference(found, [("parallel.tp", "2")], [], ("parallel.",), generating=True)
     model = restore(found, job, plan, this_rank())
     return asdict(score(read_task(Path(task)), model, speech_of(found), 16))
 

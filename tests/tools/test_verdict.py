@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weft.config.job import Job, ConfigError, replace
-from weft.tools.comparison_dir import Ended, trial_folder
+from weft.tools.comparison_dir import TrialResult, trial_folder
 from weft.tools.comparison_result import Result, Settings, finished, result_of
 from weft.tools.trials import held_out_loss, measure_trial, split_warm_up, train_loss
 from weft.tools.variants import Variant
@@ -109,7 +109,7 @@ def outcome(
                 steps[-1] |= {"eval_loss": loss}
             run = trial_folder(folder, v, label, r)
             write_run(run, steps, (devices or {}).get(label, 1))
-            ended.append(Ended(v, r, 0, "", 1.0))
+            ended.append(TrialResult(v, r, 0, "", 1.0))
     repeats = max(map(len, speeds.values()))
     return result_of(folder, variants, ended, Settings(repeats, **settings))
 
@@ -250,7 +250,7 @@ def test_judge_without_finished_trial_has_nothing_to_compare(tmp_path: Path) -> 
         Variant("A", "demo", job, None, (ConfigError("parallel.tp", 3, "does not divide"),)),
         Variant("B", "demo", job, plan=object()),  # type: ignore[arg-type]
     ]
-    ended = [Ended(1, 1, -9, "ended with signal SIGKILL", 2.0)]
+    ended = [TrialResult(1, 1, -9, "ended with signal SIGKILL", 2.0)]
     assert finished(tmp_path, variants, ended) == []
     found = result_of(tmp_path, variants, ended, Settings(1))
     assert found.verdict == ["no trial has finished: there is nothing to compare"]

@@ -14,12 +14,12 @@ from weft.data.dataset import Source, Dataset, open_text
 from weft.data.loader import samples_of
 from weft.monitor.terminal import quiet_console
 from weft.plan.resolve import Machine, resolve
-from weft.train.epochs import MOST_EPOCHS, repetition_warnings
+from weft.train.epochs import MOST_EPOCHS, epoch_warnings
 
 
 def warned(job: Job, text: Dataset) -> list[str]:
     samples = samples_of(text, "train", job.train.seq_len, job.data, job.train.seed)
-    return list(repetition_warnings(job, text, samples))
+    return list(epoch_warnings(job, text, samples))
 
 
 def test_repetition_warnings_of_few_sequences_say_how_often_each_is_seen(

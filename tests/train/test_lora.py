@@ -20,7 +20,7 @@ from weft.checkpoint.weight_files import write_json
 from weft.config.job import InvalidConfig, to_toml
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES, resolve_model
-from weft.models.family import their_name
+from weft.models.family import hf_name
 from weft.models.hf_mapping import shapes, to_config
 from weft.tools.hf_convert import export_checkpoint, import_model
 from weft.tools.inference_model import find_checkpoint, load_whole
@@ -53,7 +53,7 @@ def source(store_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config, _ = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     torch.manual_seed(7)
     weights = {
-        their_name(name): torch.randn(shape) * 0.08 if len(shape) == 2 else torch.ones(shape)
+        hf_name(name): torch.randn(shape) * 0.08 if len(shape) == 2 else torch.ones(shape)
         for name, shape in shapes(FAMILIES["llama"], config).items()
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -104,7 +104,7 @@ def test_lora_checkpoints_hold_adapters_and_the_base_is_kept(trained: Path, sour
     assert all(state[f"model.layers.1.{m}.lora_B.weight"].any() for m in ("mlp.up_proj",))
     imported = load_file(source / "model.safetensors")
     for name, tensor in read_state(base).items():
-        assert tensor.equal(imported[their_name(name.removeprefix("model."))])
+        assert tensor.equal(imported[hf_name(name.removeprefix("model."))])
 
 
 def test_lora_resumed_run_is_equal_bit_for_bit(

@@ -309,7 +309,7 @@ def references_of_a_source(text: str) -> bool:
     [pairs] = mixture.sources
     assert isinstance(pairs, Pairs)
     known = log_probs(built.engine, pairs, plan, built.mesh)
-    assert built.engine.by_source is not None
+    assert built.engine.loss_by_source is not None
     return bool((known < 0).all())
 
 

@@ -19,7 +19,7 @@ from weft.data.loader import IGNORE, samples_of
 from weft.data.prepare import prepare_text
 from weft.monitor.source_losses import SourceLosses
 from weft.train.setup import build
-from weft.train.step import held_out
+from weft.train.step import validation_batches
 
 MODEL: Overrides = [
     ("data.mixture", "letters=0.5,prose=0.2,stdlib=0.3"),
@@ -53,10 +53,10 @@ def losses_of_sources(overrides: Overrides, text: str) -> dict[str, Any]:
     batches = loader_of(job, plan, text, built.mesh).batch(0)
     whole = built.engine.forward_backward(batches)
     dist.all_reduce(whole)
-    [found] = sources.means(built.engine.by_source)
+    [found] = sources.means(built.engine.loss_by_source)
     samples = samples_of(opened, "validation", job.train.seq_len, job.data, job.train.seed)
-    mean = built.engine.evaluate(held_out(job, plan, samples, built.mesh))
-    [held] = sources.means(built.engine.by_source)
+    mean = built.engine.evaluate(validation_batches(job, plan, samples, built.mesh))
+    [held] = sources.means(built.engine.loss_by_source)
     alone = []
     for source in range(3):
         only = [

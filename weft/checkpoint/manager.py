@@ -105,7 +105,7 @@ class CheckpointManager:
         self._warnings: list[str] = []  # that were not told yet
         self.local: Path | None = None
         self._local = local
-        self.stall_seconds = 0.0  # of the last save
+        self.blocking_seconds = 0.0  # of the last save
         self.write_seconds = 0.0  # of the last one that is done
         self._say = say
         self._failures = 0  # in a row
@@ -154,7 +154,7 @@ class CheckpointManager:
             self.close()
             if isinstance(self._error, Superseded):
                 raise self._error
-        self.stall_seconds = time.perf_counter() - began
+        self.blocking_seconds = time.perf_counter() - began
 
     def wait(self) -> None:
         """Until the last save is done.
@@ -222,7 +222,7 @@ class CheckpointManager:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def wants_again(self) -> bool:
+    def should_retry(self) -> bool:
         """Whether the last save has ended in an error, and is worth another try at once.
 
         Does not wait for it.  A failure is told, the first one in a row is tried again.

@@ -42,7 +42,7 @@ class CheckpointSchedule:
             return step >= self._next
         return self._interval > 0 and step % self._interval == 0
 
-    def due_on_nodes(self, step: int) -> bool:
+    def is_local_due(self, step: int) -> bool:
         """Whether nodes keep the state after ``step``, see `weft.checkpoint.local_save`."""
         return self._nodes > 0 and step % self._nodes == 0
 

@@ -407,7 +407,7 @@ def between(name: str, text: str, least: int, most: int, problems: list[ConfigEr
 def report(options: argparse.Namespace) -> int:
     """Write the page of one run, or of several beside each other."""
     from weft.monitor.html import plotly
-    from weft.monitor.run_reader import History, no_run
+    from weft.monitor.run_reader import RunReader, no_run
     from weft.monitor.run_report import FILE, report_page
 
     folders: list[Path] = options.runs
@@ -418,7 +418,7 @@ def report(options: argparse.Namespace) -> int:
     if problems:
         raise InvalidConfig(problems)
     plotly()  # it is missed before the seconds that a forecast takes
-    runs = [History(folder) for folder in folders]
+    runs = [RunReader(folder) for folder in folders]
     from weft.estimate.report_sections import sections
 
     write_file(out, report_page(runs, later=sections(runs)))
@@ -430,7 +430,7 @@ def generate(options: argparse.Namespace) -> int:
     """Print the prompts and their continuations, one alone as it grows."""
     from weft.cluster.respawn import on_every_rank
     from weft.tools.generate import Prompt, Sampling, generate, read_prompts, rows_of, speech_of
-    from weft.tools.inference_model import find_checkpoint, lay_out, restore
+    from weft.tools.inference_model import find_checkpoint, plan_inference, restore
     from weft.train.setup import Rank
 
     problems = list(options.problems)
@@ -452,7 +452,7 @@ def generate(options: argparse.Namespace) -> int:
     found = find_checkpoint(options.checkpoint.resolve())
     allowed = ["parallel.", "precision.compute_dtype", "run.device"]
     allowed += ["data.chat_template"] * options.chat
-    job, plan = lay_out(found, options.overrides, problems, allowed, generating=True)
+    job, plan = plan_inference(found, options.overrides, problems, allowed, generating=True)
     given = dict(options.overrides).get("data.chat_template", "auto")
     speech = speech_of(found, given if options.chat else None)
 
@@ -493,7 +493,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from weft.monitor.terminal import quiet_console
     from weft.tools.evaluate import EVERY, losses_on
     from weft.tools.generate import speech_of
-    from weft.tools.inference_model import find_checkpoint, lay_out, restore
+    from weft.tools.inference_model import find_checkpoint, plan_inference, restore
     from weft.tools.multiple_choice import read_task, score
     from weft.train.setup import Rank, joined
 
@@ -509,7 +509,7 @@ def evaluate(options: argparse.Namespace) -> int:
         allowed += ["pipeline.", "data.", "train.seq_len", "train.microbatch_size"]
         allowed += ["train.eval_sequences"]
     asking = bool(options.task)
-    job, plan = lay_out(found, options.overrides, problems, allowed, generating=asking)
+    job, plan = plan_inference(found, options.overrides, problems, allowed, generating=asking)
     given = {name for name, _ in options.overrides}
     own = not given & {"data.path", "data.mixture"}
     sequences = job.train.eval_sequences if "train.eval_sequences" in given else EVERY

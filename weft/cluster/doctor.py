@@ -21,7 +21,7 @@ from weft.cluster.device_benchmark import measure
 from weft.cluster.finding import SEVERITIES, Finding
 from weft.cluster.node_checks import examine
 from weft.cluster.node_facts import WAIT_SECONDS, Facts, gpus_in
-from weft.cluster.probes import look, meet, try_endpoint, try_folder, try_store, versions
+from weft.cluster.probes import collect_facts, meet, try_endpoint, try_folder, try_store, versions
 from weft.config.files import replace_text, write_json
 from weft.config.job import InvalidConfig, Job, ConfigError, WeftError
 from weft.config.job import replace as changed
@@ -45,7 +45,7 @@ def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
         InvalidJob: if run.nodes cannot be read, or the environment contradicts itself.
     """
     counts, endpoint = nodes_of(job)
-    facts = replace(look(), nodes=counts[-1], least_nodes=counts[0], endpoint=endpoint)
+    facts = replace(collect_facts(), nodes=counts[-1], least_nodes=counts[0], endpoint=endpoint)
     gpus = visible_gpus(facts)
     on_gpu = job.run.device == "cuda" or (gpus > 0 and job.run.device == "auto")
     ranks = max(1, gpus if on_gpu else min(facts.usable, MOST_RANKS))

@@ -26,7 +26,7 @@ from typing import Any
 
 from weft.checkpoint.manifest import checkpoints
 from weft.cluster.rank_exit import log_path, read_reports
-from weft.cluster.start import how_to_go_on
+from weft.cluster.start import resume_hint
 from weft.cluster.watchdog import (
     FRAME,
     Call,
@@ -296,4 +296,4 @@ def _nothing(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
 
 
 def _next(folder: Path, job: Job) -> str:
-    return how_to_go_on(checkpoints(checkpoint_dir(job.checkpoint.dir, folder)))
+    return resume_hint(checkpoints(checkpoint_dir(job.checkpoint.dir, folder)))

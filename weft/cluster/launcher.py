@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from weft.cluster import REQUEUE
 from weft.cluster.rank_exit import log_path, read_reports, status
-from weft.cluster.rendezvous import JOIN, RendezvousHandler, meet
+from weft.cluster.rendezvous import JOIN, RendezvousHandler, open_rendezvous
 from weft.config.job import Job, flatten
 from weft.monitor.process import PYTHON, on_one_host
 from weft.monitor.signals import STOP_SIGNALS
@@ -111,7 +111,9 @@ def launch(
     multiprocessing._get_default_signal = kill
     same = {key: value for key, value in flatten(job).items() if not key.startswith("run.")}
     same |= {"run.nproc_per_node": plan.local_world_size, "run.nodes": list(plan.node_counts)}
-    meeting = meet(endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say)
+    meeting = open_rendezvous(
+        endpoint, folder.name, plan.node_counts, same, kill=kill, save=save, say=say
+    )
     spec = worker_spec(plan, store, meeting)
     failures: list[tuple[float, Failure]] = []
     limit = job.resilience.time_limit

@@ -41,7 +41,7 @@ PLUGINS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/usr/local", "/usr")
 LIBRARIES = ("", "lib", "lib64", f"lib/{platform.machine()}-linux-gnu")
 
 
-def look() -> Facts:
+def collect_facts() -> Facts:
     """All that needs neither a job's folders nor its devices at work."""
     told = re.findall(r"(\w+):\s+(\d+) kB", content(Path("/proc/meminfo")))
     sizes = {name: int(number) * 1024 for name, number in told}

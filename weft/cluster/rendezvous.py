@@ -60,7 +60,7 @@ GRACE_SECONDS = 60.0
 
 
 class RendezvousHandler(DynamicRendezvousHandler):
-    """A launcher among the others.  Made by `meet`, which says what the attributes are."""
+    """A launcher among the others.  Made by `open_rendezvous`, which says what the attributes are."""
 
     counts: Sequence[int] = (1,)
     kill: Callable[[], object]
@@ -176,7 +176,7 @@ class RendezvousHandler(DynamicRendezvousHandler):
             self._op_executor.run(step_out, time.monotonic() + 5)
 
 
-def meet(
+def open_rendezvous(
     endpoint: str,
     run: str,
     counts: Sequence[int],
@@ -241,7 +241,7 @@ def find_store(endpoint: str, run: str, counts: Sequence[int], seconds: float) -
     """The store of torch's c10d rendezvous at a meeting place, which is made if that is here.
 
     Args:
-        endpoint, run, counts: see `meet`.
+        endpoint, run, counts: see `open_rendezvous`.
         seconds: how long to try.
 
     Raises:

@@ -18,11 +18,11 @@ from weft.data.dataset import Dataset, open_text
 from weft.data.prepare import prepare_text
 from weft.monitor.process import PYTHON, die_with_parent, on_one_host
 from weft.plan.resolve import Plan
-from weft.tools.inference_model import Found
+from weft.tools.inference_model import CheckpointRef
 from weft.train.setup import Rank, connect, joined
 
 
-def prepare_to_evaluate(found: Found, job: Job, own: bool, console: Console) -> Path:
+def prepare_to_evaluate(found: CheckpointRef, job: Job, own: bool, console: Console) -> Path:
     """The store of a job's text, in the tokens that the model knows, prepared now if need be.
 
     Args:
@@ -42,7 +42,9 @@ def prepare_to_evaluate(found: Found, job: Job, own: bool, console: Console) -> 
     return text.path
 
 
-def text_to_evaluate(found: Found, job: Job, own: bool, console: Console, rank: Rank) -> Dataset:
+def text_to_evaluate(
+    found: CheckpointRef, job: Job, own: bool, console: Console, rank: Rank
+) -> Dataset:
     """`prepare_to_evaluate` by the first rank, while the others wait, however long it takes."""
     told: list[Any] = [None]
     if rank.rank == 0:

@@ -50,14 +50,14 @@ from weft.monitor.anomaly import divergence_of
 from weft.monitor.event_log import note_event
 from weft.monitor.goodput import goodput
 from weft.monitor.jsonl import read_tail
-from weft.monitor.run_reader import History, job_of
+from weft.monitor.run_reader import RunReader, job_of
 from weft.monitor.run_report import FILE, LATER, report_page
 from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.terminal import duration, quiet_console, shown
 from weft.plan.placement import AXES
 from weft.plan.plan_text import float8_line, stage_lines
 from weft.plan.resolve import Plan
-from weft.train.epochs import epochs_of, repetition_warnings
+from weft.train.epochs import epochs_of, epoch_warnings
 from weft.train.job_checks import check_text
 from weft.train.loop import train
 from weft.train.run_dir import owning, unwritable
@@ -69,7 +69,7 @@ from weft.train.state import checkpoint_dir
 WORTH_A_FORECAST, MOST_TRACED = 60.0, 4
 
 
-class Sick(Exception):
+class UnhealthyNode(Exception):
     """This node cannot go on training; what is wrong has been said."""
 
 
@@ -93,7 +93,7 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
     def tell(failure: Failure) -> None:
         show_restart(failure, home, folder)
         if job.resilience.preflight and not fit():
-            raise Sick  # what failed may be the node
+            raise UnhealthyNode  # what failed may be the node
 
     if job.resilience.preflight and not fit():
         return SICK
@@ -113,15 +113,15 @@ def start(job: Job, base: Job, plan: Plan, recipe: str, console: Console, force:
                 console.print(f"going on from {done[0]}{changes}", soft_wrap=True)
             try:
                 failure = launch(job, plan, text.path, say, tell)
-            except Sick:
+            except UnhealthyNode:
                 return SICK
             except Requeue as reason:
-                console.print(f"{reason}; {how_to_go_on(checkpoints(home))}", soft_wrap=True)
+                console.print(f"{reason}; {resume_hint(checkpoints(home))}", soft_wrap=True)
                 console.print(resume_command(), soft_wrap=True, markup=False, highlight=False)
                 return REQUEUE
             except KeyboardInterrupt:
                 note_event(folder, "stop", last_step(folder), "interrupted")
-                print(f"\ninterrupted; {how_to_go_on(checkpoints(home))}", file=sys.stderr)
+                print(f"\ninterrupted; {resume_hint(checkpoints(home))}", file=sys.stderr)
                 print(resume_command(), file=sys.stderr)
                 return INTERRUPTED
             finally:
@@ -156,7 +156,7 @@ def reporting(folder: Path, job: Job, plan: Plan, console: Console) -> Iterator[
     if not job.monitor.report or not (folder / FILE).exists():
         return  # why there is none, the first rank has said
     try:
-        run = History(folder)
+        run = RunReader(folder)
         short = sum(run.seconds().values()) < WORTH_A_FORECAST
         later = [LATER] if short or plan.pp > MOST_TRACED else sections([run])
         replace_bytes(folder / FILE, report_page([run], later=later, running=False))
@@ -187,7 +187,7 @@ def rollback(folder: Path, step: int) -> str:
             raise InvalidConfig([ConfigError("step", step, rule, f"use one of {[0, *there]}")])
         give_up(home, step)
         take(home, step)
-    return f"{how_to_go_on(checkpoints(home))}; no longer: {[s for s in there if s > step]}"
+    return f"{resume_hint(checkpoints(home))}; no longer: {[s for s in there if s > step]}"
 
 
 def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
@@ -227,7 +227,7 @@ def join(job: Job, base: Job, plan: Plan, recipe: str, force: bool) -> NoReturn:
             whole = train(job, plan, text, ranks, console)
             dist.barrier()  # a launcher kills the others as soon as one leaves before the end
             if rank == 0 and not whole:
-                newest = how_to_go_on(checkpoints(checkpoint_dir(job.checkpoint.dir, folder)))
+                newest = resume_hint(checkpoints(checkpoint_dir(job.checkpoint.dir, folder)))
                 console.print(f"stopped and saved; {newest}", soft_wrap=True)
             elif rank == 0:
                 show_end(folder, recipe, job, plan, text, console)
@@ -355,7 +355,7 @@ def describe_text(job: Job, plan: Plan, text: Dataset, console: Console) -> None
         if manifest.kind != "text" or job.data.packing == "best_fit":
             line = packing_line(source.store, job.train.seq_len, job.data, job.train.seed)
             console.print(f"{Path(manifest.source).name}: {line}", soft_wrap=True)
-    for warning in repetition_warnings(job, text, samples):
+    for warning in epoch_warnings(job, text, samples):
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
@@ -371,7 +371,7 @@ def show_end(
     folder: Path, recipe: str, job: Job, plan: Plan, text: Dataset, console: Console
 ) -> None:
     """How the run ended, where it lies, and what to try next."""
-    run = History(folder)
+    run = RunReader(folder)
     if not len(run):
         return  # somebody has removed them
     # A skipped step has no loss to count.
@@ -465,11 +465,11 @@ def show_failure(failure: Failure, home: Path, folder: Path) -> int:
     if failure.hopeless:
         print(f"  not started again: {failure.hopeless}", file=sys.stderr)
     if not failure.foreseen or failure.kind != "CheckpointError":  # that says itself what to do
-        print(f"  {how_to_go_on(checkpoints(home))}", file=sys.stderr)
+        print(f"  {resume_hint(checkpoints(home))}", file=sys.stderr)
     return HUNG if hangs else FAILED
 
 
-def how_to_go_on(found: list[Path]) -> str:
+def resume_hint(found: list[Path]) -> str:
     """What the same command will do next, given the checkpoints that there are."""
     where = f"goes on from {found[-1]}" if found else "starts again: there is no checkpoint"
     return f"the same command {where}"

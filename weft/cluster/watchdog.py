@@ -146,7 +146,7 @@ def verdict(seen: Sequence[Seen], world_size: int) -> tuple[list[int], str]:
             return list(absent), f"{named}; {others} in {calls.pop()}"
         return list(absent), f"{named}; {all_calls(waiting)}"
     gone, past = gone_past(seen)
-    odd = gone or at_odds(seen)
+    odd = gone or find_mismatched_collectives(seen)
     if odd:
         return odd, f"the ranks are at odds: {all_calls(seen)}{past}"
     said = f"every rank of this host waits: {all_calls(seen)}"
@@ -174,7 +174,7 @@ def why_absent(one: Seen) -> str | None:
     return f"is in no collective{at or ','}"
 
 
-def at_odds(seen: Sequence[Seen]) -> list[int]:
+def find_mismatched_collectives(seen: Sequence[Seen]) -> list[int]:
     """The ranks whose first open collective is another one than that of most in its group."""
     firsts = {one.rank: one.calls[0] for one in seen if one.calls}
     for group in {first[0] for first in firsts.values()}:

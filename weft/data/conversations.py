@@ -50,7 +50,7 @@ from weft.data.prepared_cache import (
     refuse,
 )
 from weft.data.records import Fault, Unit, lines, record_units
-from weft.data.source import Found, look
+from weft.data.source import SourceRef, look
 from weft.data.source_files import changed
 from weft.data.token_shards import entropy_nats
 from weft.data.token_store import (
@@ -131,7 +131,7 @@ def _writer(section: DataSection) -> Writer:
     return writer
 
 
-def _look(path: str) -> Found:
+def _look(path: str) -> SourceRef:
     """What there is at a path, which must be of lines or rows."""
     found = look(path)
     if found.kind in ("text", "tokens"):

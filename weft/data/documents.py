@@ -31,13 +31,13 @@ from weft.data.prepared_cache import (
     write_scans,
 )
 from weft.data.records import Document, Fault, Invalid, Unit, documents, record_units
-from weft.data.source import Found
+from weft.data.source import SourceRef
 from weft.data.source_files import File, changed
 from weft.data.token_shards import (
     Batches,
     Built,
     Encoder,
-    Odd,
+    IncompleteTail,
     Tokens,
     finished_shard,
     in_pieces,
@@ -46,7 +46,7 @@ from weft.data.token_shards import (
     write_shard,
 )
 from weft.data.token_store import SPLITS, TOKENIZER_FILE, Shard, Split, hash_json
-from weft.data.workers import Advance, each, processes_for
+from weft.data.workers import Advance, parallel_map, processes_for
 
 FORMAT = 2  # of a scan in the cache
 TELL_BYTES = 4 << 20
@@ -123,8 +123,8 @@ class Records:
         return sum(scan.total(side)[1] for scan in self.scans for side in (0, 1))
 
     @property
-    def odd(self) -> Odd:
-        return Odd(
+    def odd(self) -> IncompleteTail:
+        return IncompleteTail(
             skipped=sum(scan.skipped for scan in self.scans),
             replaced=sum(scan.replaced for scan in self.scans),
             empty=sum(scan.empty for scan in self.scans),
@@ -164,7 +164,7 @@ class Records:
             if scan.extents
         ]
         processes = processes_for(len(tasks), self.text_bytes, ENCODE_ALONE_BYTES)
-        made = dict(each(_tokenise, tasks, advance, processes))
+        made = dict(parallel_map(_tokenise, tasks, advance, processes))
         splits = []
         for side in (0, 1):
             shards = [shard for place in range(len(tasks)) for shard in made[place][side]]
@@ -176,7 +176,7 @@ class Records:
 
 
 def read_records(
-    section: DataSection, found: Found, cache: Path, shard_bytes: int, report: Report
+    section: DataSection, found: SourceRef, cache: Path, shard_bytes: int, report: Report
 ) -> Records:
     """Read every unit once, unless that was done before.
 
@@ -235,10 +235,12 @@ def _scan_all(
     known = cache / "scans" / f"{hash_json(about)}.json"
     if (tree := read_scans(known)) is not None:
         return Records(
-            units, [_from_dict(each) for each in tree["scans"]], Reader(**tree["reader"])
+            units,
+            [_from_dict(parallel_map) for parallel_map in tree["scans"]],
+            Reader(**tree["reader"]),
         )
     tasks = [_ScanTask(unit, reader) for unit in units]
-    found = dict(each(_scan, tasks, advance, processes))
+    found = dict(parallel_map(_scan, tasks, advance, processes))
     scans = [found[place] for place in range(len(tasks))]
     _check_faults(units, scans, path)
     if not any(scan.extents for scan in scans):

@@ -31,7 +31,7 @@ from weft.config.job import DataSection, InvalidConfig, ConfigError
 from weft.data.order import Ints
 from weft.data.prepared_cache import Report, counting
 from weft.data.source_files import File
-from weft.data.token_shards import Built, Encoder, Odd, describe, too_little
+from weft.data.token_shards import Built, Encoder, IncompleteTail, describe, too_little
 from weft.data.token_store import (
     SPLITS,
     Dtype,
@@ -98,7 +98,7 @@ class TokenFiles:
     section: DataSection
     files: list[TokenFile]
     text_bytes: int = 0  # their tokenizer is given, and learns nothing
-    odd: Odd = field(default_factory=Odd)
+    odd: IncompleteTail = field(default_factory=IncompleteTail)
 
     @property
     def content(self) -> object:

@@ -27,7 +27,7 @@ import torch
 
 from weft.config.job import DataSection, ConfigError, WeftError
 from weft.data.dataset import Dataset
-from weft.data.order import Ints, Turns, parts, sample_index
+from weft.data.order import Ints, MixtureSampler, parts, sample_index
 from weft.data.packing import Rows, pack
 from weft.data.token_store import SplitName, Store, TokenStream
 
@@ -68,7 +68,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Windows:
+class TokenChunks:
     """A stream of tokens, cut into windows.
 
     Args:
@@ -209,7 +209,7 @@ def _samples(
     stream, separator = store.tokens(split), store.manifest.separator
     if store.manifest.kind == "text" and section.packing != "best_fit":
         packing: Packing = "documents" if section.keeps_documents else "windows"
-        return Windows(stream, seq_len, packing, separator)
+        return TokenChunks(stream, seq_len, packing, separator)
     rows = pack(store, split, seq_len, section, seed)
     packed = Packed(stream, store.learned(split), rows, seq_len, separator)
     return Pairs(packed) if store.manifest.kind == "preferences" else packed
@@ -248,7 +248,7 @@ class Loader:
     dp_rank: int
     dp_size: int
     microbatch: int
-    _turns: Turns = field(init=False, compare=False)
+    _turns: MixtureSampler = field(init=False, compare=False)
     _known: dict[tuple[int, int], Ints] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -256,7 +256,7 @@ class Loader:
             raise ValueError(
                 f"global_batch = {self.global_batch} is not a multiple of dp_size = {self.dp_size}"
             )
-        object.__setattr__(self, "_turns", Turns(self.mixture.shares))  # frozen
+        object.__setattr__(self, "_turns", MixtureSampler(self.mixture.shares))  # frozen
 
     def batch(self, consumed: int, group: int = 0, groups: int = 1) -> list[Batch]:
         """This rank's microbatches of the global batch that begins at sample ``consumed``.

@@ -80,7 +80,7 @@ ROUND = 10_007  # places of a round: a prime, so that no batch size keeps step w
 _GOLDEN_STEP = 6_185  # about ROUND over the golden ratio
 
 
-class Turns:
+class MixtureSampler:
     """How the places of a run are shared between sources.
 
     Args:

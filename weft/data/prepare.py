@@ -34,7 +34,7 @@ from weft.data.prepared_cache import (
     prepared_once,
     refuse,
 )
-from weft.data.source import Found, look
+from weft.data.source import SourceRef, look
 from weft.data.text_files import read_texts
 from weft.data.token_shards import PIECE_BYTES, Reading, load_encoder, unigram_entropy_nats
 from weft.data.token_store import FORMAT, TOKENIZER_FILE, Manifest, Store, hash_json, is_store
@@ -130,13 +130,13 @@ class _Given(NamedTuple):
     separator: int
 
 
-def _find(section: DataSection) -> tuple[Found | None, _Given | None]:
+def _find(section: DataSection) -> tuple[SourceRef | None, _Given | None]:
     """What there is at the path (None: a prepared store), and the tokenizer that the user gives.
 
     Raises:
         InvalidJob: every problem of both.
     """
-    found: Found | None = None
+    found: SourceRef | None = None
     given: _Given | None = None
     problems: list[ConfigError] = []
     with noting(problems):
@@ -155,7 +155,7 @@ def _find(section: DataSection) -> tuple[Found | None, _Given | None]:
 
 
 def _read(
-    section: DataSection, found: Found, cache: Path, shard_bytes: int, report: Report
+    section: DataSection, found: SourceRef, cache: Path, shard_bytes: int, report: Report
 ) -> Reading:
     if found.kind == "text":
         return read_texts(section, found.files, cache, shard_bytes, report)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from weft.config.job import InvalidConfig, ConfigError, suggest
 from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
-from weft.data.source import Found
+from weft.data.source import SourceRef
 from weft.data.source_files import (
     CutOff,
     File,
@@ -98,7 +98,7 @@ def kind_of(file: File) -> Kind:
     return found
 
 
-def record_units(path: str, found: Found, size: int, field: str | None) -> list[Unit]:
+def record_units(path: str, found: SourceRef, size: int, field: str | None) -> list[Unit]:
     """What lies at a path, in units of about ``size`` bytes as far as it can be cut.
 
     Args:

@@ -39,7 +39,7 @@ Kind = Literal["text", "records", "tokens", "saved", "hub", "own"]
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceRef:
     """What there is at a path; ``files``, in the order of their names, are those of text, records
     and tokens."""
 
@@ -57,7 +57,7 @@ def check_path(path: str) -> list[ConfigError]:
     return []
 
 
-def look(path: str) -> Found:
+def look(path: str) -> SourceRef:
     """What there is at ``path``, which is no prepared store.
 
     A folder or a glob is of records (or of tokens) if all its files are, but for those that only
@@ -73,17 +73,17 @@ def look(path: str) -> Found:
     """
     if path.startswith(HUB):
         parse_url(path)
-        return Found("hub")
+        return SourceRef("hub")
     if is_own(path):
         own_set(path)
-        return Found("own")
+        return SourceRef("own")
     found = _look_there(path) if is_remote(path) else _look_here(path)
     if found.kind != "saved":
         _check_files(path, found.files)
     return found
 
 
-def _look_there(url: str) -> Found:
+def _look_there(url: str) -> SourceRef:
     if problems := check_url("data.path", url):
         raise InvalidConfig(problems)
     found = _sort_out(remote_files(url), is_glob(url))
@@ -98,22 +98,22 @@ def _look_there(url: str) -> Found:
     return found
 
 
-def _look_here(path: str) -> Found:
+def _look_here(path: str) -> SourceRef:
     root = Path(path).expanduser().absolute()
     if path == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
     try:
         if path == STDLIB:
-            return Found("text", tuple(_below(root, library=True)))
+            return SourceRef("text", tuple(_below(root, library=True)))
         if root.is_dir():
-            return Found("saved") if is_saved(root) else _sort_out(_below(root), alone=False)
+            return SourceRef("saved") if is_saved(root) else _sort_out(_below(root), alone=False)
         if root.is_file():
             return _sort_out([local_file(root, root.name)], alone=True)
         if is_glob(path) and (matches := _matches(root)):
             return _sort_out(matches, alone=True)
         megatron = root.with_name(root.name + ".bin")  # its tools take the name without ending
         if megatron.is_file() and root.with_name(root.name + ".idx").is_file():
-            return Found("tokens", (local_file(megatron, megatron.name),))
+            return SourceRef("tokens", (local_file(megatron, megatron.name),))
         root.stat()
     except OSError as error:
         where = "" if error.filename in (None, str(root)) else f" ({error.filename})"
@@ -126,7 +126,7 @@ def _look_here(path: str) -> Found:
     )
 
 
-def _sort_out(files: Sequence[File], alone: bool) -> Found:
+def _sort_out(files: Sequence[File], alone: bool) -> SourceRef:
     """What files are together; ``alone``: they were named, one by one or by a glob."""
     told = [
         file
@@ -137,8 +137,8 @@ def _sort_out(files: Sequence[File], alone: bool) -> Found:
     ]
     kinds = {format_of(file.name, alone) for file in told}
     if not kinds or None in kinds or ("tokens" in kinds and len(kinds) > 1):
-        return Found("text", tuple(files))
-    return Found("tokens" if kinds == {"tokens"} else "records", tuple(told))
+        return SourceRef("text", tuple(files))
+    return SourceRef("tokens" if kinds == {"tokens"} else "records", tuple(told))
 
 
 def _check_files(path: str, files: Sequence[File]) -> None:

@@ -34,7 +34,7 @@ from weft.data.token_shards import (
     Batches,
     Built,
     Encoder,
-    Odd,
+    IncompleteTail,
     Tokens,
     cut_at,
     finished_shard,
@@ -107,7 +107,7 @@ class Texts:
     kept: list[Scan]
     train: list[Part]
     validation: list[Part]
-    odd: Odd  # an empty file is no document, and counts for none
+    odd: IncompleteTail  # an empty file is no document, and counts for none
     shard_bytes: int
 
     @property
@@ -161,7 +161,7 @@ def read_texts(
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
         report(Progress(f"left out {len(skipped)} files that are not UTF-8 text: {names}"))
-    odd = Odd(len(skipped), len(faulty) - len(skipped))
+    odd = IncompleteTail(len(skipped), len(faulty) - len(skipped))
     return Texts(kept, train, validation, odd, shard_bytes)
 
 

@@ -42,7 +42,7 @@ class Built(NamedTuple):
     dtype: Dtype
 
 
-class Odd(NamedTuple):
+class IncompleteTail(NamedTuple):
     """How many files, or documents where a file has many, were not taken as they are.
 
     ``skipped`` ones are not UTF-8 and were left out; of ``replaced`` ones the bad bytes were
@@ -68,7 +68,7 @@ class Reading(Protocol):
         ...
 
     @property
-    def odd(self) -> Odd: ...
+    def odd(self) -> IncompleteTail: ...
 
     def training_texts(self, most_bytes: int) -> Iterator[str]:
         """About ``most_bytes`` of the train text, for a tokenizer to learn from."""

@@ -37,7 +37,7 @@ def processes_for(num_things: int, size_bytes: int, alone_bytes: int) -> int:
     return 1 if size_bytes < alone_bytes else max(1, min(num_things, num_cores()))
 
 
-def each(
+def parallel_map(
     work: Callable[[T, Advance], R],
     things: Sequence[T],
     advance: Advance,

@@ -131,7 +131,7 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
         local_world_size=here,
         memory_bytes=memory,
     )
-    if known := machine.known:
+    if known := machine.spec:
         machine = replace(
             machine,
             memory_bytes=memory or int(known.memory_gib * GIB) or None,
@@ -164,7 +164,7 @@ def read_run(folder: Path) -> Run:
     if len(last) < LEAST:
         rule = f"has {len(last)} records after the first {WARMING} of its last start"
         raise missing(rule, f"let it train until it has {LEAST}, or lower --monitor.log_interval")
-    if machine.known is None:
+    if machine.spec is None:
         rule = f"ran on {machine.device_name!r}, of which nothing is known"
         raise missing(rule, "add it to clusters.toml: benchmarks/device.py measures it")
     environment = read_json(folder / "environment.json")
@@ -188,7 +188,7 @@ def calibrate(run: Run) -> Calibration:
     """
     plan, job = run.plan, run.job
     of_ranks = traces(job, plan)
-    device = run.machine.known
+    device = run.machine.spec
     assert device is not None, "read_run has seen to it"
     seen = priced(job, plan, run.machine, device, of_ranks)
     before = seen.step_seconds

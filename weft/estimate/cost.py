@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from weft.plan.devices import Device, Network
-from weft.plan.pipeline_schedule import Need, Timetable, executed
+from weft.plan.pipeline_schedule import Need, PipelineSchedule, executed
 
 # Of a data sheet's memory bandwidth, what streaming kernels reach (STREAM and copies: 0.8 to 0.92).
 STREAMED = 0.85
@@ -144,7 +144,7 @@ class Step:
     microbatches: int
     tokens: float  # of all ranks
     once: Work = field(default_factory=Work)  # clipping and optimizer, of the fullest rank
-    timetable: Timetable | None = None
+    pipeline_schedule: PipelineSchedule | None = None
     hop: Collective | None = None
 
 
@@ -283,7 +283,7 @@ class Span(NamedTuple):
 
 
 def spans(
-    timetable: Timetable, seconds: dict[tuple[int, str], float], hop: float
+    timetable: PipelineSchedule, seconds: dict[tuple[int, str], float], hop: float
 ) -> tuple[Span, ...]:
     """When the actions of a pipeline start and end, those of each rank in order.
 
@@ -320,13 +320,13 @@ def pipeline_spans(step: Step, hardware: Hardware) -> tuple[Span, ...]:
 def _spans_of(
     step: Step, forward: Sequence[Seconds], backward: Sequence[Seconds], hardware: Hardware
 ) -> tuple[Span, ...]:
-    assert step.timetable is not None
+    assert step.pipeline_schedule is not None
     seconds_of = {(s, "F"): part.total() for s, part in enumerate(forward)}
     seconds_of |= {(s, "B"): part.total() for s, part in enumerate(backward)}
     # Gradients of inputs and of weights take as long as each other.
     seconds_of |= {(s, kind): seconds_of[s, "B"] / 2 for s in range(len(backward)) for kind in "IW"}
     hop = collective_seconds(step.hop, hardware) if step.hop else 0.0
-    return spans(step.timetable, seconds_of, hop)
+    return spans(step.pipeline_schedule, seconds_of, hop)
 
 
 def step_seconds(step: Step, hardware: Hardware) -> Seconds:
@@ -334,14 +334,14 @@ def step_seconds(step: Step, hardware: Hardware) -> Seconds:
     forward = [pass_seconds(stage.forward, hardware) for stage in step.stages]
     backward = [pass_seconds(stage.backward, hardware) for stage in step.stages]
     spent = Seconds()
-    if step.timetable is None:
+    if step.pipeline_schedule is None:
         for part in (*forward, *backward):
             spent.add(part, step.microbatches)
         ranks: Iterable[Sequence[int]] = [range(len(step.stages))]
     else:
         end = max(span.end for span in _spans_of(step, forward, backward, hardware))
         busy: dict[int, Seconds] = {}
-        for rank, order in step.timetable.items():
+        for rank, order in step.pipeline_schedule.items():
             busy[rank] = Seconds()
             for (s, kind), count in Counter((a.stage, a.kind) for a in order).items():
                 part = forward[s] if kind == "F" else backward[s]
@@ -349,7 +349,7 @@ def step_seconds(step: Step, hardware: Hardware) -> Seconds:
         worst = max(busy.values(), key=Seconds.total)
         spent.add(worst)
         spent["bubble"] += end - worst.total()
-        ranks = [sorted({a.stage for a in order}) for order in step.timetable.values()]
+        ranks = [sorted({a.stage for a in order}) for order in step.pipeline_schedule.values()]
     spent.add(_sync(step, ranks, forward, backward, hardware))
     return spent.add(work_seconds(step.once, hardware))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.estimate.cost import Overlap, Precision
-from weft.plan.pipeline_schedule import Timetable, one_stage, timetable
+from weft.plan.pipeline_schedule import PipelineSchedule, one_stage, timetable
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def layers_of(sizes: Sizes, lay: Layout) -> Sequence[int]:
     return lay.stage_layers or layers_of_stages(sizes.layers, lay.pp * lay.stages_per_rank)
 
 
-def timetable_of(lay: Layout) -> Timetable:
+def timetable_of(lay: Layout) -> PipelineSchedule:
     """What each rank of the pipeline does; without one in two microbatches, which tell all.
 
     Raises:

@@ -4,7 +4,7 @@ All blocks of a stage but those at its ends are alike, and so are all microbatch
 ones and the last one.  What a *middle* one does, and what it refers to in its own block and in
 those around it, is taken from the recording and repeated.  Four blocks and four microbatches are
 mostly enough: the ends, and two middle ones that are compared with each other.  The comparison
-tells two things.  If they differ, blocks are not alike, and nothing is extrapolated (`NotAlike`).
+tells two things.  If they differ, blocks are not alike, and nothing is extrapolated (`HeterogeneousLayers`).
 And a storage that both touch is shared by all, while otherwise each touches its own.
 
     recorded blocks            0   1   2   3
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from weft.estimate.op_recorder import AROUND, Block, Call, Event, Recording, Where
+from weft.estimate.op_recorder import AROUND, Block, Call, Event, OpTrace, Where
 
 ACTIONS = ("F", "B", "I", "W")
 BUFFER = "buffer"  # in the place of an action: made for each microbatch before the first one
@@ -43,7 +43,7 @@ KEPT: Segment = (0, "kept", 0)
 NO_STAGE = -1  # in the place of a stage: of the rank
 
 
-class NotAlike(ValueError):
+class HeterogeneousLayers(ValueError):
     """Middle blocks or microbatches do different things."""
 
 
@@ -76,7 +76,7 @@ class Expansion:
     `works`: what is computed and exchanged.
     """
 
-    def __init__(self, recording: Recording, recorded: Sizes, whole: Sizes) -> None:
+    def __init__(self, recording: OpTrace, recorded: Sizes, whole: Sizes) -> None:
         """
         Raises:
             NotAlike: if blocks or microbatches that should be alike are not.
@@ -178,7 +178,7 @@ class Expansion:
 
     # ------------------------------------------------------------------- names
 
-    def _name_all(self, recording: Recording) -> None:
+    def _name_all(self, recording: OpTrace) -> None:
         counts: Counter[tuple[Segment, Block | None, int]] = Counter()
 
         def name(storage: int, segment: Segment, block: Block | None, size: int) -> None:
@@ -346,11 +346,11 @@ class Expansion:
     ) -> None:
         for a, b in zip(first, second, strict=False):
             if _does(a) != _does(b):
-                raise NotAlike(f"{segment}: {_does(a)} and {_does(b)}")
+                raise HeterogeneousLayers(f"{segment}: {_does(a)} and {_does(b)}")
             if a.call is None and a.storage == b.storage:
                 shared.add(a.storage)
         if len(first) != len(second):
-            raise NotAlike(f"{segment}: {len(first)} and {len(second)} events")
+            raise HeterogeneousLayers(f"{segment}: {len(first)} and {len(second)} events")
 
     # ------------------------------------------------------------------- places
 

@@ -163,7 +163,7 @@ class Forecast:
 
 def device_of(plan: Plan, machine: Machine) -> Device | None:
     """What is known of the machine's devices; of a CPU nothing that was not measured."""
-    device = machine.known
+    device = machine.spec
     measured = device is not None and device.calibrated
     return device if plan.device == "cuda" or measured else None
 
@@ -199,7 +199,7 @@ def priced(
         hardware = hardware_of(plan, device)
         step = step_of(job, plan, of_ranks, device)
         seconds = step_seconds(step, hardware)
-        timeline = pipeline_spans(step, hardware) if step.timetable else None
+        timeline = pipeline_spans(step, hardware) if step.pipeline_schedule else None
     doubts = doubts_of(plan, device)
     error = CALIBRATED_ERROR if device is not None and device.calibrated else ERROR
     if doubts:
@@ -274,7 +274,7 @@ def step_of(job: Job, plan: Plan, of_ranks: Sequence[Trace], device: Device) -> 
             works[number] = pricer.stage(stage)
         of_rank = pricer.once()
         once = max(once, of_rank, key=lambda work: work.swept_bytes)
-    table, hop = (plan.timetable, hop_of(of_ranks)) if plan.pipeline else (None, None)
+    table, hop = (plan.pipeline_schedule, hop_of(of_ranks)) if plan.pipeline else (None, None)
     stages = tuple(works[number] for number in sorted(works))
     return Step(stages, plan.accumulation, plan.tokens_per_step, once, table, hop)
 

@@ -9,7 +9,7 @@ from weft.estimate.advice import Advice
 from weft.estimate.forecast import Forecast, name_of
 from weft.estimate.op_recorder import Where
 from weft.estimate.plan_to_analytic import sizes_of
-from weft.estimate.search import Found, named, reasons
+from weft.estimate.search import SearchResult, named, reasons
 from weft.plan.devices import GIB
 from weft.plan.plan_text import describe_plan
 from weft.plan.resolve import Machine, Plan
@@ -130,7 +130,7 @@ def advised(seen: Forecast, advice: Sequence[Advice]) -> list[str]:
     return align([head, "speed", "memory"], rows, left={0})
 
 
-def search_screen(found: Found) -> str:
+def search_screen(found: SearchResult) -> str:
     """The best layouts, and why the others lost."""
     rows = [
         [

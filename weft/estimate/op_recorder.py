@@ -79,7 +79,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class Recording:
+class OpTrace:
     """One rank's step.
 
     ``kept``: storages that were there before, with their bytes; ``owner``: of parameters and

@@ -21,7 +21,7 @@ from weft.estimate.charts import memory_chart, pipeline_chart, rank_chart, summa
 from weft.estimate.cost import Span
 from weft.estimate.forecast import Forecast, device_of, forecast
 from weft.monitor.html import Section, table
-from weft.monitor.run_reader import History
+from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import read_spans
 from weft.plan.devices import GIB
 from weft.plan.placement import coordinates
@@ -34,14 +34,14 @@ HEADING = "Predicted and measured"
 class Predicted:
     """What is predicted of a run; ``why`` there is no plan or forecast, if there is none."""
 
-    run: History
+    run: RunReader
     job: Job | None = None
     plan: Plan | None = None
     seen: Forecast | None = None
     why: str = ""
 
 
-def sections(runs: Sequence[History]) -> list[Section]:
+def sections(runs: Sequence[RunReader]) -> list[Section]:
     """Of one run a table and every picture; of several the table only."""
     every = [predict(run) for run in runs]
     several = len(every) > 1
@@ -58,7 +58,7 @@ def sections(runs: Sequence[History]) -> list[Section]:
     return found
 
 
-def predict(run: History) -> Predicted:
+def predict(run: RunReader) -> Predicted:
     """Plan a run again and trace it."""
     try:
         job, plan, machine = planned_again(run.folder, "run")

@@ -108,7 +108,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """``best``: those that were traced and fit, the fastest first, in any precision; ``winner``:
     the first of them in the recipe's own."""
 
@@ -138,7 +138,7 @@ class Found:
 
 def search(
     job: Job, plan: Plan, machine: Machine, tell: Callable[[str], None] = lambda text: None
-) -> Found:
+) -> SearchResult:
     """Search for the job's model and global batch on a machine.
 
     Args:
@@ -148,7 +148,7 @@ def search(
     Raises:
         InvalidJob: if nothing is known of the device, or the twin does not know the model.
     """
-    device = machine.known
+    device = machine.spec
     if device is None or plan.device == "cpu":
         rule, remedy = "has no device that is known", "use --cluster, such as 64x8xH100"
         raise InvalidConfig([ConfigError("--search", machine.device_name or "CPU", rule, remedy)])
@@ -197,7 +197,7 @@ def search(
             best += found
             losers += lost
     best.sort(key=lambda each: each.seen.step_seconds or 0.0)
-    return Found(tuple(best), tuple(losers), len(best) + len(losers), own)
+    return SearchResult(tuple(best), tuple(losers), len(best) + len(losers), own)
 
 
 def trace_best(
@@ -303,7 +303,7 @@ def traced(task: tuple[Job, Machine]) -> Forecast | Refused:
     """The forecast of a job, or why it has none: nothing is raised."""
     job, machine = task
     try:
-        return forecast(job, resolve(job, machine), machine, machine.known)
+        return forecast(job, resolve(job, machine), machine, machine.spec)
     except InvalidConfig as error:
         return Refused("rule", str(error.problems[0]))
     except Exception as error:  # one that torch cannot run is no reason to lose all the others
@@ -460,7 +460,7 @@ def reasons(losers: Iterable[Loser]) -> list[str]:
     ]
 
 
-def written(found: Found, job: Job, recipe: str, cluster: str) -> str:
+def written(found: SearchResult, job: Job, recipe: str, cluster: str) -> str:
     """The winner as a recipe.
 
     Args:

@@ -35,14 +35,14 @@ from weft.checkpoint.state_dict import named_parameters
 from weft.config.job import Job
 from weft.config.job import replace as replace_sections
 from weft.data.loader import Batch
-from weft.estimate.extrapolate import Expansion, NotAlike, Segment, Sizes
+from weft.estimate.extrapolate import Expansion, HeterogeneousLayers, Segment, Sizes
 from weft.estimate.op_recorder import (
     AROUND,
     Block,
     Call,
     Event,
     Recorder,
-    Recording,
+    OpTrace,
     Where,
     place_of,
     placed,
@@ -52,7 +52,7 @@ from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.activation_offload import Moved
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
 from weft.parallel.private_hooks import fake_process_group, ranks_of_group
-from weft.plan.pipeline_schedule import Action, Timetable, is_file, max_in_flight, stages_of
+from weft.plan.pipeline_schedule import Action, PipelineSchedule, is_file, max_in_flight, stages_of
 from weft.plan.placement import rank_of
 from weft.plan.resolve import Plan
 from weft.plan.stages import Stage
@@ -104,7 +104,7 @@ def _leave(*args: Any) -> None:
 
 def record_step(
     built: Built, job: Job, plan: Plan, mode: FakeTensorMode | None = None, period: int = 1
-) -> Recording:
+) -> OpTrace:
     """One step of training: all microbatches forward and backward, clipping, the optimizer.
 
     Args:
@@ -164,7 +164,7 @@ def record_step(
             built.optimizer.zero_grad()
     assert loss.shape == norm.shape == ()
     kept = recorder.events, recorder.kept, owner, rows, states, gradients, frozenset(host)
-    return Recording(*kept)
+    return OpTrace(*kept)
 
 
 def no_rows(job: Job, plan: Plan) -> list[Batch]:
@@ -214,7 +214,7 @@ class Trace:
     """
 
     rank: int
-    recording: Recording
+    recording: OpTrace
     expansion: Expansion
     order: tuple[Segment, ...]
     short: tuple[Segment, ...]
@@ -254,7 +254,7 @@ def traces(job: Job, plan: Plan) -> list[Trace]:
         try:
             small = fewer(plan, few, period, all_blocks=job.optim.name != "adamw")
             return _traces(job, plan, small, period)
-        except NotAlike:
+        except HeterogeneousLayers:
             continue
     return _traces(job, plan, plan, 1)
 
@@ -267,7 +267,7 @@ def frees_stages(plan: Plan) -> bool:
 
 
 def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
-    known: dict[object, tuple[Recording, Sizes, dict[str, Group]]] = {}
+    known: dict[object, tuple[OpTrace, Sizes, dict[str, Group]]] = {}
     found = []
     folded = fold(job, small)
     short_plan = plan
@@ -338,7 +338,7 @@ def fold(job: Job, plan: Plan) -> tuple[Plan, list[int]] | None:
 
 def record_rank(
     job: Job, plan: Plan, small: Plan, pp: int, period: int
-) -> tuple[Recording, Sizes, dict[str, Group]]:
+) -> tuple[OpTrace, Sizes, dict[str, Group]]:
     """The step of ``small``, what it has of blocks and microbatches, and the process groups."""
     job = traceable(job, plan)
     rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
@@ -354,10 +354,10 @@ def record_rank(
             and (
                 fewer_microbatches
                 or small.pipeline.ranks != plan.pipeline.ranks
-                or mixed(plan.timetable)
+                or mixed(plan.pipeline_schedule)
             )
         ):
-            small = with_any_order(small, "W" in kinds_of(plan.timetable), Path(folder))
+            small = with_any_order(small, "W" in kinds_of(plan.pipeline_schedule), Path(folder))
         built, small = build_fake(job, small, mode)
         recording = record_step(built, job, small, mode, period)
         found = groups_of(recording, built.mesh)
@@ -457,7 +457,7 @@ def with_any_order(plan: Plan, halves: bool, folder: Path) -> Plan:
 def actions_of(plan: Plan, pp: int) -> dict[Segment, Action]:
     """What a rank of the pipeline does, in order: place of the stage, kind, how many before it; and
     the timetable's action that this is, or is a half of."""
-    table = plan.timetable
+    table = plan.pipeline_schedule
     both = mixed(table)
     mine = stages_of(table[pp])
     counts: Counter[tuple[int, str]] = Counter()
@@ -470,12 +470,12 @@ def actions_of(plan: Plan, pp: int) -> dict[Segment, Action]:
     return found
 
 
-def mixed(table: Timetable) -> bool:
+def mixed(table: PipelineSchedule) -> bool:
     """Whether some backward passes are whole and some in halves, as all are recorded then."""
     return {"B", "W"} <= kinds_of(table)
 
 
-def kinds_of(table: Timetable) -> set[str]:
+def kinds_of(table: PipelineSchedule) -> set[str]:
     """The kinds of actions of a timetable: F, B, and others of split backward passes."""
     return {action.kind for order in table.values() for action in order}
 
@@ -483,7 +483,7 @@ def kinds_of(table: Timetable) -> set[str]:
 # --------------------------------------------------------------------------- sums
 
 
-def groups_of(recording: Recording, mesh: Mesh) -> dict[str, Group]:
+def groups_of(recording: OpTrace, mesh: Mesh) -> dict[str, Group]:
     """The process groups of a recording; what is only a part of an axis's group is of that axis."""
     known = axis_groups(mesh)
     named = {str(group.group_name): axis for axis, group in known.items()}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from weft.estimate.allocator import Allocator
 from weft.estimate.extrapolate import Segment
-from weft.estimate.op_recorder import Event, Recording, Where
+from weft.estimate.op_recorder import Event, OpTrace, Where
 from weft.estimate.trace import Trace
 
 CATEGORIES = (
@@ -52,7 +52,7 @@ class Memory:
     timeline: tuple[tuple[Where, int], ...] = ()
 
 
-def categories(recording: Recording) -> dict[int, str]:
+def categories(recording: OpTrace) -> dict[int, str]:
     """Of every storage of a recording, what it is used for."""
     born: dict[int, Where] = {}
     died: dict[int, Where] = {}

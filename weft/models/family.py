@@ -29,7 +29,7 @@ class Init(NamedTuple):
     residual: bool = False
 
 
-class Split(NamedTuple):
+class TensorParallelSpec(NamedTuple):
     """What tensor parallelism makes of a module; `weft.parallel.tensor_parallel` carries it out.
 
     ``weight``: how the module's weight is cut over the ranks.  *column*: by outputs, *row*: by
@@ -68,13 +68,13 @@ ONLY: Json = {
 }
 
 
-def their_name(name: str) -> str:
+def hf_name(name: str) -> str:
     """The name in a Hugging Face checkpoint of a parameter of `weft.models.llama.Llama`."""
     return name if name == "lm_head.weight" else f"model.{name}"
 
 
 @dataclass(frozen=True)
-class Counterpart:
+class HFMapping:
     """What Hugging Face has for a family.
 
     ``defaults``: what transformers takes where a field is missing, beside `DEFAULTS`.  ``window``:
@@ -84,7 +84,7 @@ class Counterpart:
     name: str  # for people
     architecture: str
     model_type: str
-    their_name: Callable[[str], str] = their_name
+    hf_name: Callable[[str], str] = hf_name
     defaults: Json = field(default_factory=dict)
     only: Json = field(default_factory=lambda: ONLY)
     ignored: frozenset[str] = frozenset()
@@ -110,7 +110,7 @@ class Family:
     num_params: Callable[[Any], int]
     flops_per_token: Callable[[Any, int], float]
     # For tensor parallelism; without sharding a model cannot have it.
-    sharding: Mapping[str, Split] = field(default_factory=dict)
+    sharding: Mapping[str, TensorParallelSpec] = field(default_factory=dict)
     split_sizes: tuple[str, ...] = ()
     # For pipeline parallelism; without them a model cannot have it.
     units: Callable[[Any, int], list[Unit]] | None = None
@@ -122,4 +122,4 @@ class Family:
     routed: Callable[[nn.Module], list[Any]] | None = None
     num_active_params: Callable[[Any], int] | None = None
     # For `weft export` and `weft import`; without it a model has neither.
-    huggingface: Counterpart | None = None
+    huggingface: HFMapping | None = None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weft.config.job import MISSING, ConfigError, check_section
-from weft.models.family import Counterpart, Family, Json
+from weft.models.family import HFMapping, Family, Json
 
 # Their field -> ours.
 FIELDS = {
@@ -93,7 +93,7 @@ REMEDIES = {
 }
 
 
-def counterpart(family: Family) -> Counterpart:
+def counterpart(family: Family) -> HFMapping:
     """Of a family that has one."""
     assert family.huggingface is not None
     return family.huggingface

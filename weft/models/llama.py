@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from weft.config.job import Positive, ConfigError, Section, key
-from weft.models.family import Counterpart, Family, Init, Split, Unit
+from weft.models.family import HFMapping, Family, Init, TensorParallelSpec, Unit
 from weft.models.layers import (
     Attention,
     RMSNorm,
@@ -394,21 +394,21 @@ def without_head(model: Llama) -> Callable[[], Tensor]:
 
 
 # Patterns of module names (as in fnmatch).  Every module with a weight matches exactly one.
-SHARDING: dict[str, Split] = {
-    "embed_tokens": Split("vocabulary", after="scatter"),
-    "layers.*.input_layernorm": Split("whole"),
-    "layers.*.self_attn": Split(before="gather"),
-    "layers.*.self_attn.q_proj": Split("column"),
-    "layers.*.self_attn.[kv]_proj": Split("heads"),
-    "layers.*.self_attn.o_proj": Split("row", after="scatter"),
-    "layers.*.post_attention_layernorm": Split("whole"),
-    "layers.*.mlp": Split(before="gather"),
-    "layers.*.mlp.gate_proj": Split("column"),
-    "layers.*.mlp.up_proj": Split("column"),
-    "layers.*.mlp.down_proj": Split("row", after="scatter"),
+SHARDING: dict[str, TensorParallelSpec] = {
+    "embed_tokens": TensorParallelSpec("vocabulary", after="scatter"),
+    "layers.*.input_layernorm": TensorParallelSpec("whole"),
+    "layers.*.self_attn": TensorParallelSpec(before="gather"),
+    "layers.*.self_attn.q_proj": TensorParallelSpec("column"),
+    "layers.*.self_attn.[kv]_proj": TensorParallelSpec("heads"),
+    "layers.*.self_attn.o_proj": TensorParallelSpec("row", after="scatter"),
+    "layers.*.post_attention_layernorm": TensorParallelSpec("whole"),
+    "layers.*.mlp": TensorParallelSpec(before="gather"),
+    "layers.*.mlp.gate_proj": TensorParallelSpec("column"),
+    "layers.*.mlp.up_proj": TensorParallelSpec("column"),
+    "layers.*.mlp.down_proj": TensorParallelSpec("row", after="scatter"),
     # Gathered here, not before lm_head, which a model with tied embeddings does not have.
-    "norm": Split("whole", after="gather"),
-    "lm_head": Split("column"),
+    "norm": TensorParallelSpec("whole", after="gather"),
+    "lm_head": TensorParallelSpec("column"),
 }
 
 # Fields of the configuration that the number of tensor-parallel ranks must divide.
@@ -439,7 +439,7 @@ def keep(model: Llama, units: range) -> None:
             del model.lm_head
 
 
-HUGGINGFACE = Counterpart("Llama", architecture="LlamaForCausalLM", model_type="llama")
+HUGGINGFACE = HFMapping("Llama", architecture="LlamaForCausalLM", model_type="llama")
 
 
 # --------------------------------------------------------------------------- arithmetic

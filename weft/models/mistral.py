@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from weft.config.job import Positive, key
 from weft.models import llama
-from weft.models.family import ONLY, Counterpart
+from weft.models.family import ONLY, HFMapping
 from weft.models.llama import DecoderConfig, PositiveFloat
 
 
@@ -40,7 +40,7 @@ PRESETS: dict[str, MistralConfig] = {
     "7b-v0.3": MistralConfig(),
 }
 
-HUGGINGFACE = Counterpart(
+HUGGINGFACE = HFMapping(
     name="Mistral",
     architecture="MistralForCausalLM",
     model_type="mistral",

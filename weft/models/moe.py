@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from weft.config.job import NonNegative, Positive, ConfigError, key
 from weft.models import llama, qwen3
-from weft.models.family import Family, Init, Split, Unit
+from weft.models.family import Family, Init, TensorParallelSpec, Unit
 from weft.models.layers import Attention, RMSNorm, SwiGLU, grouped_linear
 from weft.models.llama import DecoderConfig, Llama, PositiveFloat
 from weft.models.qwen3 import NormedAttention
@@ -242,7 +242,7 @@ class MoE(nn.Module):
         place_R = torch.empty_like(order_R).scatter_(
             0, order_R, torch.arange(len(order_R), device=order_R.device)
         )
-        rows_RD = Spread.apply(x_ND, order_R, place_R)  # type: ignore[no-untyped-call]
+        rows_RD = Unpermute.apply(x_ND, order_R, place_R)  # type: ignore[no-untyped-call]
         rows_RD = self.experts(rows_RD, counts_E)
         rows_RD = Permute.apply(rows_RD, place_R, order_R)  # type: ignore[no-untyped-call]
         # A product, which adds up in float32, and does not keep A scaled rows of each token.
@@ -268,7 +268,7 @@ class Permute(torch.autograd.Function):
         return grad_RD[place_R], None, None
 
 
-class Spread(torch.autograd.Function):
+class Unpermute(torch.autograd.Function):
     """A row for each of a token's experts, in the order of the experts; gradients added up in the
     order of a token's choices."""
 
@@ -342,15 +342,15 @@ def init_of(name: str, config: MoeConfig) -> Init:
 
 # As `weft.models.llama.SHARDING`.  All of a feed-forward layer lies between one gather and one
 # scatter: each rank routes all tokens, alike, and has a slice of each expert's width.
-SHARDING: dict[str, Split] = {
+SHARDING: dict[str, TensorParallelSpec] = {
     **llama.SHARDING,
-    "layers.*.self_attn.[qk]_norm": Split("summed"),
-    "layers.*.mlp": Split(before="gather", after="scatter"),
-    "layers.*.mlp.router": Split("summed"),
-    "layers.*.mlp.down_proj": Split("row"),
-    "layers.*.mlp.*experts.gate_proj": Split("column"),
-    "layers.*.mlp.*experts.up_proj": Split("column"),
-    "layers.*.mlp.*experts.down_proj": Split("row"),
+    "layers.*.self_attn.[qk]_norm": TensorParallelSpec("summed"),
+    "layers.*.mlp": TensorParallelSpec(before="gather", after="scatter"),
+    "layers.*.mlp.router": TensorParallelSpec("summed"),
+    "layers.*.mlp.down_proj": TensorParallelSpec("row"),
+    "layers.*.mlp.*experts.gate_proj": TensorParallelSpec("column"),
+    "layers.*.mlp.*experts.up_proj": TensorParallelSpec("column"),
+    "layers.*.mlp.*experts.down_proj": TensorParallelSpec("row"),
 }
 
 SPLIT_SIZES = ("num_heads", "ffn_dim", "expert_dim", "vocab_size")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.config.job import Positive, key
 from weft.models import llama
-from weft.models.family import ONLY, Counterpart, Split, Unit
+from weft.models.family import ONLY, HFMapping, TensorParallelSpec, Unit
 from weft.models.layers import Attention, RMSNorm
 from weft.models.llama import DecoderConfig, PositiveFloat
 
@@ -80,9 +80,9 @@ class Qwen3(llama.Llama):
     block = Block
 
 
-SHARDING: dict[str, Split] = {
+SHARDING: dict[str, TensorParallelSpec] = {
     **llama.SHARDING,
-    "layers.*.self_attn.[qk]_norm": Split("summed"),
+    "layers.*.self_attn.[qk]_norm": TensorParallelSpec("summed"),
 }
 
 
@@ -105,7 +105,7 @@ def num_params(config: Qwen3Config) -> int:
     return llama.num_params(config) + 2 * config.num_layers * config.head_dim
 
 
-HUGGINGFACE = Counterpart(
+HUGGINGFACE = HFMapping(
     name="Qwen3",
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",

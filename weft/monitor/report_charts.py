@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.monitor.goodput import KINDS
 from weft.monitor.html import Section
-from weft.monitor.run_reader import ROUTINE, Floats, History, Mark, fewer
+from weft.monitor.run_reader import ROUTINE, Floats, RunReader, Mark, fewer
 
 MOST_POINTS = 2000  # of a curve
 MOST_MARKS = 400  # of a run
@@ -79,7 +79,7 @@ def kept(marks: Sequence[Mark]) -> list[Mark]:
     return marks
 
 
-def charts_of(runs: Sequence[History]) -> list[dict[str, Any]]:
+def charts_of(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
     """The charts for which a run has numbers; of several runs those with areas are left out."""
     there = {
         name for run in runs for name, values in run.columns.items() if np.isfinite(values).any()
@@ -123,7 +123,7 @@ def loss_unit(objectives: Iterable[str]) -> str:
 
 
 def curves_section(
-    runs: Sequence[History], names: Sequence[str], charts: Sequence[Mapping[str, Any]]
+    runs: Sequence[RunReader], names: Sequence[str], charts: Sequence[Mapping[str, Any]]
 ) -> list[Section]:
     """Controls, and a place for each chart with what it shows in words."""
     time_unit = time_unit_of(runs)[0]
@@ -163,7 +163,7 @@ def curves_section(
     return [("Curves", "\n".join([controls, no_script, charts_html, said]))]
 
 
-def described_by(runs: Sequence[History], names: Sequence[str], chart: Mapping[str, Any]) -> str:
+def described_by(runs: Sequence[RunReader], names: Sequence[str], chart: Mapping[str, Any]) -> str:
     """The chart's first curve of each run in words, for those who do not see it."""
     told = []
     for run, name in zip(runs, names, strict=True):
@@ -175,14 +175,14 @@ def described_by(runs: Sequence[History], names: Sequence[str], chart: Mapping[s
     return "; ".join(told)
 
 
-def time_unit_of(runs: Iterable[History]) -> tuple[str, float]:
+def time_unit_of(runs: Iterable[RunReader]) -> tuple[str, float]:
     """Its name, and its seconds."""
     longest = max((float(np.ptp(run.column("time"))) for run in runs if len(run)), default=0.0)
     return ("hours", 3600.0) if longest > 7200 else ("minutes", 60.0)
 
 
 def data_of(
-    runs: Sequence[History], names: Sequence[str], charts: Sequence[Mapping[str, Any]]
+    runs: Sequence[RunReader], names: Sequence[str], charts: Sequence[Mapping[str, Any]]
 ) -> str:
     """What report.js draws, as JSON that may stand in a script element.
 
@@ -197,7 +197,7 @@ def data_of(
     return text.replace("<", "\\u003c")
 
 
-def _drawn(run: History, name: str, keys: Sequence[str], unit_seconds: float) -> dict[str, Any]:
+def _drawn(run: RunReader, name: str, keys: Sequence[str], unit_seconds: float) -> dict[str, Any]:
     """Of one run, see `data_of`."""
     marks = kept(run.marks())
     step, tokens, time = (run.column(key) for key in ("step", "tokens", "time"))

@@ -69,7 +69,7 @@ def job_of(folder: Path, key: str = "run") -> Job:
     return job
 
 
-class History:
+class RunReader:
     """The records and events of the run in ``folder``.
 
     Attributes:

@@ -23,7 +23,7 @@ from weft.config.files import describe_cause, replace_bytes
 from weft.config.job import WeftError
 from weft.monitor.html import Section, document, plotly, table
 from weft.monitor.report_charts import COLOURS, charts_of, curves_section, data_of, kept
-from weft.monitor.run_reader import History
+from weft.monitor.run_reader import RunReader
 from weft.monitor.step_record import StepRecord
 from weft.monitor.terminal import duration
 
@@ -37,7 +37,7 @@ LATER: Section = (
 
 
 def report_page(
-    given: Sequence[Path | History],
+    given: Sequence[Path | RunReader],
     *,
     title: str = "",
     sections: Sequence[Section] = (),
@@ -58,7 +58,7 @@ def report_page(
         InvalidJob: if a folder is not that of a run.
         WeftError: if plotly is not installed, or a run's files cannot be read.
     """
-    runs = [run if isinstance(run, History) else History(run) for run in given]
+    runs = [run if isinstance(run, RunReader) else RunReader(run) for run in given]
     names = names_of(runs)
     now = time.time()
     states = [run.state(now, running) for run in runs]
@@ -103,7 +103,7 @@ def report_page(
     return document(title or ", ".join(names), body, head, scripts)
 
 
-def names_of(runs: Sequence[History]) -> list[str]:
+def names_of(runs: Sequence[RunReader]) -> list[str]:
     """Folders' names; with those that they lie in where these are the same."""
     names = [run.name for run in runs]
     return [
@@ -115,7 +115,7 @@ def names_of(runs: Sequence[History]) -> list[str]:
 # --------------------------------------------------------------------------- what happened
 
 
-def facts(run: History, state: str) -> Iterator[tuple[str, str, str]]:
+def facts(run: RunReader, state: str) -> Iterator[tuple[str, str, str]]:
     """The numbers that matter: key, label, text; what is not known is left out."""
     if not len(run):
         return
@@ -140,7 +140,7 @@ def facts(run: History, state: str) -> Iterator[tuple[str, str, str]]:
 
 
 def headline(
-    runs: Sequence[History], names: Sequence[str], states: Sequence[tuple[str, str]]
+    runs: Sequence[RunReader], names: Sequence[str], states: Sequence[tuple[str, str]]
 ) -> str:
     """Of one run its numbers as tiles, of several a row each."""
     lines = [
@@ -166,7 +166,7 @@ def headline(
     return table(["run", "state", *labels], rows, numbers=range(2, 2 + len(labels)))
 
 
-def damage(runs: Sequence[History], names: Sequence[str]) -> Iterator[str]:
+def damage(runs: Sequence[RunReader], names: Sequence[str]) -> Iterator[str]:
     """Say which files of the runs cannot be read, and why."""
     for run, name in zip(runs, names, strict=True):
         run.marks()  # reads the events
@@ -181,7 +181,7 @@ def damage(runs: Sequence[History], names: Sequence[str]) -> Iterator[str]:
                 yield f'<p class="damage">{escape(text)}</p>'
 
 
-def time_section(runs: Sequence[History], names: Sequence[str]) -> list[Section]:
+def time_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Section]:
     """What the seconds of each run went into, as a bar."""
     parts = []
     for run, name in zip(runs, names, strict=True):
@@ -212,7 +212,7 @@ def time_section(runs: Sequence[History], names: Sequence[str]) -> list[Section]
     return [("Goodput", "\n".join([*parts, text]))] if parts else []
 
 
-def events_section(runs: Sequence[History], names: Sequence[str]) -> list[Section]:
+def events_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Section]:
     """What happened, folded away where it is much."""
     rows, left_out = [], 0
     several = len(runs) > 1
@@ -236,7 +236,7 @@ def events_section(runs: Sequence[History], names: Sequence[str]) -> list[Sectio
 # --------------------------------------------------------------------------- what it was
 
 
-def configuration_section(runs: Sequence[History], names: Sequence[str]) -> Section:
+def configuration_section(runs: Sequence[RunReader], names: Sequence[str]) -> Section:
     """The keys that differ, between runs or from the recipe, and all of them folded away."""
     jobs = [{f"{s}.{k}": v for s, keys in run.job.items() for k, v in keys.items()} for run in runs]
     every = list(dict.fromkeys(key for job in jobs for key in job))
@@ -258,7 +258,7 @@ def configuration_section(runs: Sequence[History], names: Sequence[str]) -> Sect
     return "Configuration", f"{what}<details><summary>all keys</summary>{whole}</details>"
 
 
-def environment_section(runs: Sequence[History], names: Sequence[str]) -> list[Section]:
+def environment_section(runs: Sequence[RunReader], names: Sequence[str]) -> list[Section]:
     """On what the runs ran; differences are marked."""
     every = dict.fromkeys(key for run in runs for key in run.environment)
     rows = []
@@ -284,7 +284,7 @@ class Report:
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder
         self._say = say
-        self._run: History | None = None
+        self._run: RunReader | None = None
         self._thread = threading.Thread()
         self._next = 0.0
         self._reported = False
@@ -303,7 +303,7 @@ class Report:
     def _renew(self, running: bool) -> None:
         try:
             if self._run is None:
-                self._run = History(self._folder)
+                self._run = RunReader(self._folder)
             self._run.read_on()
             page = report_page([self._run], later=[LATER], running=running)
             replace_bytes(self._folder / FILE, page)

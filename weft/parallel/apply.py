@@ -22,7 +22,7 @@ from weft.parallel.expert_parallel import apply_experts
 from weft.parallel.float8 import apply_float8
 from weft.parallel.lora import apply_lora, with_adapters
 from weft.parallel.mesh import Mesh
-from weft.parallel.private import hide_exchanges
+from weft.parallel.private import enable_async_tp
 from weft.parallel.tensor_parallel import apply_tensor, take_parts_outside
 from weft.plan.float8_rules import float8_matrices
 from weft.plan.resolve import Plan
@@ -95,7 +95,7 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
     # The compiler must see those exchanges to overlap them, and must not see FSDP's hooks, which
     # sit outside of the compiled forward.
     if parallel.async_tp:
-        hide_exchanges(mesh.group("tp"))
+        enable_async_tp(mesh.group("tp"))
     if compile.enable:
         if plan.tp > 1:
             for block in blocks:

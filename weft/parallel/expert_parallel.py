@@ -97,7 +97,7 @@ def _exchanging(
     each = [len(counts_E) // size] * size
     counts_PL = _all_to_all(counts_E, each, each, group).view(size, -1)
     sent, received = _sizes(counts_E.view(size, -1).sum(1), counts_PL.sum(1), len(rows_RD))
-    rows_QD = run_function(_Exchange, rows_RD, received, sent, group)
+    rows_QD = run_function(_AllToAll, rows_RD, received, sent, group)
     # They come by rank, and for each by expert; a row's place among the P x L groups is found from
     # where those end.
     ends = counts_PL.flatten().cumsum(0)
@@ -108,7 +108,7 @@ def _exchanging(
     rows_QD = run_function(Permute, rows_QD, order_Q, place_Q)
     rows_QD = forward(rows_QD, counts_PL.sum(0))
     rows_QD = run_function(Permute, rows_QD, place_Q, order_Q)
-    return run_function(_Exchange, rows_QD, sent, received, group)
+    return run_function(_AllToAll, rows_QD, sent, received, group)
 
 
 def _sizes(sent_P: Tensor, received_P: Tensor, rows: int) -> tuple[list[int], list[int]]:
@@ -127,7 +127,7 @@ def _all_to_all(
     return cast(Tensor, traceable.wait_tensor(out))
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Rows to the ranks of a group; gradients back to where the rows came from."""
 
     @staticmethod

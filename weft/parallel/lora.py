@@ -15,7 +15,7 @@ other to FSDP, to checkpoints and to the optimizer.
 by inputs, A is cut as W is and B is whole.  No exchange is added: a sum that a *row* product leaves
 in parts is linear in them, and what comes before a *column* product is whole already.  But of the
 one that is whole each rank computes a part of the gradient, from its own part of the other: it is
-*summed* (`weft.models.family.Split`).
+*summed* (`weft.models.family.TensorParallelSpec`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.job import LoraSection
-from weft.models.family import Init, Split
+from weft.models.family import Init, TensorParallelSpec
 from weft.parallel.quantize import linear
 from weft.plan.lora_plan import BLOCK, BYTES, is_target, scaling
 from weft.plan.matrices import linear_layers
@@ -35,9 +35,9 @@ INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}
 
 # How A and B are cut, by how W is; others as W.
 SHARDING = {
-    "column": (Split("summed"), Split("column")),
-    "heads": (Split("summed"), Split("heads")),
-    "row": (Split("row"), Split("summed")),
+    "column": (TensorParallelSpec("summed"), TensorParallelSpec("column")),
+    "heads": (TensorParallelSpec("summed"), TensorParallelSpec("heads")),
+    "row": (TensorParallelSpec("row"), TensorParallelSpec("summed")),
 }
 
 
@@ -88,12 +88,12 @@ def apply_lora(
             layer.scaling = scaling(section)
 
 
-def with_adapters(sharding: Mapping[str, Split]) -> dict[str, Split]:
+def with_adapters(sharding: Mapping[str, TensorParallelSpec]) -> dict[str, TensorParallelSpec]:
     """The family's SHARDING, and that of its adapters."""
     found = dict(sharding)
     for pattern, split in sharding.items():
         if split.weight is not None:
-            as_w = Split(split.weight)
+            as_w = TensorParallelSpec(split.weight)
             a, b = SHARDING.get(split.weight, (as_w, as_w))
             found |= {f"{pattern}.lora_A": a, f"{pattern}.lora_B": b}
     return found

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from weft.parallel.private import (
     gather_for_split_backward,
-    greet_others_only,
+    skip_self_p2p_init,
     keeping_gathered,
     receive_for_backward,
     reduce_each_microbatch,
@@ -84,7 +84,7 @@ def build_schedule(
         for stage, part in zip(pipeline.stages_of(group.rank()), parts, strict=True)
     ]
     for each in stages:
-        greet_others_only(each)
+        skip_self_p2p_init(each)
         receive_for_backward(each)
         gather_for_split_backward(each)
         if plan.gradient_sync == "microbatch":

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Placement
 
 
 @contextmanager
-def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+def patch_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """In this context an attribute that a class, a module or an object has itself is another."""
     # As it is: what `getattr` gives of a class may not be bound to an instance any more.
     original = inspect.getattr_static(owner, name)
@@ -102,7 +102,7 @@ def limit_activations(share: float) -> None:
     config.activation_memory_budget = share
 
 
-def hide_exchanges(group: dist.ProcessGroup) -> None:
+def enable_async_tp(group: dist.ProcessGroup) -> None:
     """Let torch.compile hide gathers and scatters of ``group`` behind the products beside them.
 
     Asynchronous tensor parallelism (arXiv:2105.05720; arXiv:2410.06511, section 2.2): a gather and
@@ -244,7 +244,7 @@ def resharding_over(smaller: DeviceMesh) -> AbstractContextManager[None]:
     hangs where there are other shard groups, whose process groups get the same names.
     """
     module = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
-    return replaced(module, "DeviceMesh", lambda *args: smaller)
+    return patch_attribute(module, "DeviceMesh", lambda *args: smaller)
 
 
 def sharding_bytes() -> AbstractContextManager[None]:
@@ -257,7 +257,7 @@ def sharding_bytes() -> AbstractContextManager[None]:
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    return replaced(module, "nn", SimpleNamespace(Module=nn.Module, Parameter=parameter))
+    return patch_attribute(module, "nn", SimpleNamespace(Module=nn.Module, Parameter=parameter))
 
 
 def gather_with(inner: nn.Module, outer: nn.Module) -> None:
@@ -333,7 +333,7 @@ def keeping_gathered(stages: int) -> AbstractContextManager[None]:
 
     name = "_add_unshard_reshard"
     add = partial(getattr(schedules, name), max_active_stages=stages)
-    return replaced(schedules, name, add)
+    return patch_attribute(schedules, name, add)
 
 
 @contextmanager
@@ -359,7 +359,7 @@ def forward_only(schedule: Any) -> Iterator[None]:
     order = private._add_send_recv(
         forwards, stage_to_rank=lambda stage: homes[stage], num_stages=schedule._num_stages
     )
-    with replaced(schedule, "pipeline_order_with_comms", order):
+    with patch_attribute(schedule, "pipeline_order_with_comms", order):
         yield
 
 
@@ -370,7 +370,7 @@ def _parts(order: Iterable[Any]) -> Iterator[Any]:
             yield from action.sub_actions or (action,)
 
 
-def greet_others_only(stage: Any) -> None:
+def skip_self_p2p_init(stage: Any) -> None:
     """Keep a pipeline stage from a message to its own rank, which gloo cannot send.
 
     In its first step a stage of torch 2.11 sends a number to both neighbours, and in a V the two

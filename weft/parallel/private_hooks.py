@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.parallel.private import replaced
+from weft.parallel.private import patch_attribute
 
 # --------------------------------------------------------------------------- the Flight Recorder
 
@@ -99,7 +99,7 @@ def watching_resizes(
         told(self, before)
         return result
 
-    return replaced(storage, "resize_", resize_)
+    return patch_attribute(storage, "resize_", resize_)
 
 
 Around = Callable[..., AbstractContextManager[Any]]
@@ -162,7 +162,7 @@ def _told_of(owner: Any, name: str, told: Callable[[bool], None]) -> AbstractCon
         finally:
             told(False)
 
-    return replaced(owner, name, call)
+    return patch_attribute(owner, name, call)
 
 
 @contextmanager
@@ -193,8 +193,8 @@ def around_collectives(around: Around) -> Iterator[None]:
     with ExitStack() as stack:
         for name in COLLECTIVES:
             if hasattr(owner, name):
-                stack.enter_context(replaced(owner, name, started(getattr(owner, name))))
-        stack.enter_context(replaced(work, "wait", wait))
+                stack.enter_context(patch_attribute(owner, name, started(getattr(owner, name))))
+        stack.enter_context(patch_attribute(work, "wait", wait))
         yield
 
 
@@ -285,11 +285,11 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
     with ExitStack() as stack:
         stack.callback(forget_meshes)
         stack.callback(dist.destroy_process_group)
-        stack.enter_context(replaced(owner, name, silent))
-        stack.enter_context(replaced(dist, "all_gather_object", _others_have_the_same))
+        stack.enter_context(patch_attribute(owner, name, silent))
+        stack.enter_context(patch_attribute(dist, "all_gather_object", _others_have_the_same))
         if keep_sent:
             for module in (dist, distributed_c10d):
-                stack.enter_context(replaced(module, "isend", kept))
+                stack.enter_context(patch_attribute(module, "isend", kept))
         yield
 
 

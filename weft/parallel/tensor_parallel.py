@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from weft.models.family import Split
+from weft.models.family import TensorParallelSpec
 from weft.parallel.dtensor import part_of_whole
 from weft.parallel.private import run_function, traceable
 
@@ -46,14 +46,14 @@ from weft.parallel.private import run_function, traceable
 def apply_tensor(
     model: nn.Module,
     mesh: DeviceMesh,
-    sharding: Mapping[str, Split],
+    sharding: Mapping[str, TensorParallelSpec],
     num_kv_heads: int,
     sequence_parallel: bool,
 ) -> None:
     """Cut ``model`` (on the meta device) over the one axis of ``mesh``, in place.
 
     Args:
-        sharding: module patterns; see `weft.models.family.Split`.
+        sharding: module patterns; see `weft.models.family.TensorParallelSpec`.
         num_kv_heads: of the whole model; a divisor or a multiple of the number of ranks.
         sequence_parallel: whether activations between products are slices of the sequence.
 
@@ -61,7 +61,7 @@ def apply_tensor(
         ValueError: if a module with parameters has no entry in ``sharding``.
     """
     # Into a region of matrix products, and out of it.
-    functions = (_Gather, _Scatter) if sequence_parallel else (_Copy, _Add)
+    functions = (_Gather, _Scatter) if sequence_parallel else (_CopyToTP, _ReduceFromTP)
     enter, leave = (_Hook(function, mesh.get_group()) for function in functions)
     for name, module in list(model.named_modules()):
         split = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
@@ -80,7 +80,11 @@ def apply_tensor(
 
 
 def _cut_weight(
-    module: nn.Module, split: Split, mesh: DeviceMesh, num_kv_heads: int, sequence_parallel: bool
+    module: nn.Module,
+    split: TensorParallelSpec,
+    mesh: DeviceMesh,
+    num_kv_heads: int,
+    sequence_parallel: bool,
 ) -> None:
     tp, rank = mesh.size(), mesh.get_local_rank()
     rows: slice | None = None
@@ -188,13 +192,13 @@ def _add(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return traceable.wait_tensor(traceable.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
 
 
-class _Exchange(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.group = inputs[1]
 
 
-class _Gather(_Exchange):
+class _Gather(_Collective):
     """Slices of the sequence to the whole; gradients of the whole, added up, to slices."""
 
     @staticmethod
@@ -206,7 +210,7 @@ class _Gather(_Exchange):
         return _scatter(grad_BTD, ctx.group), None
 
 
-class _Scatter(_Exchange):
+class _Scatter(_Collective):
     """Parts of the whole, added up, to slices of the sequence; and back."""
 
     @staticmethod
@@ -218,7 +222,7 @@ class _Scatter(_Exchange):
         return _gather(grad_BTD, ctx.group), None
 
 
-class _Copy(_Exchange):
+class _CopyToTP(_Collective):
     """The whole on every rank as it is; gradients added up."""
 
     @staticmethod
@@ -230,7 +234,7 @@ class _Copy(_Exchange):
         return _add(grad_BTD, ctx.group), None
 
 
-class _Add(_Exchange):
+class _ReduceFromTP(_Collective):
     """Parts added up on every rank; gradients as they are."""
 
     @staticmethod

@@ -23,7 +23,7 @@ from typing import Any
 
 from weft.config.job import Job, PrecisionSection, ConfigError
 from weft.models import Family
-from weft.plan.layout import Degrees
+from weft.plan.layout import ParallelDims
 from weft.plan.matrices import Matrix, matrices_of
 from weft.plan.pipeline_schedule import find_schedule
 
@@ -78,7 +78,7 @@ def has_float8(recipe: str, capability: tuple[int, int]) -> bool:
 
 
 def check_float8(
-    job: Job, model: Any, family: Family, degrees: Degrees, compute: str, emulated: bool
+    job: Job, model: Any, family: Family, degrees: ParallelDims, compute: str, emulated: bool
 ) -> Iterator[ConfigError]:
     """Why these products cannot be in float8."""
     section = job.precision

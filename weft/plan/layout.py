@@ -19,7 +19,7 @@ DEGREE_KEYS = tuple(f"parallel.{name}" for name in AXES)
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDims:
     """Ranks along each axis of the mesh."""
 
     pp: int
@@ -54,7 +54,9 @@ def fixed(parallel: ParallelSection) -> int:
     return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
 
 
-def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[ConfigError]]:
+def resolve_degrees(
+    parallel: ParallelSection, world: int
+) -> tuple[ParallelDims, list[ConfigError]]:
     """The degrees on ``world`` ranks; ``dp_shard = "fit"`` counts as all that remain here.
 
     With problems the degrees are the nearest that other rules can be judged by.
@@ -70,7 +72,7 @@ def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[C
         name, degree = next(iter(above_one.items()))
         others = " and ".join(f"{other} = {n}" for other, n in list(above_one.items())[1:])
         times = f"times {others} ({unit} in all) " if others else ""
-        fits = either(divisors(world)) if not others else ""
+        fits = format_choices(divisors(world)) if not others else ""
         ranks = f"run.nproc_per_node = {unit}" + (f" or a multiple of {unit}" if unit > 1 else "")
         remedy = f"use {fits}, or {ranks}" if fits else f"use {ranks}"
         rule = f"{times}does not divide the {world} ranks"
@@ -87,13 +89,15 @@ def find_degrees(parallel: ParallelSection, world: int) -> tuple[Degrees, list[C
                 depends,
             )
         )
-    degrees = Degrees(
+    degrees = ParallelDims(
         parallel.pp, parallel.dp_replicate, shard, parallel.cp, parallel.tp, parallel.ep
     )
     return degrees, problems
 
 
-def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
+def check_layout(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
     """Every reason why this model cannot be laid out so; the pipeline has its own rules."""
     yield from _check_tensor(job, model, family, degrees)
     yield from _check_context(job, model, degrees)
@@ -111,7 +115,9 @@ def check_layout(job: Job, model: Any, family: Family, degrees: Degrees) -> Iter
         )
 
 
-def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
+def _check_tensor(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
     tp, parallel = degrees.tp, job.parallel
     name = f"{job.model.kind}-{job.model.preset}"
     if parallel.async_tp:
@@ -131,25 +137,27 @@ def _check_tensor(job: Job, model: Any, family: Family, degrees: Degrees) -> Ite
             rule = f"does not divide {field} = {size} of {name}"
             if field == "vocab_size":
                 more = -(-size // tp) * tp
-                remedy = f"use {either(good)}, or --model.vocab_size {more}"
+                remedy = f"use {format_choices(good)}, or --model.vocab_size {more}"
             else:
-                remedy = f"use {either(good)}"
+                remedy = f"use {format_choices(good)}"
             yield ConfigError("parallel.tp", tp, rule, remedy, (f"model.{field}", "model.preset"))
     if kv and kv % tp and tp % kv:
         rule = f"is neither a divisor nor a multiple of num_kv_heads = {kv} of {name}"
-        yield ConfigError("parallel.tp", tp, rule, f"use {either(good)}", ("model.num_kv_heads",))
+        yield ConfigError(
+            "parallel.tp", tp, rule, f"use {format_choices(good)}", ("model.num_kv_heads",)
+        )
     local = job.train.seq_len // degrees.cp
     if parallel.sequence_parallel and local % tp:
         rule = f"does not divide over tp = {tp}" + (
             f" within cp = {degrees.cp}" if degrees.cp > 1 else ""
         )
         unit = tp * degrees.cp * _pieces(job.parallel)
-        remedy = f"use {either(near(job.train.seq_len, unit))}, or parallel.sequence_parallel false"
+        remedy = f"use {format_choices(nearest_divisors(job.train.seq_len, unit))}, or parallel.sequence_parallel false"
         depends = ("parallel.tp", "parallel.cp")
         yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, depends)
 
 
-def _check_async(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
+def _check_async(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     key = "parallel.async_tp"
     if degrees.tp == 1:
         yield ConfigError(key, True, "there is no tensor parallelism", "use parallel.tp above 1")
@@ -166,7 +174,7 @@ def _pieces(parallel: ParallelSection) -> int:
     return 2 if parallel.cp > 1 and parallel.cp_load_balance else 1
 
 
-def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[ConfigError]:
+def _check_context(job: Job, model: Any, degrees: ParallelDims) -> Iterator[ConfigError]:
     cp, parallel, seq_len = degrees.cp, job.parallel, job.train.seq_len
     if cp == 1:
         return
@@ -178,7 +186,7 @@ def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[ConfigErr
     if seq_len % unit:
         pieces = f"into the {unit} pieces of cp = {cp}, balanced" if unit > cp else f"by cp = {cp}"
         rule = f"does not divide {pieces}"
-        remedy = f"use {either(near(seq_len, unit))}"
+        remedy = f"use {format_choices(nearest_divisors(seq_len, unit))}"
         yield ConfigError("train.seq_len", seq_len, rule, remedy, ("parallel.cp",))
     if parallel.cp_method == "ulysses":
         heads = model.num_heads // degrees.tp
@@ -186,17 +194,17 @@ def _check_context(job: Job, model: Any, degrees: Degrees) -> Iterator[ConfigErr
         if cp not in good:
             of = f" / tp = {degrees.tp}" if degrees.tp > 1 else ""
             rule = f"does not divide num_heads = {model.num_heads}{of} (ulysses)"
-            remedy = f"use {either(good)}, or parallel.cp_method ring"
+            remedy = f"use {format_choices(good)}, or parallel.cp_method ring"
             depends = ("parallel.tp", "model.num_heads")
             yield ConfigError("parallel.cp", cp, rule, remedy, depends)
 
 
-def _check_sharding(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
+def _check_sharding(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     parallel, shards = job.parallel, degrees.shards
     to = parallel.reshard_after_forward
     if isinstance(to, int) and shards % to:
         rule = f"does not divide the {shards} ranks that share a parameter"
-        remedy = f"use {either(divisors(shards))}, always or never"
+        remedy = f"use {format_choices(divisors(shards))}, always or never"
         yield ConfigError("parallel.reshard_after_forward", to, rule, remedy, DEGREE_KEYS)
     elif isinstance(to, int) and degrees.tp > 1 and 1 < to < shards:
         rule = "FSDP2 cannot reshard over some of the ranks what tensor parallelism has cut"
@@ -207,7 +215,9 @@ def _check_sharding(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
         yield ConfigError("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
 
 
-def _check_experts(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
+def _check_experts(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
     key, ep, parallel = "parallel.ep", degrees.ep, job.parallel
     if ep == 1:
         return
@@ -221,7 +231,9 @@ def _check_experts(job: Job, model: Any, family: Family, degrees: Degrees) -> It
         rule = f"does not divide the {degrees.shards} ranks that share a parameter (dp_shard x cp)"
         if degrees.shards % ep == 0:
             rule = f"does not divide the {experts} experts"
-        yield ConfigError(key, ep, rule, f"use {either(good)}", (*DEGREE_KEYS, "model.num_experts"))
+        yield ConfigError(
+            key, ep, rule, f"use {format_choices(good)}", (*DEGREE_KEYS, "model.num_experts")
+        )
     if parallel.dp_shard == "fit":
         yield ConfigError(key, ep, "is not known to dp_shard = fit", "use a number for dp_shard")
     if job.train.world_size_invariant:
@@ -246,13 +258,13 @@ def divisors(n: int, at_most: int | None = None) -> list[int]:
     return [d for d in every if d <= (at_most or n)]
 
 
-def near(n: int, unit: int) -> list[int]:
+def nearest_divisors(n: int, unit: int) -> list[int]:
     """The multiples of ``unit`` on both sides of ``n``, none of them 0."""
     below = n // unit * unit
     return [m for m in (below, below + unit) if m]
 
 
-def either(values: list[int]) -> str:
+def format_choices(values: list[int]) -> str:
     """``[1, 2, 4]`` -> ``'1, 2 or 4'``; a long list is cut in the middle."""
     words = [str(value) for value in values]
     if len(words) > 8:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from weft.config.job import Job, LoraSection, ConfigError, suggest
 from weft.models import Family
-from weft.plan.layout import Degrees
+from weft.plan.layout import ParallelDims
 from weft.plan.matrices import cut_of, matrices_of
 from weft.plan.pipeline_plan import PipelinePlan
 
@@ -87,7 +87,9 @@ def frozen_of(job: Job, model: Any, family: Family, compute_bytes: int) -> Froze
     return Frozen(small * packed + (1 - small) * compute_bytes, lora.params / params)
 
 
-def check_lora(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
+def check_lora(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
     """Why there cannot be such adapters."""
     section = job.lora
     if not section.rank:

@@ -58,6 +58,6 @@ def matrices_of(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
 
 
 def cut_of(name: str, family: Family) -> str | None:
-    """How tensor parallelism cuts the weight of a module: see `weft.models.family.Split`."""
+    """How tensor parallelism cuts the weight of a module: see `weft.models.family.TensorParallelSpec`."""
     split = next((s for p, s in family.sharding.items() if fnmatchcase(name, p)), None)
     return split.weight if split is not None else None

@@ -13,7 +13,7 @@ from typing import Any
 from weft.config.job import Job, ConfigError
 from weft.models import Family
 from weft.models.family import Unit
-from weft.plan.layout import Degrees, divisors, either
+from weft.plan.layout import ParallelDims, divisors, format_choices
 from weft.plan.lora_plan import frozen_of, is_target
 from weft.plan.matrices import cut_of, matrices_of
 
@@ -73,7 +73,9 @@ def state_bytes_per_param(
     return whole + frozen.trained * trained
 
 
-def check_moments(job: Job, model: Any, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
+def check_moments(
+    job: Job, model: Any, family: Family, degrees: ParallelDims
+) -> Iterator[ConfigError]:
     """Which rows tensor parallelism must not cut: their blocks would be others on each layout."""
     if job.optim.state_dtype != "8bit" or degrees.tp == 1:
         return
@@ -90,7 +92,7 @@ def check_moments(job: Job, model: Any, family: Family, degrees: Degrees) -> Ite
             f"{MOMENT_BLOCK}, the numbers that share a scale under optim.state_dtype 8bit"
         )
         good = [n for n in divisors(inputs // MOMENT_BLOCK) if n < degrees.tp]
-        remedy = f"use {either(good)}, or optim.state_dtype bfloat16"
+        remedy = f"use {format_choices(good)}, or optim.state_dtype bfloat16"
         yield ConfigError(
             "parallel.tp", degrees.tp, rule, remedy, ("optim.state_dtype", "model.preset")
         )

@@ -8,11 +8,11 @@ from typing import Any
 
 from weft.config.job import Job, ConfigError
 from weft.models import Family
-from weft.plan.layout import Degrees, either
+from weft.plan.layout import ParallelDims, format_choices
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
     Schedule,
-    Timetable,
+    PipelineSchedule,
     find_schedule,
     in_flight,
     is_file,
@@ -62,7 +62,7 @@ def resolve_pipeline(
     job: Job,
     model: Any,
     family: Family,
-    degrees: Degrees,
+    degrees: ParallelDims,
     local_batch: int,
     bytes_per_param: float,
     compute_bytes: int,
@@ -128,7 +128,7 @@ def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[ConfigEr
     return []
 
 
-def _find(job: Job, pp: int) -> tuple[Schedule | None, Timetable | None, list[ConfigError]]:
+def _find(job: Job, pp: int) -> tuple[Schedule | None, PipelineSchedule | None, list[ConfigError]]:
     name = job.pipeline.schedule
     if is_file(name):
         read = read_csv(Path(name), pp)
@@ -138,7 +138,7 @@ def _find(job: Job, pp: int) -> tuple[Schedule | None, Timetable | None, list[Co
 
 
 def _stages_per_rank(
-    job: Job, schedule: Schedule | None, table: Timetable | None, pp: int
+    job: Job, schedule: Schedule | None, table: PipelineSchedule | None, pp: int
 ) -> tuple[int, list[ConfigError]]:
     """Stages of one rank, and what is wrong with what was asked."""
     key, asked = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
@@ -185,7 +185,7 @@ def _stages_per_rank(
 def _microbatch(
     job: Job,
     schedule: Schedule | None,
-    table: Timetable | None,
+    table: PipelineSchedule | None,
     local_batch: int,
     pp: int,
     num_stages: int,
@@ -223,7 +223,11 @@ def _microbatch(
         rule = f"gives {count} microbatches; {schedule.name} needs {schedule.rule(pp, num_stages)}"
         enough = num_stages
     more = "or a multiple of it" if table is not None else "or more"
-    remedy = f"use {either(good)}" if good else f"use train.global_batch_size {enough * dp} {more}"
+    remedy = (
+        f"use {format_choices(good)}"
+        if good
+        else f"use train.global_batch_size {enough * dp} {more}"
+    )
     return 1, [ConfigError("train.microbatch_size", asked, rule, remedy, depends)]
 
 

@@ -37,7 +37,7 @@ class Action(NamedTuple):
 
 
 # rank of the pipeline -> what it does, in order
-Timetable = dict[int, list[Action]]
+PipelineSchedule = dict[int, list[Action]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def find_schedule(name: str) -> Schedule | ConfigError:
 
 
 @lru_cache(maxsize=64)
-def timetable(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Timetable:
+def timetable(name: str, pp: int, stages_per_rank: int, microbatches: int) -> PipelineSchedule:
     """The order of a schedule by name.
 
     Raises:
@@ -131,7 +131,7 @@ def timetable(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Ti
     return {rank: list(_actions(row)) for rank, row in schedule.pipeline_order.items()}
 
 
-def one_stage(microbatches: int) -> Timetable:
+def one_stage(microbatches: int) -> PipelineSchedule:
     """What a rank does that has the whole model."""
     kinds: tuple[Kind, Kind] = ("F", "B")
     return {0: [Action(0, kind, m) for m in range(microbatches) for kind in kinds]}
@@ -179,20 +179,20 @@ def max_in_flight(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str]
     return most
 
 
-def in_flight(table: Timetable) -> list[int]:
+def in_flight(table: PipelineSchedule) -> list[int]:
     """For each stage the most microbatches whose activations it keeps at once: until the second
     half of their backward, which still needs them."""
     most = {key: count for order in table.values() for key, count in max_in_flight(order).items()}
     return [most[key] for key in sorted(most) if key[1] == "W"]
 
 
-def rank_of_stages(table: Timetable) -> list[int]:
+def rank_of_stages(table: PipelineSchedule) -> list[int]:
     """For each stage the rank of the pipeline that holds it."""
     home = {action.stage: rank for rank, order in table.items() for action in order}
     return [home[stage] for stage in sorted(home)]
 
 
-def read_csv(path: Path, pp: int) -> Timetable | ConfigError:
+def read_csv(path: Path, pp: int) -> PipelineSchedule | ConfigError:
     """A schedule from a file, checked: every stage runs every microbatch once, each way, in order.
 
     Returns:
@@ -209,7 +209,7 @@ def read_csv(path: Path, pp: int) -> Timetable | ConfigError:
         return problem(f"cannot be read: {error}")
     if len(rows) != pp:
         return problem(f"has {len(rows)} lines for parallel.pp = {pp} ranks")
-    table: Timetable = {}
+    table: PipelineSchedule = {}
     for rank, row in enumerate(rows):
         table[rank] = []
         for cell in (cell.strip() for cell in row):
@@ -222,7 +222,7 @@ def read_csv(path: Path, pp: int) -> Timetable | ConfigError:
     return problem(flaw) if flaw else table
 
 
-def _flaw(table: Timetable) -> str:
+def _flaw(table: PipelineSchedule) -> str:
     """What keeps a timetable from being a training step, or ''."""
     homes: dict[int, set[int]] = {}
     for rank, order in table.items():
@@ -253,7 +253,7 @@ def _flaw(table: Timetable) -> str:
     return ""
 
 
-def num_microbatches_of(table: Timetable) -> int:
+def num_microbatches_of(table: PipelineSchedule) -> int:
     """Microbatches of the whole step."""
     return 1 + max(action.microbatch for order in table.values() for action in order)
 
@@ -265,7 +265,7 @@ def num_microbatches_of(table: Timetable) -> int:
 Need = tuple[int, str, int]
 
 
-def executed(table: Timetable) -> Iterator[tuple[int, Action, list[Need]]]:
+def executed(table: PipelineSchedule) -> Iterator[tuple[int, Action, list[Need]]]:
     """All actions in an order in which they can run: activations come from the stage before,
     gradients from the one after.
 

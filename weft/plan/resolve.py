@@ -20,7 +20,7 @@ from weft.config.job import InvalidConfig, Job, ConfigError, difference, recipe_
 from weft.models import Family, load_family, resolve_model
 from weft.plan.devices import CPU, Device, device_called, device_named, peak_flops
 from weft.plan.float8_rules import check_float8, float8_matrices, float8_warnings, has_float8
-from weft.plan.layout import DEGREE_KEYS, Degrees, check_layout, find_degrees, fixed
+from weft.plan.layout import DEGREE_KEYS, ParallelDims, check_layout, resolve_degrees, fixed
 from weft.plan.lora_plan import check_lora, check_stages, trained
 from weft.plan.memory_formula import check_moments, state_bytes_per_param
 from weft.plan.pipeline_plan import (
@@ -29,7 +29,7 @@ from weft.plan.pipeline_plan import (
     num_microbatches,
     resolve_pipeline,
 )
-from weft.plan.pipeline_schedule import Timetable, is_file, one_stage, read_csv, timetable
+from weft.plan.pipeline_schedule import PipelineSchedule, is_file, one_stage, read_csv, timetable
 from weft.plan.placement import AXES, PLACEMENTS, groups, placement_warnings, ranks_per_node
 from weft.plan.rules import (
     check_batch,
@@ -85,7 +85,7 @@ class Machine:
     capability: tuple[int, int] = (0, 0)  # of a GPU, as NVIDIA counts; (0, 0) where unknown
 
     @property
-    def known(self) -> Device | None:
+    def spec(self) -> Device | None:
         """What is known of its devices; of a CPU, even if nothing was measured here."""
         if self.device == "cpu":
             return device_named(CPU)
@@ -157,7 +157,7 @@ class Plan:
         return PLACEMENTS[self.placement]
 
     @property
-    def timetable(self) -> Timetable:
+    def pipeline_schedule(self) -> PipelineSchedule:
         """What each rank of the pipeline does, in order; without one all in one stage.
 
         Raises:
@@ -207,9 +207,9 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         compute = "bfloat16" if machine.device == "cuda" else "float32"
     compute_bytes = 2 if compute == "bfloat16" else 4
 
-    world = machine.world_size or _workers(job, machine, problems)
+    world = machine.world_size or _resolve_nproc(job, machine, problems)
     local_world = machine.local_world_size or world
-    degrees, found = find_degrees(parallel, world)
+    degrees, found = resolve_degrees(parallel, world)
     problems += found
     if model is None:
         # The rest judges by sizes that there are not.
@@ -234,7 +234,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
     problems += check_lora(job, model, family, degrees)
     problems += check_moments(job, model, family, degrees)
     problems += check_sections(job, family, degrees)
-    way, found = _find_way(job, model, family, degrees, lora.params, compute_bytes)
+    way, found = _resolve_batch(job, model, family, degrees, lora.params, compute_bytes)
     problems += found
     if problems:
         raise InvalidConfig(problems)
@@ -323,7 +323,7 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
     elif job.run.rendezvous == "auto":
         rule, remedy = "several nodes must know where to meet", "use the HOST:PORT of one of them"
         problems.append(ConfigError("run.rendezvous", "auto", rule, remedy))
-    local = _workers(job, machine, problems)
+    local = _resolve_nproc(job, machine, problems)
     plans: dict[int, Plan] = {}
     refused: dict[int, InvalidConfig] = {}
     for count in nodes:
@@ -355,7 +355,7 @@ def node_range(job: Job) -> range:
     return range(int(numbers[0]), int(numbers[1]) + 1) if len(numbers) == 2 else range(0)
 
 
-class _Way(NamedTuple):
+class _BatchPlan(NamedTuple):
     """How a rank goes through its part of a step; see `Plan`."""
 
     local_batch: int
@@ -365,9 +365,9 @@ class _Way(NamedTuple):
     gradient_sync: Literal["microbatch", "step"]
 
 
-def _find_way(
-    job: Job, model: Any, family: Family, degrees: Degrees, trained: int, compute_bytes: int
-) -> tuple[_Way, list[ConfigError]]:
+def _resolve_batch(
+    job: Job, model: Any, family: Family, degrees: ParallelDims, trained: int, compute_bytes: int
+) -> tuple[_BatchPlan, list[ConfigError]]:
     """
     Args:
         trained: parameters that are.
@@ -396,13 +396,13 @@ def _find_way(
         )
         problems += check_filled(job, family, local, microbatch)
         problems += check_stages(job, pipeline)
-    return _Way(local, microbatch, pipeline, reshard, gradient_sync), problems
+    return _BatchPlan(local, microbatch, pipeline, reshard, gradient_sync), problems
 
 
-def _workers(job: Job, machine: Machine, problems: list[ConfigError]) -> int:
+def _resolve_nproc(job: Job, machine: Machine, problems: list[ConfigError]) -> int:
     """How many local processes weft starts."""
     chosen = job.run.nproc_per_node
-    workers = _fitting_workers(job, machine) if chosen == "auto" else chosen
+    workers = _fitting_nproc(job, machine) if chosen == "auto" else chosen
     cuda = machine.device == "cuda"
     most = machine.devices if cuda else MAX_CPU_WORKERS
     if workers > most:
@@ -414,7 +414,7 @@ def _workers(job: Job, machine: Machine, problems: list[ConfigError]) -> int:
     return workers
 
 
-def _fitting_workers(job: Job, machine: Machine) -> int:
+def _fitting_nproc(job: Job, machine: Machine) -> int:
     """As many as there are devices for, and as divide the batch."""
     shard, unit = job.parallel.dp_shard, fixed(job.parallel)
     if isinstance(shard, int):

@@ -12,13 +12,13 @@ from typing import Any
 
 from weft.config.job import Job, ConfigError, steps_of
 from weft.models import Family
-from weft.plan.layout import DEGREE_KEYS, Degrees, divisors, either
+from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors, format_choices
 from weft.plan.placement import PLACEMENTS, crosses_nodes
 
 MOST_PROFILED = 20  # steps
 
 
-def check_sections(job: Job, family: Family, degrees: Degrees) -> Iterator[ConfigError]:
+def check_sections(job: Job, family: Family, degrees: ParallelDims) -> Iterator[ConfigError]:
     """What the sections of a job forbid each other, whatever it runs on."""
     yield from _check_groups(job, degrees)
     yield from _check_optimizer(job)
@@ -49,7 +49,7 @@ def check_data(job: Job, model: Any) -> Iterator[ConfigError]:
         )
 
 
-def check_batch(job: Job, degrees: Degrees) -> list[ConfigError]:
+def check_batch(job: Job, degrees: ParallelDims) -> list[ConfigError]:
     """The global batch over the ranks, and the microbatch within a rank."""
     train, dp = job.train, degrees.dp
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
@@ -60,8 +60,8 @@ def check_batch(job: Job, degrees: Degrees) -> list[ConfigError]:
         others = degrees.world // dp
         worlds = [n * others for n in divisors(train.global_batch_size, dp) if n % unit == 0]
         rule = f"does not divide over the {dp} data-parallel ranks"
-        remedy = f"use {either(near)}" + (
-            f", or run.nproc_per_node = {either(worlds)}" if worlds else ""
+        remedy = f"use {format_choices(near)}" + (
+            f", or run.nproc_per_node = {format_choices(worlds)}" if worlds else ""
         )
         return [
             ConfigError("train.global_batch_size", train.global_batch_size, rule, remedy, depends)
@@ -79,13 +79,13 @@ def check_filled(job: Job, family: Family, local: int, microbatch: int) -> Itera
     would count in the experts' loads."""
     if family.routed is not None and local % microbatch:
         rule = f"does not divide the {local} sequences of each rank of a pipeline with experts"
-        remedy = f"use {either(divisors(local))}"
+        remedy = f"use {format_choices(divisors(local))}"
         depends = ("train.global_batch_size", *DEGREE_KEYS)
         yield ConfigError("train.microbatch_size", microbatch, rule, remedy, depends)
 
 
 def check_device(
-    job: Job, device: str, peer_access: bool, degrees: Degrees, local_world: int
+    job: Job, device: str, peer_access: bool, degrees: ParallelDims, local_world: int
 ) -> Iterator[ConfigError]:
     """What only some hardware can do.
 
@@ -125,7 +125,7 @@ def check_device(
         yield ConfigError(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
 
 
-def check_canonical(job: Job, degrees: Degrees, compute: str) -> Iterator[ConfigError]:
+def check_canonical(job: Job, degrees: ParallelDims, compute: str) -> Iterator[ConfigError]:
     """What has no order of the global batch that every number of ranks shares."""
     if not job.train.world_size_invariant:
         return
@@ -150,7 +150,7 @@ def check_canonical(job: Job, degrees: Degrees, compute: str) -> Iterator[Config
         )
 
 
-def _check_groups(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
+def _check_groups(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     """What a replica group cannot do."""
     key, value = "resilience.lighthouse", job.resilience.lighthouse
     if value == "none":
@@ -222,7 +222,7 @@ def _check_experts(job: Job, family: Family) -> Iterator[ConfigError]:
         yield ConfigError("precision.float8", recipe, rule, "use none", ("model.kind",))
 
 
-def _check_objective(job: Job, degrees: Degrees) -> Iterator[ConfigError]:
+def _check_objective(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     """What an objective needs of data and layout."""
     key, objective = "train.objective", job.train.objective
     preferences = job.data.format == "preferences"

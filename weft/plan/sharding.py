@@ -8,7 +8,7 @@ from typing import Any, Literal
 from weft.config.job import Job, ConfigError
 from weft.models import Family
 from weft.plan.devices import GIB
-from weft.plan.layout import DEGREE_KEYS, Degrees, divisors
+from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors
 from weft.plan.lora_plan import trained
 from weft.plan.memory_formula import (
     USABLE,
@@ -22,7 +22,7 @@ from weft.plan.memory_formula import (
 WHOLE_GRADIENT_BYTES = 2 * GIB
 
 
-def find_reshard(job: Job, degrees: Degrees) -> bool | int:
+def find_reshard(job: Job, degrees: ParallelDims) -> bool | int:
     """``parallel.reshard_after_forward`` as FSDP2 takes it."""
     asked = job.parallel.reshard_after_forward
     if asked == "auto":
@@ -36,7 +36,7 @@ def find_reshard(job: Job, degrees: Degrees) -> bool | int:
 
 
 def find_gradient_sync(
-    job: Job, reshard: bool | int, params: float, degrees: Degrees
+    job: Job, reshard: bool | int, params: float, degrees: ParallelDims
 ) -> Literal["microbatch", "step"]:
     """``parallel.gradient_sync``: by itself, one reduction unless whole gradients are large."""
     asked = job.parallel.gradient_sync
@@ -46,7 +46,7 @@ def find_gradient_sync(
     return "step" if reshard is False or small else "microbatch"
 
 
-def own_params(family: Family, model: Any, degrees: Degrees, trained: int) -> float:
+def own_params(family: Family, model: Any, degrees: ParallelDims, trained: int) -> float:
     """Trained parameters without those of experts that are on other ranks."""
     if degrees.ep == 1 or family.units is None:
         return trained
@@ -57,10 +57,10 @@ def fit_shards(
     job: Job,
     model: Any,
     family: Family,
-    degrees: Degrees,
+    degrees: ParallelDims,
     compute_bytes: int,
     available: int | None,
-) -> tuple[Degrees, list[ConfigError]]:
+) -> tuple[ParallelDims, list[ConfigError]]:
     """The fewest ranks to a shard group whose memory suffices; the other ranks are replicas.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.job import Job, flatten
-from weft.plan.layout import Degrees
+from weft.plan.layout import ParallelDims
 
 DEFAULTS = flatten(Job())
 
@@ -34,7 +34,7 @@ class Setting:
     """
 
     job: Job
-    degrees: Degrees
+    degrees: ParallelDims
     nodes: int
     local_world: int
     node_shards: int | None

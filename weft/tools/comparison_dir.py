@@ -19,7 +19,7 @@ SEEDS = 2**32  # that there are
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrialResult:
     """How a trial ended."""
 
     variant: int
@@ -87,7 +87,9 @@ def _is_empty(folder: Path) -> bool:
     return all(entry.name == ".lock" for entry in folder.iterdir())
 
 
-def open_comparison(folder: Path, variants: Sequence[Variant]) -> tuple[list[Ended], list[int]]:
+def open_comparison(
+    folder: Path, variants: Sequence[Variant]
+) -> tuple[list[TrialResult], list[int]]:
     """The trials of the comparison in ``folder`` that have ended, and after how many of them
     people looked at the verdict; none if it is new.
 
@@ -103,11 +105,11 @@ def open_comparison(folder: Path, variants: Sequence[Variant]) -> tuple[list[End
     with reading(folder / COMPARISON):
         if ours != theirs:
             raise not_ours(folder, f"holds another comparison: {_difference(ours, theirs)}")
-        return [Ended(**ended) for ended in found["ended"]], [*map(int, found["looks"])]
+        return [TrialResult(**ended) for ended in found["ended"]], [*map(int, found["looks"])]
 
 
 def stored(
-    variants: Sequence[Variant], ended: Sequence[Ended], looks: Sequence[int]
+    variants: Sequence[Variant], ended: Sequence[TrialResult], looks: Sequence[int]
 ) -> dict[str, Any]:
     """What `open_comparison` reads again."""
     return {

@@ -16,12 +16,12 @@ from weft.monitor.report_charts import loss_unit
 from weft.monitor.terminal import shown
 from weft.plan.placement import AXES
 from weft.plan.stages import align
-from weft.tools.comparison_dir import Ended, log_of, seed_of, trial_folder
+from weft.tools.comparison_dir import TrialResult, log_of, seed_of, trial_folder
 from weft.tools.trials import Losses, Trial, losses_of, measure_trial, usual_loss
 from weft.tools.variants import OWN, Variant
 from weft.tools.verdict import (
     Claim,
-    Judged,
+    ComparisonResult,
     judge,
     loss_sentence,
     percent,
@@ -70,7 +70,7 @@ class Result:
     failures: list[str]
     notes: list[str]
     runs: list[Path]  # one of each variant
-    judged: list[Judged]
+    judged: list[ComparisonResult]
     labels: list[str]
     usual_loss: float | None  # of the baseline
     document: dict[str, Any]
@@ -84,7 +84,9 @@ class Result:
         return "\n".join([*lines, "", *self.notes])
 
 
-def finished(folder: Path, variants: Sequence[Variant], ended: Sequence[Ended]) -> list[Ended]:
+def finished(
+    folder: Path, variants: Sequence[Variant], ended: Sequence[TrialResult]
+) -> list[TrialResult]:
     """Trials that ended well and are still there."""
     return [
         each
@@ -93,12 +95,12 @@ def finished(folder: Path, variants: Sequence[Variant], ended: Sequence[Ended]) 
     ]
 
 
-def _run_of(folder: Path, variants: Sequence[Variant], trial: Ended) -> Path:
+def _run_of(folder: Path, variants: Sequence[Variant], trial: TrialResult) -> Path:
     return trial_folder(folder, trial.variant, variants[trial.variant].label, trial.repeat)
 
 
 def result_of(
-    folder: Path, variants: Sequence[Variant], ended: Sequence[Ended], settings: Settings
+    folder: Path, variants: Sequence[Variant], ended: Sequence[TrialResult], settings: Settings
 ) -> Result:
     """Measure and judge what there is."""
     trials = []
@@ -207,7 +209,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _failures(folder: Path, variants: Sequence[Variant], ended: Sequence[Ended]) -> list[str]:
+def _failures(folder: Path, variants: Sequence[Variant], ended: Sequence[TrialResult]) -> list[str]:
     lines = [
         f"{variant.label}: cannot be run: {'; '.join(str(p) for p in variant.problems)}"
         for variant in variants
@@ -221,7 +223,7 @@ def _failures(folder: Path, variants: Sequence[Variant], ended: Sequence[Ended])
 
 
 def _verdict(
-    judged: Sequence[Judged],
+    judged: Sequence[ComparisonResult],
     losses: Losses | None,
     labels: Sequence[str],
     trials: Sequence[Trial],
@@ -264,7 +266,7 @@ def _table(
     trials: Sequence[Trial],
     losses: Losses | None,
     labels: Sequence[str],
-    judged: Sequence[Judged],
+    judged: Sequence[ComparisonResult],
     settings: Settings,
 ) -> tuple[list[str], list[list[str]]]:
     """A line for each variant: means over its trials, of speeds the geometric, as of ratios."""

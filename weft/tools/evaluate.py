@@ -14,7 +14,7 @@ from weft.data.loader import Batch, evaluation_batches, samples_of
 from weft.data.prepared_cache import Report, counting
 from weft.data.token_store import Split, SplitName, Store
 from weft.plan.resolve import Plan
-from weft.tools.inference_model import Found, restore_parts
+from weft.tools.inference_model import CheckpointRef, restore_parts
 from weft.train.setup import Rank
 from weft.train.step import TrainStep
 
@@ -45,7 +45,7 @@ class Loss(NamedTuple):
 
 
 def losses_on(
-    found: Found,
+    found: CheckpointRef,
     job: Job,
     plan: Plan,
     text: Dataset,

@@ -36,7 +36,7 @@ from weft.monitor.signals import STOP_SIGNALS
 from weft.monitor.terminal import duration
 from weft.tools.comparison_dir import (
     COMPARISON,
-    Ended,
+    TrialResult,
     log_of,
     open_comparison,
     recipe_path,
@@ -131,7 +131,7 @@ def order(variants: Sequence[int], repeats: int) -> list[tuple[int, int]]:
 def run_trials(
     folder: Path,
     variants: Sequence[Variant],
-    ended: list[Ended],
+    ended: list[TrialResult],
     repeats: int,
     say: Callable[[str], object],
     note: Callable[[], object],
@@ -169,14 +169,14 @@ def run_trials(
         status, reason, seconds = train(recipes[variant], run, seed, stopping)
         if stopping.asked() and status:
             return  # unfinished, but not by its own fault
-        ended.append(Ended(variant, repeat, status, reason, seconds))
+        ended.append(TrialResult(variant, repeat, status, reason, seconds))
         if status:
             failed.add(variant)
             say(f"  failed: {reason}")
         note()
 
 
-def time_left(trials: Sequence[int], ended: Sequence[Ended]) -> str:
+def time_left(trials: Sequence[int], ended: Sequence[TrialResult]) -> str:
     """What the trials of these variants will take, by those that are done; '' if none is."""
     done = [each for each in ended if each.status == 0]
     if not done:

@@ -27,7 +27,7 @@ from weft.data.chat import Malformed, Writer, load_template
 from weft.data.document_tokens import IMPORTED, add_start, first_token, tokens_beside
 from weft.data.tokenizer import load_tokenizer, vocab_entries
 from weft.models.kv_cache import KeyValueCache, caching
-from weft.tools.inference_model import Found, LanguageModel
+from weft.tools.inference_model import CheckpointRef, LanguageModel
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Speech:
+class ChatFormat:
     """How a run's texts are written."""
 
     tokenizer: Tokenizer  # its encode() adds what stands before a text
@@ -71,7 +71,7 @@ class Speech:
     chat: Writer | None = None  # prompts are what a user says, written by the chat template
 
 
-def speech_of(found: Found, template: str | None = None) -> Speech:
+def speech_of(found: CheckpointRef, template: str | None = None) -> ChatFormat:
     """Return how a run's texts are written: see `weft.data.document_tokens`.
 
     Args:
@@ -94,10 +94,10 @@ def speech_of(found: Found, template: str | None = None) -> Speech:
     if starts:
         add_start(tokenizer, tokens.separator)
     if template is None:
-        return Speech(tokenizer, begin, tokens.ends, context)
+        return ChatFormat(tokenizer, begin, tokens.ends, context)
     told = {"tokenizer": str(path), "chat_template": template, "format": "chat"}
     writer = Writer(str(path), load_template(found.job.data.model_copy(update=told)))
-    return Speech(tokenizer, begin, tokens.ends | writer.ends(), context, writer)
+    return ChatFormat(tokenizer, begin, tokens.ends | writer.ends(), context, writer)
 
 
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
@@ -171,7 +171,7 @@ def _is_conversation(messages: object) -> bool:
 
 
 def rows_of(
-    prompts: Sequence[Prompt], speech: Speech, sampling: Sampling, number: int = 0
+    prompts: Sequence[Prompt], speech: ChatFormat, sampling: Sampling, number: int = 0
 ) -> list[Row]:
     """The prompts ready to be continued; ``number``: of the first one.
 
@@ -187,7 +187,7 @@ def rows_of(
     return rows
 
 
-def _ids_of(prompt: Prompt, speech: Speech) -> list[int]:
+def _ids_of(prompt: Prompt, speech: ChatFormat) -> list[int]:
     if speech.chat is None:
         assert isinstance(prompt, str)
         return list(speech.tokenizer.encode(prompt).ids) or [speech.begin]
@@ -201,7 +201,7 @@ def _ids_of(prompt: Prompt, speech: Speech) -> list[int]:
 
 def generate(
     model: LanguageModel,
-    speech: Speech,
+    speech: ChatFormat,
     rows: list[Row],
     sampling: Sampling,
     cached: bool = True,
@@ -288,7 +288,7 @@ def _agreed(chosen: list[int]) -> list[int]:
     return told.tolist()
 
 
-def _grown(row: Row, speech: Speech, sampling: Sampling, last: bool) -> str:
+def _grown(row: Row, speech: ChatFormat, sampling: Sampling, last: bool) -> str:
     """The text that a new token makes certain; sets why the row ended, if it did."""
     text = speech.tokenizer.decode(row.ids)[len(row.prefix) :]
     if last:

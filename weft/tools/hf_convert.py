@@ -45,7 +45,7 @@ from weft.data.token_store import TEMPLATE_FILE
 from weft.data.tokenizer import load_tokenizer, padded_beyond, vocab_entries
 from weft.models import FAMILIES, Family, load_family
 from weft.models.hf_mapping import counterpart, from_config, kind_of, shapes, shown, to_config
-from weft.tools.inference_model import Found, base_of, find_checkpoint
+from weft.tools.inference_model import CheckpointRef, base_of, find_checkpoint
 from weft.tools.peft_export import export_adapter, merging
 from weft.train.job_checks import check_writable
 
@@ -104,7 +104,7 @@ def export_checkpoint(
     if dtype not in DTYPES:
         problems.append(ConfigError("--dtype", dtype, "no such dtype", suggest(dtype, DTYPES)))
     try:
-        found: Found | None = find_checkpoint(path)
+        found: CheckpointRef | None = find_checkpoint(path)
     except InvalidConfig as error:
         found = None
         problems += error.problems
@@ -141,7 +141,7 @@ def export_checkpoint(
         )
     message = f"exporting {found.path.name}"
     with publishing(out) as folder:
-        names = {counterpart(family).their_name(name): name for name in expected}
+        names = {counterpart(family).hf_name(name): name for name in expected}
         try:
             files = write_weights(
                 model,
@@ -197,7 +197,7 @@ class _Tokens(NamedTuple):
     tokenizer: bytes
 
 
-def _special_tokens(found: Found, problems: list[ConfigError]) -> _Tokens:
+def _special_tokens(found: CheckpointRef, problems: list[ConfigError]) -> _Tokens:
     """The tokens that begin and end a text, as transformers wants to know them."""
     path = found.run / "tokenizer.json"
     tokenizer, _ = load_tokenizer(path)
@@ -220,7 +220,9 @@ def _special_tokens(found: Found, problems: list[ConfigError]) -> _Tokens:
     return _Tokens(first | ids, {"bos_token": names["eos_token"]} | names, data)
 
 
-def _write_companions(folder: Path, found: Found, config: dict[str, Any], special: _Tokens) -> None:
+def _write_companions(
+    folder: Path, found: CheckpointRef, config: dict[str, Any], special: _Tokens
+) -> None:
     """``config.json``, the tokenizer, and what tells transformers which tokens are special."""
     with create(folder / "tokenizer.json") as file:
         file.write(special.tokenizer)
@@ -289,7 +291,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
     problems += _check_out("run_dir", run_dir, needed)
     if problems or model is None or config is None:
         raise InvalidConfig(problems)
-    their_name = counterpart(model[0]).their_name
+    their_name = counterpart(model[0]).hf_name
 
     job = replace(
         Job(),
@@ -461,7 +463,7 @@ def _check_weights(
         )
         return
     theirs = counterpart(family)
-    expected = {theirs.their_name(n): tuple(shape) for n, shape in shapes(family, config).items()}
+    expected = {theirs.hf_name(n): tuple(shape) for n, shape in shapes(family, config).items()}
     for name in found.keys() - expected.keys():
         if not DERIVED.fullmatch(name):
             remedy = "it is another model"

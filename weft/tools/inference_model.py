@@ -40,7 +40,7 @@ FORGOTTEN = (
 )
 
 
-class Found(NamedTuple):
+class CheckpointRef(NamedTuple):
     """A committed checkpoint, and the run that it belongs to."""
 
     path: Path
@@ -49,7 +49,7 @@ class Found(NamedTuple):
     config: Any  # of the model's family
 
 
-def find_checkpoint(path: Path) -> Found:
+def find_checkpoint(path: Path) -> CheckpointRef:
     """The checkpoint at ``path``: a run's folder, of which the newest is taken, or one checkpoint.
 
     Raises:
@@ -74,10 +74,10 @@ def find_checkpoint(path: Path) -> Found:
     config, more = resolve_model(job.model.kind, job.model.preset, job.model.overrides())
     if problems or more:
         raise InvalidConfig(problems + more)
-    return Found(found[0], folder, job, config)
+    return CheckpointRef(found[0], folder, job, config)
 
 
-def base_of(found: Found) -> Path | None:
+def base_of(found: CheckpointRef) -> Path | None:
     """The checkpoint that has a LoRA run's frozen weights; None if its own has all.
 
     Raises:
@@ -94,8 +94,8 @@ def base_of(found: Found) -> Path | None:
     return base
 
 
-def lay_out(
-    found: Found,
+def plan_inference(
+    found: CheckpointRef,
     overrides: Sequence[tuple[str, str]],
     problems: Sequence[ConfigError],
     allowed: Sequence[str],
@@ -182,7 +182,7 @@ class LanguageModel:
 
 
 def restore_parts(
-    found: Found, job: Job, plan: Plan, rank: Rank
+    found: CheckpointRef, job: Job, plan: Plan, rank: Rank
 ) -> tuple[list[nn.Module], Mesh, Family]:
     """This rank's parts of the model, in any layout, with the checkpoint's weights."""
     family = load_family(job.model.kind)
@@ -196,15 +196,15 @@ def restore_parts(
     return parts, mesh, family
 
 
-def restore(found: Found, job: Job, plan: Plan, rank: Rank) -> LanguageModel:
-    """The model over the ranks of a plan that `lay_out` made for generating."""
+def restore(found: CheckpointRef, job: Job, plan: Plan, rank: Rank) -> LanguageModel:
+    """The model over the ranks of a plan that `plan_inference` made for generating."""
     if plan.world_size == 1:
         return restore_alone(found, rank.device)
     (part,), mesh, family = restore_parts(found, job, plan, rank)
     return LanguageModel(part, family, found.config, mesh.group("tp") if plan.tp > 1 else None)
 
 
-def restore_alone(found: Found, device: torch.device | None = None) -> LanguageModel:
+def restore_alone(found: CheckpointRef, device: torch.device | None = None) -> LanguageModel:
     """The model in this process, which needs no others and no process group.
 
     On a GPU its weights are bfloat16, unless the run says float32.
@@ -218,7 +218,7 @@ def restore_alone(found: Found, device: torch.device | None = None) -> LanguageM
     return LanguageModel(module, family, found.config, None)
 
 
-def load_whole(found: Found, device: torch.device) -> nn.Module:
+def load_whole(found: CheckpointRef, device: torch.device) -> nn.Module:
     """The module as its family builds it, with the checkpoint's weights and adapters."""
     family, base = load_family(found.job.model.kind), base_of(found)
     with torch.device("meta"):

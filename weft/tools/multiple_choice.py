@@ -23,7 +23,7 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.config.job import MISSING, InvalidConfig, ConfigError
-from weft.tools.generate import Speech
+from weft.tools.generate import ChatFormat
 from weft.tools.inference_model import LanguageModel
 
 Json = dict[str, Any]
@@ -202,7 +202,7 @@ def _filled(template: str, document: Json) -> Any:
 # --------------------------------------------------------------------------- scores
 
 
-def score(task: Task, model: LanguageModel, speech: Speech, batch: int) -> Score:
+def score(task: Task, model: LanguageModel, speech: ChatFormat, batch: int) -> Score:
     """Ask every question; every rank of the model calls it, and gets the same."""
     pairs = [
         encoded(speech, question.context, question.joint + choice)
@@ -228,7 +228,7 @@ def _mean_and_error(values: list[float]) -> tuple[float, float]:
     return mean, error
 
 
-def encoded(speech: Speech, context: str, continuation: str) -> tuple[list[int], list[int]]:
+def encoded(speech: ChatFormat, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Tokens of both, split where those of the context alone end.
 
     Spaces that end the context go to the continuation, whose first token most tokenizers would

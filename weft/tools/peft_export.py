@@ -29,12 +29,12 @@ from weft.models.hf_mapping import counterpart
 from weft.parallel.quantize import pack, unpack
 from weft.plan.lora_plan import scaling
 from weft.plan.matrices import matrices_of
-from weft.tools.inference_model import Found, base_of
+from weft.tools.inference_model import CheckpointRef, base_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def merging(found: Found, base: Path) -> tuple[Model, Callable[[str], Iterator[Tensor]]]:
+def merging(found: CheckpointRef, base: Path) -> tuple[Model, Callable[[str], Iterator[Tensor]]]:
     """The base, and the rows of each of its weights with the adapter of that name in it."""
     weights, adapters = open_model(base), open_model(found.path)
     quantized: set[str] = set()
@@ -62,7 +62,7 @@ def _merged(
         yield rows
 
 
-def export_adapter(found: Found, out: Path, dtype: torch.dtype) -> str:
+def export_adapter(found: CheckpointRef, out: Path, dtype: torch.dtype) -> str:
     """Write the adapters of a LoRA run's checkpoint as a folder that PEFT loads.
 
     Args:
@@ -80,7 +80,7 @@ def export_adapter(found: Found, out: Path, dtype: torch.dtype) -> str:
         rule = "has no adapters: its run trains all weights, or has not trained yet"
         raise InvalidConfig([ConfigError("--adapter", str(found.path), rule, "export without it")])
     adapters, lora = open_model(found.path), found.job.lora
-    their_name = counterpart(load_family(found.job.model.kind)).their_name
+    their_name = counterpart(load_family(found.job.model.kind)).hf_name
     names = {f"base_model.model.{their_name(name)}": name for name in adapters.shapes}
     config: dict[str, Any] = {
         "peft_type": "LORA",

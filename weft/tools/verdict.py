@@ -38,7 +38,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ComparisonResult:
     """A variant against the baseline.
 
     ``speed``: logarithms of ratios of tokens/s, and ``per_device`` of tokens/s of a device, where
@@ -62,7 +62,7 @@ def judge(
     margin: float,
     relative: bool,
     loss_apart: Sequence[int] = (),
-) -> list[Judged]:
+) -> list[ComparisonResult]:
     """Each variant that has trials against the first of them.
 
     Args:
@@ -97,7 +97,7 @@ def judge(
     )
     loss = _loss_claims(apart, nats)
     return [
-        Judged(
+        ComparisonResult(
             variant=v,
             baseline=base,
             pairs=len(paired[v]),
@@ -206,7 +206,9 @@ def _way(part: float) -> str:
     return "faster" if part > 0 else "slower"
 
 
-def loss_sentence(judged: Judged, kind: str, ours: str, base: str, usual: float | None) -> str:
+def loss_sentence(
+    judged: ComparisonResult, kind: str, ours: str, base: str, usual: float | None
+) -> str:
     """What may be said of the losses.
 
     Args:
@@ -254,7 +256,7 @@ def percents(logarithms: Interval) -> list[float]:
     return [100 * math.expm1(x) for x in (logarithms.low, logarithms.mean, logarithms.high)]
 
 
-def to_dict(judged: Judged, labels: Sequence[str]) -> dict[str, Any]:
+def to_dict(judged: ComparisonResult, labels: Sequence[str]) -> dict[str, Any]:
     """For machines: numbers as measured, and percent of tokens/s beside logarithms."""
     found = asdict(judged)
     found["variant"], found["baseline"] = labels[judged.variant], labels[judged.baseline]

@@ -51,7 +51,7 @@ from weft.data.loader import (
     Packed,
     Packing,
     Pairs,
-    Windows,
+    TokenChunks,
     evaluation_batches,
 )
 from weft.data.packing import Rows
@@ -468,7 +468,7 @@ def _noise(job: Job, plan: Plan, name: int, rows: int) -> Mixture:
         packed = Packed(stream, None, pairs, seq_len, SEPARATOR)
         return Mixture([Pairs(packed, references=torch.zeros(rows, 2))])
     packing: Packing = "documents" if job.data.keeps_documents else "windows"
-    return Mixture([Windows(stream, seq_len, packing, SEPARATOR)])
+    return Mixture([TokenChunks(stream, seq_len, packing, SEPARATOR)])
 
 
 def _loader(job: Job, plan: Plan, mesh: Mesh) -> Loader:

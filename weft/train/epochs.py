@@ -26,7 +26,7 @@ def epochs_of(job: Job, text: Dataset, samples: Mixture) -> Iterator[tuple[str, 
         yield name, len(rows), source.share * needed / max(1, len(rows))
 
 
-def repetition_warnings(job: Job, text: Dataset, samples: Mixture) -> Iterator[str]:
+def epoch_warnings(job: Job, text: Dataset, samples: Mixture) -> Iterator[str]:
     """Name every source that a run would see more than `MOST_EPOCHS` times."""
     for name, count, epochs in epochs_of(job, text, samples):
         if epochs > MOST_EPOCHS:

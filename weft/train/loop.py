@@ -43,14 +43,14 @@ from weft.optim.optimizer import clip, grad_norm, set_learning_rate, masked_step
 from weft.optim.schedule import learning_rate
 from weft.parallel.compile import NOTHING_COMPILED, graph_break, tell_compiling
 from weft.plan.resolve import Plan
-from weft.train.epochs import repetition_warnings
+from weft.train.epochs import epoch_warnings
 from weft.train.metric_logger import Journal, MetricLogger, TrainingError, due
 from weft.train.reference_logprobs import with_references
 from weft.train.replica_groups import join
 from weft.train.run_dir import write_plan
 from weft.train.setup import Rank, build, open_statistics
 from weft.train.state import checkpoint_dir, resume, rewind
-from weft.train.step import batch_to, held_out
+from weft.train.step import batch_to, validation_batches
 
 # Of reading a batch, on this rank alone; not RuntimeError, which torch and CUDA raise.
 DATA_ERRORS = (OSError, WeftError, LookupError, ValueError)
@@ -134,7 +134,10 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
         with statistics.forward(step, rows), named:
             share = engine.forward_backward(batches, groups.sum)
         reach("gradients", (param.grad for param in params))
-        losses = [share, *(sums for sums in (engine.by_source, engine.metrics) if sums is not None)]
+        losses = [
+            share,
+            *(sums for sums in (engine.loss_by_source, engine.metrics) if sums is not None),
+        ]
         losses += engine.balance.total()
         groups.sum(chain(losses, (param.grad for param in params if param.grad is not None)))
         with span("gradient norm"):
@@ -163,7 +166,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
         return told
 
     def evaluate() -> float:
-        return engine.evaluate(held_out(job, plan, samples_in["validation"], mesh))
+        return engine.evaluate(validation_batches(job, plan, samples_in["validation"], mesh))
 
     with (
         rare_garbage(),
@@ -175,7 +178,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
         profile,
     ):
         if rank.rank == 0:
-            repeated = repetition_warnings(job, text, samples_in["train"])
+            repeated = epoch_warnings(job, text, samples_in["train"])
             with tolerate(folder / "plan.json", say):
                 write_plan(folder, replace(plan, warnings=(*plan.warnings, *repeated)))
         recorder.open_at(at.step)
@@ -203,7 +206,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
                     if not batches or job.resilience.lighthouse != "none":
                         raise
                     failure = error
-                wishes.ask(saver.wants_again(), saver.busy(), failed=failure is not None)
+                wishes.ask(saver.should_retry(), saver.busy(), failed=failure is not None)
 
                 reach("forward_backward")
                 trial, anomaly = watch.examine(step, partial(compute, step, batches))
@@ -234,7 +237,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
 
                 stopping = stop or step == steps
                 saving = stopping or again or (groups.leads and saves.due(step))
-                keeping = groups.leads and not busy and saves.due_on_nodes(step)
+                keeping = groups.leads and not busy and saves.is_local_due(step)
                 evaluating = due(step, job.train.eval_interval, steps)
                 recording = recorder.due(step) or evaluating or saving or keeping
 
@@ -271,8 +274,8 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
                         saver.save(parts, optimizer, at.manifest(plan, text), home=saving)
                     watch.saved()
                 if groups.leads and saving:
-                    saves.saved(step, saver.stall_seconds, saver.write_seconds, seconds)
-                    cost = f"saving it held training up for {saver.stall_seconds:.2g} s"
+                    saves.saved(step, saver.blocking_seconds, saver.write_seconds, seconds)
+                    cost = f"saving it held training up for {saver.blocking_seconds:.2g} s"
                     journal.note("checkpoint", step, cost)
                 recorder.spent("saving")
                 if stop:

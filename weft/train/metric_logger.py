@@ -183,7 +183,7 @@ class MetricLogger:
 
     def count(self) -> None:
         """The step counts, and so do the means of its batch."""
-        self._sources.add(self._engine.by_source)
+        self._sources.add(self._engine.loss_by_source)
         self._metrics.add(self._engine.metrics)
 
     def write(
@@ -281,7 +281,7 @@ class MetricLogger:
         """Of a record what tells of the held-out text."""
         reach("evaluate")
         loss = finite(evaluate(), "held-out loss")
-        losses = self._sources.named(listed(self._sources.means(self._engine.by_source)))
+        losses = self._sources.named(listed(self._sources.means(self._engine.loss_by_source)))
         if losses:  # a source may have had fewer sequences than its share
             loss = self._sources.mean(losses)
         metrics = self._metrics.named(listed(self._metrics.means(self._engine.metrics)))

@@ -103,9 +103,9 @@ def log_probs(engine: TrainStep, samples: Pairs, plan: Plan, mesh: Mesh) -> Tens
         loss_B = losses_BT.sum(1)
         return Losses(loss_B, loss_B.new_zeros(len(loss_B), len(objective.metrics)))
 
-    objective, by_source = engine.objective, engine.by_source
+    objective, by_source = engine.objective, engine.loss_by_source
     engine.objective = objective._replace(losses=keep)
-    engine.by_source = None  # of one source, which is not told which it is
+    engine.loss_by_source = None  # of one source, which is not told which it is
     try:
         engine.evaluate(
             evaluation_batches(
@@ -117,7 +117,7 @@ def log_probs(engine: TrainStep, samples: Pairs, plan: Plan, mesh: Mesh) -> Tens
             )
         )
     finally:
-        engine.objective, engine.by_source = objective, by_source
+        engine.objective, engine.loss_by_source = objective, by_source
     if dist.get_world_size() > 1:
         dist.all_reduce(found)
     return found

@@ -88,9 +88,9 @@ class TrainStep:
         self.tells = has_last_stage and mesh.at["tp"] == 0
         # Of a mixture, for each source: the summed loss in nats of this rank's rows of the last
         # batch, and what they count for (tokens, if it is next tokens).
-        self.by_source: Tensor | None = None
+        self.loss_by_source: Tensor | None = None
         if len(job.data.mixture) > 1:
-            self.by_source = torch.zeros(len(job.data.mixture), 2, device=device)
+            self.loss_by_source = torch.zeros(len(job.data.mixture), 2, device=device)
         # The same of the objective's metrics.
         self.metrics: Tensor | None = None
         if self.objective.metrics:
@@ -235,24 +235,24 @@ class TrainStep:
         return cross_entropy(logits_BTV, targets_BT)
 
     def _forget(self) -> None:
-        for sums in (self.by_source, self.metrics):
+        for sums in (self.loss_by_source, self.metrics):
             if sums is not None:
                 sums.zero_()
 
     @torch.no_grad()
     def _count(self, losses: Losses, batch: Batch) -> None:
         """Add the rows of a microbatch to what is told of sources and metrics."""
-        if self.by_source is None and self.metrics is None:
+        if self.loss_by_source is None and self.metrics is None:
             return
         count_B = self.objective.counts(batch)
         if self.metrics is not None:
             self.metrics[:, 0] += losses.metrics_BM.sum(0)
             self.metrics[:, 1] += count_B.sum()
-        if self.by_source is not None:
+        if self.loss_by_source is not None:
             rows_B2 = torch.stack((losses.loss_B.detach(), count_B), dim=1)
-            numbers = torch.arange(len(self.by_source), device=self.device)
+            numbers = torch.arange(len(self.loss_by_source), device=self.device)
             of_BS = cast(Tensor, batch.sources_B).unsqueeze(1) == numbers
-            self.by_source += (of_BS.unsqueeze(2) * rows_B2.unsqueeze(1)).sum(0)
+            self.loss_by_source += (of_BS.unsqueeze(2) * rows_B2.unsqueeze(1)).sum(0)
 
     def _begin(self, batches: Sequence[Batch]) -> list[Batch]:
         """This rank's tokens of the microbatches that come next."""
@@ -344,7 +344,7 @@ def _empty(batch: Batch) -> Batch:
     return batch._replace(targets_BT=torch.full_like(batch.targets_BT, IGNORE))
 
 
-def held_out(job: Job, plan: Plan, samples: Mixture, mesh: Mesh) -> Iterator[Batch]:
+def validation_batches(job: Job, plan: Plan, samples: Mixture, mesh: Mesh) -> Iterator[Batch]:
     """This rank's part of the held-out sequences, the same ones every time."""
     return evaluation_batches(
         samples,
