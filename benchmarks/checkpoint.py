@@ -35,7 +35,7 @@ from weft.checkpoint.load import load
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import read_job
+from weft.config.reader import read_job
 from weft.data.loader import Batch
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import Built, Rank, build

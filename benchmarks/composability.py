@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
+from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import write_json
-from weft.config.job import InvalidConfig, WeftError
 from weft.tools.shrink import plan_of_recipe
 from weft.tools.verify import read_recipe, verify
 

@@ -34,8 +34,8 @@ import datasets
 import numpy as np
 import tokenizers
 
-from weft.config.job import DataSection
-from weft.data.dataset import Source, Dataset
+from weft.config.schema import DataSection
+from weft.data.dataset import Dataset, Source
 from weft.data.loader import Loader, samples_of
 from weft.data.prepare import prepare
 from weft.data.tokenizer import train_tokenizer

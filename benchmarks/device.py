@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from weft.cluster.device_benchmark import bandwidth, median_seconds, product_flops
-from weft.plan.devices import CPU, GIB, Device, device_called, device_named, user_files
+from weft.plan.devices import CPU_DEVICE, GIB, Device, match_device, get_device, user_cluster_files
 
 
 def in_float8(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
@@ -158,8 +158,8 @@ def main() -> None:
         )
     if several:
         dist.init_process_group("nccl" if on_gpu else "gloo")
-    driver = torch.cuda.get_device_name(device) if on_gpu else CPU
-    known = device_called(driver) if on_gpu else device_named(CPU)
+    driver = torch.cuda.get_device_name(device) if on_gpu else CPU_DEVICE
+    known = match_device(driver) if on_gpu else get_device(CPU_DEVICE)
     name = options.name or (known.name if known else driver.removeprefix("NVIDIA "))
     entry = measure(device)
     tables: dict[str, Any] = {"devices": {name: entry}}
@@ -182,7 +182,7 @@ def main() -> None:
             print(line)
         print(f"\n{tomli_w.dumps(tables)}")
     if options.write:
-        path = user_files()[0]
+        path = user_cluster_files()[0]
         old = path.read_text("utf-8") if path.is_file() else ""
         if f'[devices."{name}"]' in old or f"[devices.{name}]" in old:
             raise SystemExit(f"{path} has an entry of {name} already: change it by hand")

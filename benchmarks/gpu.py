@@ -280,9 +280,9 @@ def probe(tiny: bool) -> dict[str, Any]:
 
     import torch
 
-    from weft.config.job import read_job
-    from weft.plan.memory_formula import USABLE
-    from weft.plan.plan_text import memory_bytes
+    from weft.config.reader import read_job
+    from weft.plan.memory_formula import USABLE_MEMORY
+    from weft.plan.plan_text import estimate_memory_bytes
     from weft.plan.resolve import resolve
     from weft.train.setup import detect_machine
 
@@ -295,9 +295,9 @@ def probe(tiny: bool) -> dict[str, Any]:
         pairs |= {"precision.compute_dtype": "bfloat16", "run.dir": "/nonexistent"}
         job, _, problems = read_job("demo", list(pairs.items()))
         assert not problems, problems
-        return memory_bytes(job, resolve(job, machine)) or 0.0
+        return estimate_memory_bytes(job, resolve(job, machine)) or 0.0
 
-    room = USABLE * (machine.memory_bytes or 0)
+    room = USABLE_MEMORY * (machine.memory_bytes or 0)
     fitting = [layers for layers in range(1, 33) if needs(layers) <= room]
     # The estimate knows no recomputation: with it, a block's input is what a layer keeps.
     states = (

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from weft.config.job import Job, read_job
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.data.loader import Batch
 from weft.estimate.forecast import forecast
 from weft.plan.resolve import Machine, Plan, resolve

@@ -22,12 +22,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from weft.config.job import OptimSection
+from weft.config.schema import OptimSection
 from weft.models import load_family
 from weft.models.llama import LlamaConfig
 from weft.optim.optimizer import adamw, build_optimizer
 from weft.parallel.initialization import init_params
-from weft.parallel.private import quiet_import
+from weft.parallel.private import import_quietly
 
 CONFIG = LlamaConfig(
     num_layers=2,
@@ -74,7 +74,7 @@ def optimizer_of(kind: str, model: nn.Module) -> Any:
         {"params": group["params"], "weight_decay": group["weight_decay"]}
         for group in optimizer.param_groups
     ]
-    return quiet_import("torchao.optim").AdamW8bit(groups, lr=LR, betas=(0.9, 0.95))
+    return import_quietly("torchao.optim").AdamW8bit(groups, lr=LR, betas=(0.9, 0.95))
 
 
 def new_model(seed: int) -> nn.Module:

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.monitor.faults import doing
 from weft.monitor.spans import Spans, read_spans, span, spans_path
 from weft.monitor.step_record import StepRecord

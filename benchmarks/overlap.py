@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
-from weft.config.job import read_job
+from weft.config.reader import read_job
 from weft.data.loader import Batch
 from weft.plan.resolve import resolve
 from weft.train.setup import Rank, build, detect_machine

@@ -62,7 +62,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from weft.config.job import Job, read_job
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.data.dataset import open_text
 from weft.data.order import sample_index
 from weft.data.prepare import prepare

@@ -34,7 +34,7 @@ import numpy as np
 from weft.estimate.analytic import memory_of, step_of
 from weft.estimate.cost import Hardware, step_seconds
 from weft.estimate.decoder import Layout, Sizes
-from weft.plan.devices import GIB, Device, known_clusters
+from weft.plan.devices import GIB, Device, load_clusters
 
 Row = dict[str, str]
 
@@ -187,7 +187,7 @@ def number(text: str) -> float:
 
 
 def device_of(row: Row) -> Device:
-    devices = known_clusters()[0]
+    devices = load_clusters()[0]
     plain = re.sub(r"[^a-z0-9]", "", row["gpu"].lower())
     if "h100" in plain and "gh100" not in plain:
         special = "500w" in plain or "hbm2e" in plain or "95g" in plain or "96g" in plain
@@ -354,7 +354,7 @@ def layout_of(row: Row, sizes: Sizes, stack: Stack) -> Layout:
 
 def hardware_of(row: Row, stack: Stack) -> Hardware:
     device = device_of(row)
-    networks = known_clusters()[1]
+    networks = load_clusters()[1]
     network = networks[stack.network] if stack.network else device.network
     where = f"{row['source']} {row['notes']} {row['gpu']}".lower()
     if re.search(r"\befa\b|\bp5e?\b", where) and not stack.network:

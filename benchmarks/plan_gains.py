@@ -22,7 +22,7 @@ from weft.estimate.analytic import step_of
 from weft.estimate.cost import step_seconds
 from weft.estimate.forecast import forecast, hardware_of
 from weft.estimate.plan_to_analytic import layout_of, sizes_of
-from weft.plan.devices import device_called
+from weft.plan.devices import match_device
 from weft.plan.plan_text import plan_recipe
 from weft.train.setup import detect_machine
 
@@ -95,7 +95,7 @@ def speeds(gain: Gain, changes: Overrides) -> dict[str, float]:
     """Tokens per second and device, traced and by arithmetic."""
     overrides = list((gain.common | changes).items())
     job, plan, machine = plan_recipe(gain.recipe, overrides, [], gain.cluster, detect_machine)
-    device = device_called(machine.device_name, machine.memory_bytes)
+    device = match_device(machine.device_name, machine.memory_bytes)
     assert device is not None
     traced = forecast(job, plan, machine, device).tokens_per_second_per_device
     sizes, layout = sizes_of(plan), layout_of(job, plan, device)

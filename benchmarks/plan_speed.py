@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import read_job, recipe_names
+from weft.config.reader import read_job, recipe_names
 
 PLAN_SECONDS, SEARCH_SECONDS = 20, 180
 SEARCHED = ("llama3-405b", "64x8xH100")

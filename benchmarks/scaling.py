@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import read_job
+from weft.config.reader import read_job
 from weft.data.loader import Loader, Mixture, TokenChunks
 from weft.data.token_store import TokenStream
 from weft.monitor.anomaly import gather

@@ -131,7 +131,7 @@ def job_of(folder: Path, steps: int) -> Any:
 
 
 def weft(folder: Path, steps: int, turn: Turn) -> None:
-    from weft.config.job import to_toml
+    from weft.config.schema import to_toml
     from weft.data.prepare import prepare_text
     from weft.monitor import heartbeat
     from weft.monitor.terminal import quiet_console

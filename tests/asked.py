@@ -11,7 +11,7 @@ import weft
 from tests.small import Overrides, small_job
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.weight_files import write_model
-from weft.config.job import replace, to_toml
+from weft.config.schema import replace, to_toml
 from weft.models import load_family, resolve_model
 from weft.models.hf_mapping import shapes
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.config.job import DataSection
+from weft.config.schema import DataSection
 from weft.data.prepare import prepare
 
 pytest_plugins = ["tests.tiers"]

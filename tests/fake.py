@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.estimate.trace import axis_groups, record_step
 from weft.plan.resolve import Plan
 from weft.train.setup import Built

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 
 from tests.small import SMALL, Overrides
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import Job, read_job
-from weft.data.dataset import Source, Dataset
+from weft.config.reader import read_job
+from weft.config.schema import Job
+from weft.data.dataset import Dataset, Source
 from weft.data.loader import (
     Batch,
     Loader,
@@ -44,7 +45,7 @@ from weft.data.loader import (
     samples_of,
 )
 from weft.data.token_store import Manifest, Shard, Split, Store
-from weft.optim.optimizer import clip, grad_norm, set_learning_rate, masked_step
+from weft.optim.optimizer import clip, grad_norm, masked_step, set_learning_rate
 from weft.optim.schedule import learning_rate
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.reference_logprobs import log_probs

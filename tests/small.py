@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.checkpoint.shard_files import overlaps, parse_contents, read_shards
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import Job, read_job
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.data.dataset import open_text
 from weft.data.loader import Loader, samples_of
 from weft.optim.optimizer import clip_grad_norm
@@ -140,6 +141,12 @@ def loader_of(job: Job, plan: Plan, store: str, mesh: Mesh) -> Loader:
         dp_size=plan.dp_size,
         microbatch=plan.microbatch,
     )
+
+
+def values_under(record: dict[str, Any], prefix: str) -> dict[str, float]:
+    """Return the values of a record whose keys are ``prefix/name``, by name."""
+    head = f"{prefix}/"
+    return {k.removeprefix(head): v for k, v in record.items() if k.startswith(head)}
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -304,7 +304,8 @@ def test_a_tokenizer_larger_than_the_model(
 
 
 def test_a_run_cannot_become_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from weft.config.job import read_job, to_toml
+    from weft.config.reader import read_job
+    from weft.config.schema import to_toml
 
     job, base, _ = read_job("demo", [("train.seed", "7")])
     (tmp_path / "job.toml").write_text(to_toml(job, "demo", base))
@@ -418,7 +419,7 @@ def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_is_complete_and_light() -> None:
-    from weft.config.job import keys
+    from weft.config.schema import keys
 
     done = weft("train", "--help")
     assert done.returncode == 0

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from weft.config.job import SECTIONS, keys
+from weft.config.schema import SECTIONS, keys
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {path: ast.parse(path.read_text("utf-8")) for path in (ROOT / "weft").rglob("*.py")}

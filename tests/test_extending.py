@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.harness import run_ranks
 from tests.small import losses, plan_here, this_rank
-from weft.config.job import read_job
+from weft.config.reader import read_job
 from weft.data.dataset import open_text
 from weft.models import resolve_model
 from weft.train.loop import train
@@ -18,7 +18,7 @@ from weft.train.loop import train
 MINE = """
 import torch
 from torch import nn
-from weft.config.job import Section, key
+from weft.config.schema import Section, key
 from weft.models import Family
 from weft.models.family import Init
 
@@ -82,10 +82,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(
         'extends = "demo"\n'
         '[model]\nkind = "mine:FAMILY"\npreset = "small"\nwidth = 24\n'
-        '[optim]\nkind = "mine:sgd"\nschedule = "mine:constant"\nlr = 5.0\nwarmup_steps = 0\n'
+        '[optim]\nname = "mine:sgd"\nschedule = "mine:constant"\nlr = 5.0\nwarmup_steps = 0\n'
         "[data]\nvocab_size = 512\n"
         "[train]\nsteps = 12\nseq_len = 32\nglobal_batch = 8\n"
-        '[checkpoint]\ninterval = 4\n[observe]\nlog_interval = 1\nsinks = ["mine:Lines"]\n'
+        '[checkpoint]\ninterval = 4\n[monitor]\nlog_interval = 1\ntrackers = ["mine:Lines"]\n'
     )
     return path
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.config.errors import WeftError
 from weft.config.files import check_url, read_json, replace_bytes, sync_folder, write_durably
-from weft.config.job import WeftError
 
 WRITERS = [replace_bytes, write_durably]
 Writer = Callable[[Path, bytes], None]

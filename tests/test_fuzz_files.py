@@ -23,10 +23,11 @@ from tests.small import small_job
 from tests.tools.test_hf_convert import tiny_folder
 from weft.cluster.hang import seen_in_dump
 from weft.cluster.submit import RECORD, Launched
+from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import read_json
-from weft.config.job import InvalidConfig, WeftError, read_job
+from weft.config.reader import read_job
 from weft.data.prepared_cache import read_scans, write_scans
-from weft.plan.devices import OURS, read_clusters
+from weft.plan.devices import BUILTIN_CLUSTERS, read_clusters
 from weft.tools.comparison_dir import COMPARISON, TrialResult, open_comparison, stored
 from weft.tools.generate import read_prompts
 from weft.tools.hf_convert import import_model
@@ -99,7 +100,7 @@ def read_recipe_file(path: Path) -> None:
 
 
 def read_device_file(path: Path) -> None:
-    read_clusters(OURS, path)
+    read_clusters(BUILTIN_CLUSTERS, path)
 
 
 def read_prompt_file(path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.lines import lines_of_code, lines_of_packages
 from weft.cli.arguments import options_of, parser, split_overrides
 from weft.cli.main import main
-from weft.config.job import read_job, recipe_names
+from weft.config.reader import read_job, recipe_names
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

@@ -25,7 +25,7 @@ from tests.harness import run_ranks
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import CheckpointError, manifest_text
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import ResilienceSection
+from weft.config.schema import ResilienceSection
 from weft.monitor.anomaly import AnomalyDetector
 from weft.train.state import TrainState, resume
 

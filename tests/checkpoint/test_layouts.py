@@ -21,7 +21,7 @@ from tests.parallel.test_layouts import TOLERANCE
 from tests.small import Overrides, loader_of, plan_here, read_state, small_job, this_rank, whole
 from weft.checkpoint.manifest import checkpoints
 from weft.checkpoint.state_dict import model_state, named_parameters, optimizer_state
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.data.dataset import open_text
 from weft.optim.optimizer import set_learning_rate
 from weft.train.setup import Built, build

@@ -27,7 +27,7 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.shard_files import overlaps, parse_contents, read_shards
 from weft.checkpoint.storage import open_folder, put_new
 from weft.cli.main import main
-from weft.config.job import to_toml
+from weft.config.schema import to_toml
 from weft.train.state import resume
 
 pytest.importorskip("s3fs", reason="pip install 'weft[s3]'")

@@ -43,7 +43,7 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.save_schedule import CheckpointSchedule, young_interval
 from weft.checkpoint.state_dict import named_parameters
 from weft.checkpoint.storage import put_new
-from weft.config.job import CheckpointSection
+from weft.config.schema import CheckpointSection
 from weft.data.dataset import open_text
 from weft.monitor.faults import install_faults, listeners
 from weft.train.loop import train

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from weft.cluster.submit import Request, words_of
-from weft.config.job import ConfigError, read_job
+from weft.config.errors import ConfigError
+from weft.config.reader import read_job
 
 
 def request(

@@ -29,7 +29,7 @@ from weft.cluster.node_checks import CHECKS
 from weft.cluster.node_facts import Facts
 from weft.cluster.probes import locks, try_endpoint, try_folder
 from weft.cluster.probes import run as run_tool
-from weft.config.job import read_job
+from weft.config.reader import read_job
 
 pytestmark = pytest.mark.timeout(300, method="signal")
 

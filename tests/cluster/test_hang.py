@@ -26,9 +26,9 @@ from weft.cli.main import main
 from weft.cluster import HUNG
 from weft.cluster.hang import explain, seen_in_dump
 from weft.cluster.watchdog import Call, Seen, verdict, write_evidence
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.monitor.heartbeat import process_began, ranks_text
-from weft.parallel.private_hooks import record_flights
+from weft.parallel.private_hooks import configure_flight_recorder
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 
@@ -321,7 +321,7 @@ def test_record_flights_keeps_variables_of_the_user(
     for name in (*names, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")  # the old name of the first
-    record_flights("/run/logs/flight-rank-")
+    configure_flight_recorder("/run/logs/flight-rank-")
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == "/run/logs/flight-rank-"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"

@@ -14,7 +14,7 @@ import yaml
 from tests.cluster.requests import fake_tool, own_recipe, request, said
 from weft.cluster import kubernetes, submit
 from weft.cluster.submit import alive
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 from weft.train.environment import detect_environment
 
 OPTIONS = {"claim": "shared"}

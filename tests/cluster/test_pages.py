@@ -18,7 +18,7 @@ from tests.cluster.conftest import WEFT
 from tests.harness import ROOT
 from weft.cli.arguments import parse
 from weft.cli.main import main
-from weft.config.job import read_job
+from weft.config.reader import read_job
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"  # needs (.+)$")

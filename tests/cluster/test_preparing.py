@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from weft.cluster.preparing import cache_folder
-from weft.config.job import DataSection
+from weft.config.schema import DataSection
 
 
 def test_cache_folder_follows_data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,9 @@ from tests.harness import run_ranks
 from tests.small import records, train_rank
 from weft.cluster import REQUEUE
 from weft.cluster.rendezvous import RendezvousHandler, is_here, open_rendezvous
-from weft.config.job import InvalidConfig, read_job
-from weft.parallel.private import listening_store
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.parallel.private import create_tcp_store
 from weft.plan.resolve import Machine, resolve_nodes
 
 pytestmark = pytest.mark.timeout(600, method="signal")  # so that fixtures tidy up
@@ -215,7 +216,7 @@ def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
     for _ in range(2):
         place = node.joining().result(60).bootstrap_store_info
         assert node.meeting.use_agent_store
-        listening_store(place.master_addr, place.master_port, False).set("key", "value")
+        create_tcp_store(place.master_addr, place.master_port, False).set("key", "value")
         with pytest.raises(OSError, match="in use"):
             socket.create_server((place.master_addr, place.master_port))
         ports.add(place.master_port)
@@ -223,7 +224,7 @@ def test_meet_each_round_serves_a_new_store(nodes: Callable[..., Node]) -> None:
 
 
 def test_torch_private_rendezvous_api_is_there() -> None:
-    """What `Meeting` uses of torch beyond its documentation."""
+    """What `RendezvousHandler` uses of torch beyond its documentation."""
     names = DynamicRendezvousHandler.next_rendezvous.__code__.co_names
     assert {"_state_holder", "_op_executor", "_stop_heartbeats", "_get_world"} <= set(names)
     stores = {"_bootstrap_store_info", "_shared_tcp_store_server", "_create_tcp_store_server"}

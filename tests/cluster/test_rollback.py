@@ -12,7 +12,7 @@ from tests.small import newest_state, records
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
 from weft.cli.main import main
 from weft.cluster.start import rollback
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 
 pytestmark = pytest.mark.timeout(400, method="signal")  # so that fixtures tidy up
 

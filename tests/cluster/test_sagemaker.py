@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.requests import own_recipe, request, said
 from weft.cluster import sagemaker
 from weft.cluster.sagemaker_entry import Container, train_words
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 
 pytest.importorskip("botocore", reason="needs weft[sagemaker]")
 

@@ -40,7 +40,7 @@ from weft.cluster.sagemaker_entry import (
     train_words,
     write_failure,
 )
-from weft.config.job import InvalidConfig, WeftError
+from weft.config.errors import InvalidConfig, WeftError
 
 TOOLKIT = os.environ.get("WEFT_SAGEMAKER_TOOLKIT", "")
 HAVE_TOOLKIT = bool(TOOLKIT) or importlib.util.find_spec("sagemaker_training") is not None

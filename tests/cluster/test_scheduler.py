@@ -22,7 +22,8 @@ from weft.cluster.scheduler import (
     to_yaml,
     tool,
 )
-from weft.config.job import WeftError, read_job
+from weft.config.errors import WeftError
+from weft.config.reader import read_job
 
 
 def test_seconds_of_a_duration_are_parsed() -> None:

@@ -15,7 +15,9 @@ from tests.harness import ROOT
 from weft.cli.main import main
 from weft.cluster import slurm
 from weft.cluster.submit import Launched, Request, request
-from weft.config.job import InvalidConfig, Job, ConfigError, WeftError, read_job
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.plan.resolve import Machine
 
 DOCS = ROOT / "docs" / "slurm.md"

@@ -24,7 +24,8 @@ from tests.chat import (
     write_lines,
     write_tokenizer,
 )
-from weft.config.job import DataSection, InvalidConfig
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection
 from weft.data.chat import Encoded, Example, Malformed, Writer, load_template, parse
 from weft.data.conversations import check_chat, prepare_conversations
 from weft.data.dataset import Dataset, open_text

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.config.job import DataSection, InvalidConfig
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection
 from weft.data import documents as reading
 from weft.data import workers
 from weft.data.prepare import prepare, prepare_text
@@ -151,7 +152,7 @@ import os, signal, sys
 from pathlib import Path
 from weft.data.prepare import prepare
 from weft.data import documents, workers
-from weft.config.job import DataSection
+from weft.config.schema import DataSection
 documents.READ_ALONE_BYTES = documents.ENCODE_ALONE_BYTES = 1
 workers.num_cores = lambda: int(sys.argv[4])
 def die(progress):
@@ -306,7 +307,7 @@ def test_prepare_line_of_50_mb_takes_bounded_memory(tmp_path: Path) -> None:
         "import resource, sys\n"
         "from pathlib import Path\n"
         "from weft.data.prepare import prepare\n"
-        "from weft.config.job import DataSection\n"
+        "from weft.config.schema import DataSection\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "section = DataSection(path=sys.argv[1], vocab_size=300)\n"
         "store = prepare(section, Path(sys.argv[2]))\n"

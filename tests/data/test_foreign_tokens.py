@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.config.job import DataSection, InvalidConfig
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection
 from weft.data.loader import IGNORE, samples_of
 from weft.data.prepare import prepare, prepare_text
 from weft.data.prepared_cache import Progress, open_verified

@@ -17,7 +17,8 @@ import pytest
 import zstandard
 
 from tests.harness import run_ranks
-from weft.config.job import DataSection, InvalidConfig
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection
 from weft.data.chat import load_template
 from weft.data.dataset import open_text, write_mixture
 from weft.data.prepare import prepare
@@ -117,7 +118,7 @@ def write_sources(folder: Path) -> dict[str, Path]:
 
 
 def prepared_or_refused(section: DataSection, cache: Path) -> bool:
-    """Nothing but a store or an `InvalidJob` comes out, and no half of a store is left."""
+    """Nothing but a store or an `InvalidConfig` comes out, and no half of a store is left."""
     try:
         store = prepare(section, cache)
     except InvalidConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_documents import decoded, section, texts
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.data.hub import parse_url
 from weft.data.prepare import prepare
 from weft.data.source import look

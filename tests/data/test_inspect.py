@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weft.cli.main import main
-from weft.config.job import DataSection
+from weft.config.schema import DataSection
 from weft.data import inspect as inspecting
 from weft.data.inspect import inspect, summary
 from weft.data.prepare import prepare_text

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from weft.data.loader import (
     IGNORE,
-    Prefetcher,
     Batch,
     Loader,
     Mixture,
     Packing,
+    Prefetcher,
     TokenChunks,
     check_length,
     evaluation_batches,

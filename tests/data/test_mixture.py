@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests.data.test_loader import SEPARATOR, equal, join, make_stream
-from weft.config.job import DataSection, InvalidConfig, read_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import DataSection
 from weft.data.dataset import open_text, source_names
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, TokenChunks, evaluation_batches
 from weft.data.order import ROUND, MixtureSampler, parts, sample_index

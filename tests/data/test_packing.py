@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.chat import LLAMA, message, write_lines, write_tokenizer
-from weft.config.job import DataSection
+from weft.config.schema import DataSection
 from weft.data.chat import Writer, load_template, parse
 from weft.data.dataset import Dataset, open_text
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, Pairs, samples_of

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.config.job import DataSection, InvalidConfig
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection
 from weft.data.prepare import prepare
 from weft.data.prepared_cache import Progress
 from weft.data.token_shards import PIECE_BYTES
@@ -52,7 +53,8 @@ def in_subprocess(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from pathlib import Path\n"
         "from weft.data.prepare import prepare\n"
-        "from weft.config.job import DataSection, InvalidJob\n"
+        "from weft.config.errors import InvalidConfig\n"
+        "from weft.config.schema import DataSection\n"
         "section = DataSection(path=sys.argv[1], vocab_size=300)\n"
         "cache = Path(sys.argv[2])\n"
     )
@@ -207,7 +209,7 @@ def test_prepare_full_disk_is_a_problem_and_leaves_no_half_file(tmp_path: Path) 
     code = (
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
         "try: prepare(section, cache)\n"
-        "except InvalidJob as invalid: print(invalid)\n"
+        "except InvalidConfig as invalid: print(invalid)\n"
     )
     output, _ = in_subprocess(code, file, tmp_path / "cache").communicate(timeout=60)
     assert output.startswith("data.cache_dir = ")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.data import records
 from weft.data.records import Document, Fault, documents, kind_of, units_of
 from weft.data.source_files import local_file

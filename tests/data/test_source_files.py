@@ -18,7 +18,7 @@ import pytest
 from tests import s3
 from tests.data.test_documents import decoded, section, texts, write_lines
 from tests.data.test_records import TEXTS, WRITERS
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.data.prepare import prepare
 from weft.data.source import check_path, look
 from weft.data.source_files import _filesystem, format_of, local_file, open_file, remote_files

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import DataSection, InvalidConfig
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection
 from weft.data import text_files as textfiles
 from weft.data.source import look
 from weft.data.source_files import local_file

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.data import token_shards as shards
 from weft.data.token_shards import (
     Batches,

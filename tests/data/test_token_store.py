@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from weft.cli.main import main
-from weft.config.job import DataSection, InvalidConfig
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection
 from weft.data.dataset import write_mixture
 from weft.data.prepare import prepare
 from weft.data.prepared_cache import Progress, locked, open_verified

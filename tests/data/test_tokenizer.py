@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.data.document_tokens import END_OF_TEXT
 from weft.data.tokenizer import (
     load_tokenizer,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.test_documents import decoded, section
 from weft.cli.main import main
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.data.prepare import prepare
 from weft.data.source import check_path, look
 

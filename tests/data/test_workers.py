@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.config.job import InvalidConfig, ConfigError, WeftError
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.data.workers import Advance, parallel_map
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.estimate.advice import Advice, advise, changed_by, changes
 from weft.estimate.forecast import Forecast, forecast
-from weft.plan.devices import Device, device_called
+from weft.plan.devices import Device, match_device
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan, resolve
 
@@ -23,7 +23,7 @@ def planned(recipe: str, cluster: str, text: str = "") -> tuple[Job, Plan, Machi
     overrides = [(name, value) for name, _, value in (o.partition("=") for o in text.split())]
     here = Machine("cpu", devices=2)
     job, plan, machine = plan_recipe(recipe, overrides, [], cluster, lambda device: here)
-    device = device_called(machine.device_name, machine.memory_bytes)
+    device = match_device(machine.device_name, machine.memory_bytes)
     assert device is not None
     return job, plan, machine, device
 
@@ -198,7 +198,7 @@ def test_advise_automatic_workers_keeps_the_number_of_ranks() -> None:
     here = Machine("cuda", 8, "NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
     job, plan, machine = plan_recipe("llama3-8b", overrides, [], "local", lambda device: here)
     assert (machine.world_size, plan.world_size) == (None, 2)
-    device = device_called(machine.device_name)
+    device = match_device(machine.device_name)
     assert device is not None
     seen = forecast(job, plan, machine, device)
     found = advise(job, plan, machine, device, seen)

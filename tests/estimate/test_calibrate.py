@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from tests.small import SMALL, Overrides
-from weft.config.job import InvalidConfig, Job, read_job, to_toml
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job, to_toml
 from weft.estimate.calibrate import calibrate, read_run, save, told
 from weft.estimate.forecast import device_of, forecast
-from weft.plan.devices import CPU, Cluster, device_named, known_clusters, parse_cluster, user_files
-from weft.plan.plan_text import machine_of
+from weft.plan.devices import CPU_DEVICE, Cluster, get_device, load_clusters, parse_cluster, user_cluster_files
+from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.run_dir import write_plan
 
@@ -26,9 +28,9 @@ WEFT = [sys.executable, "-m", "weft.cli"]
 @pytest.fixture(autouse=True)
 def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    known_clusters.cache_clear()
+    load_clusters.cache_clear()
     yield
-    known_clusters.cache_clear()
+    load_clusters.cache_clear()
 
 
 def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, Plan, Machine]:
@@ -36,7 +38,7 @@ def h100(*overrides: tuple[str, str], recipe: str = "llama3-8b") -> tuple[Job, P
     assert not problems
     where = parse_cluster("1x8xH100")
     assert isinstance(where, Cluster)
-    machine = replace(machine_of(where), device_name="NVIDIA H100 80GB HBM3")
+    machine = replace(cluster_machine(where), device_name="NVIDIA H100 80GB HBM3")
     return job, resolve(job, machine), machine
 
 
@@ -53,7 +55,7 @@ def finished(folder: Path, job: Job, plan: Plan, seconds: list[float], **more: A
             "step_seconds": each + 0.5,
             "data_seconds": 0.5,
             "memory_peak_gib": 40.0,
-            "seconds": {"restarting": 0.0},
+            "time_breakdown": {"restarting": 0.0},
         }
         for step, each in enumerate(seconds, 1)
     ]
@@ -85,7 +87,7 @@ def test_calibrate_slow_run_fits_the_software_factor(tmp_path: Path) -> None:
     # What does not compute is as fast as before.
     assert found.value == pytest.approx(before.seconds["compute"] / (wanted - hidden), rel=0.02)
     path = save(found)
-    assert path == user_files()[1]
+    assert path == user_cluster_files()[1]
     after = forecast(job, plan, machine, device_of(plan, machine))
     assert after.step_seconds == pytest.approx(wanted, rel=1e-3)
     assert after.error < before.error
@@ -119,13 +121,13 @@ def test_calibrate_host_bound_run_fits_the_launch_time(tmp_path: Path) -> None:
 
 def test_save_keeps_other_entries_of_the_file(tmp_path: Path) -> None:
     job, plan, _machine = h100(*FEW)
-    file = user_files()[1]
+    file = user_cluster_files()[1]
     file.parent.mkdir(parents=True)
     file.write_text('[devices.A10G]\nsoftware = 0.5\ncalibrated = "mine"\n')
     run = finished(tmp_path / "run", job, plan, [0.7] * 6)
     save(calibrate(read_run(run)))
-    assert device_named("A10G").software == 0.5
-    assert device_named("H100").calibrated.startswith(str(run))
+    assert get_device("A10G").software == 0.5
+    assert get_device("H100").calibrated.startswith(str(run))
     assert list(file.parent.iterdir()) == [file]
 
 
@@ -145,7 +147,7 @@ def test_calibrate_unusable_run_is_refused(tmp_path: Path) -> None:
     assert "with any software it is at least" in problem(fast)
     slow = finished(tmp_path / "slow", job, plan, [1e9] * 9)
     assert "with any software it is at most" in problem(slow)
-    assert not user_files()[1].exists()
+    assert not user_cluster_files()[1].exists()
 
 
 @pytest.mark.slow
@@ -170,7 +172,7 @@ def test_calibrate_real_run_predicts_times_of_this_cpu(tmp_path: Path, store_pat
     assert json.loads(weft(*plan))["step_seconds"] is None
     weft("train", "demo", *words)
     found = json.loads(weft("plan", "--calibrate", "run", "--json"))
-    assert found["device"] == CPU
+    assert found["device"] == CPU_DEVICE
     assert found["step_seconds_after"] == pytest.approx(found["measured_step_seconds"], rel=1e-6)
     seen = json.loads(weft(*plan))
     assert seen["step_seconds"] > 0

@@ -14,14 +14,15 @@ from typing import NamedTuple
 import pytest
 
 from tests.small import Overrides, small_job
-from weft.config.job import Job, ConfigError
+from weft.config.errors import ConfigError
+from weft.config.schema import Job
 from weft.estimate.charts import number, page, pipeline_chart, rank_chart, ticks
 from weft.estimate.cost import Span, spans
 from weft.estimate.forecast import GIB, Forecast, forecast
 from weft.plan.devices import parse_cluster
-from weft.plan.pipeline_schedule import timetable
-from weft.plan.placement import coordinates
-from weft.plan.plan_text import machine_of
+from weft.plan.pipeline_schedule import build_schedule
+from weft.plan.placement import rank_to_coordinates
+from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Plan, resolve
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -60,8 +61,8 @@ def predicted(layout: str) -> tuple[Job, Plan, Forecast]:
     assert not isinstance(cluster, ConfigError)
     schedule = [] if layout == "none" else [("pipeline.schedule", layout)]
     job = small_job(*BASE, *LAYOUTS[layout], *schedule, ("run.device", "cuda"))
-    plan = resolve(job, machine_of(cluster))
-    return job, plan, forecast(job, plan, machine_of(cluster), cluster.device)
+    plan = resolve(job, cluster_machine(cluster))
+    return job, plan, forecast(job, plan, cluster_machine(cluster), cluster.device)
 
 
 @lru_cache
@@ -185,7 +186,7 @@ def test_pipeline_chart_last_box_ends_with_the_pipeline(layout: str) -> None:
 
 def test_page_of_many_actions_stays_small() -> None:
     job, plan, prediction = predicted("Interleaved1F1B")
-    table = timetable("1F1B", 32, 1, 256)
+    table = build_schedule("1F1B", 32, 1, 256)
     each = {(s, kind): {"F": 0.1, "B": 0.234567}[kind] for s in range(32) for kind in "FB"}
     many = spans(table, each, 0.001)
     assert len(many) == 32 * 512
@@ -230,7 +231,7 @@ def test_memory_chart_bars_are_the_predicted_memory(layout: str) -> None:
     if plan.pipeline is not None and memory.at.kind in "FBIW":
         # The stage that it names is on the rank, and the layer in the stage.
         stage, layer = map(int, re.search(r"stage (\d+), layer (\d+)", name).groups())  # type: ignore[union-attr]
-        pp = coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
+        pp = rank_to_coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
         assert stage in plan.pipeline.stages_of(pp)
         assert layer + 1 in plan.pipeline.stages[stage].units
 
@@ -277,7 +278,7 @@ def test_rank_chart_ranks_are_in_their_nodes(layout: str) -> None:
             f"rank {rank}" for rank in range(8 * node, 8 * node + 8)
         ]
         for rank, box in enumerate(boxes, 8 * node):
-            places = coordinates(rank, plan.sizes, plan.order)
+            places = rank_to_coordinates(rank, plan.sizes, plan.order)
             told = dict(text.split() for text in title(box).split(", ")[1:])
             assert told == {a: str(i) for a, i in places.items() if plan.sizes[a] > 1}
     fills = {

@@ -27,8 +27,8 @@ from weft.estimate.cost import (
 )
 from weft.estimate.decoder import Layout, Sizes, layers_of_stages
 from weft.models import llama
-from weft.plan.devices import Network, device_named, known_clusters, read_clusters
-from weft.plan.pipeline_schedule import Action, PipelineSchedule, timetable
+from weft.plan.devices import Network, get_device, load_clusters, read_clusters
+from weft.plan.pipeline_schedule import Action, PipelineSchedule, build_schedule
 
 ROOT = Path(__file__).parent.parent.parent
 LLAMA_8B = Sizes(32, 4096, 32, 8, 14336, 128256)
@@ -46,7 +46,7 @@ LAYOUTS = {
 
 
 def h100(**changes: float) -> Hardware:
-    device = replace(device_named("H100"), **changes)  # type: ignore[arg-type]
+    device = replace(get_device("H100"), **changes)  # type: ignore[arg-type]
     return Hardware(device, 8, device.network)
 
 
@@ -143,7 +143,7 @@ def test_better_hardware_is_never_slower(name: str, better: str) -> None:
 
 def test_tokens_of_a_rank_do_not_change_what_a_token_costs_much() -> None:
     """A matrix product of many tiles has its device's rate, one of a few has less."""
-    device = device_named("H100")
+    device = get_device("H100")
     rate = device.flops("bf16") * device.sustained
     big = Matmul(32768, 8192, 28672)
     assert 0.9 < 2 * big.m * big.k * big.n / rate / matmul_seconds(big, device) < 1
@@ -174,7 +174,7 @@ def test_where_a_group_sits() -> None:
     inside, all_adapters, one_adapter = gather(8, 1), gather(64, 1), gather(8, 8)
     assert inside < all_adapters < one_adapter
     # Bytes over bus bandwidth, plus latency: one adapter of eight is eight times slower.
-    network = device_named("H100").network
+    network = get_device("H100").network
     assert one_adapter == pytest.approx(1e9 * 7 / 8 / network.busbw(8), rel=0.05)
 
 
@@ -211,7 +211,7 @@ def makespan(
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 12)])
 def test_bubble_of_plain_schedules(schedule: str, pp: int, microbatches: int) -> None:
     """(m + pp - 1)(f + b), the formula of both."""
-    table = timetable(schedule, pp, 1, microbatches)
+    table = build_schedule(schedule, pp, 1, microbatches)
     each = {(s, kind): {"F": 1.0, "B": 2.0}[kind] for s in range(pp) for kind in "FB"}
     assert makespan(table, each) == 3 * (microbatches + pp - 1)
 
@@ -219,7 +219,7 @@ def test_bubble_of_plain_schedules(schedule: str, pp: int, microbatches: int) ->
 @pytest.mark.parametrize("stages_per_rank", [2, 4])
 def test_interleaving_divides_the_bubble(stages_per_rank: int) -> None:
     pp, microbatches = 4, 8
-    table = timetable("Interleaved1F1B", pp, stages_per_rank, microbatches)
+    table = build_schedule("Interleaved1F1B", pp, stages_per_rank, microbatches)
     part = 1 / stages_per_rank
     each = {(s, kind): part for s in range(pp * stages_per_rank) for kind in "FB"}
     end = makespan(table, each)
@@ -227,7 +227,7 @@ def test_interleaving_divides_the_bubble(stages_per_rank: int) -> None:
 
 
 def test_hops_between_ranks_cost_time() -> None:
-    table = timetable("1F1B", 4, 1, 4)
+    table = build_schedule("1F1B", 4, 1, 4)
     each = {(s, kind): 1.0 for s in range(4) for kind in "FB"}
     ends = [makespan(table, each, hop) for hop in (0.0, 0.5)]
     # There and back once, for the first microbatch at least.
@@ -377,13 +377,13 @@ def test_users_add_and_change_devices(tmp_path: Path) -> None:
     shipped = Path(ROOT / "weft/plan/clusters.toml")
     devices, networks = read_clusters(shipped, mine)
     assert devices["H100"].sustained == 0.7
-    assert devices["H100"].bf16 == device_named("H100").bf16
+    assert devices["H100"].bf16 == get_device("H100").bf16
     lab = devices["Lab H100"]
     assert (lab.memory_gib, lab.network, lab.sustained) == (64, networks["lab"], 0.7)
 
 
 def test_every_device_can_be_priced() -> None:
-    for device in known_clusters()[0].values():
+    for device in load_clusters()[0].values():
         hardware = Hardware(device, 8, device.network)
         for name in ("fsdp", "float8"):
             assert 0 < seconds(LAYOUTS[name], hardware) < float("inf"), device.name

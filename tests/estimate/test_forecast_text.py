@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.estimate.advice import Advice
 from weft.estimate.forecast import Forecast, priced
 from weft.estimate.forecast_text import screen
 from weft.estimate.trace import Trace, traces
-from weft.plan.devices import GIB, device_called
+from weft.plan.devices import GIB, match_device
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
 
@@ -27,7 +27,7 @@ def eight() -> tuple[Job, Plan, Machine, Forecast, list[Trace]]:
     ]
     here = Machine("cpu", devices=2)
     job, plan, machine = plan_recipe("demo", small, [], "1x8xH100", lambda device: here)
-    device = device_called(machine.device_name, machine.memory_bytes)
+    device = match_device(machine.device_name, machine.memory_bytes)
     of_ranks = traces(job, plan)
     return job, plan, machine, priced(job, plan, machine, device, of_ranks), of_ranks
 

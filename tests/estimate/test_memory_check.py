@@ -14,11 +14,13 @@ from tests.harness import RankError, run_ranks
 from tests.small import SMALL, Overrides, records, train_rank
 from tests.test_extending import MINE
 from weft.cli.main import main
-from weft.config.job import InvalidConfig, Job, read_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.estimate.memory_check import expect
 from weft.monitor.device_memory import EXPECTED, OTHERS, gib, knobs
 from weft.plan.devices import Cluster, parse_cluster
-from weft.plan.plan_text import machine_of
+from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Machine, Plan, resolve
 
 SHORT = [("train.seq_len", "2048"), ("model.num_layers", "2")]
@@ -29,7 +31,7 @@ def planned(recipe: str, cluster: str, *overrides: tuple[str, str]) -> tuple[Job
     where = parse_cluster(cluster)
     assert not problems
     assert isinstance(where, Cluster)
-    return job, resolve(job, machine_of(where)), machine_of(where)
+    return job, resolve(job, cluster_machine(where)), cluster_machine(where)
 
 
 def refused(job: Job, plan: Plan, machine: Machine) -> str:
@@ -195,8 +197,8 @@ def test_records_of_a_forecast_run_have_what_was_expected(tmp_path: Path, store_
     job: Overrides = [("run.dir", str(tmp_path)), ("train.steps", "2")]
     run_ranks(train_rank, 2, job, str(store_path))
     for record in records(tmp_path):
-        assert record["expected_memory_gib"] == 1.25
-        assert "expected_step_seconds" not in record
+        assert record["predicted_memory_gib"] == 1.25
+        assert "predicted_step_seconds" not in record
 
 
 def test_gib_shared_storage_is_counted_once() -> None:

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 
-from weft.config.job import Job, recipe_names
+from weft.config.reader import recipe_names
+from weft.config.schema import Job
 from weft.estimate.forecast import device_of, forecast
 from weft.estimate.memory_check import by_arithmetic
 from weft.plan.plan_text import plan_recipe

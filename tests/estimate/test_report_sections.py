@@ -16,7 +16,8 @@ from tests.estimate.test_charts import actions, parsed, picture
 from tests.estimate.test_memory_check import ODD
 from tests.small import SMALL, records
 from weft.cli.main import main
-from weft.config.job import read_job, replace, to_toml
+from weft.config.reader import read_job
+from weft.config.schema import replace, to_toml
 from weft.estimate.calibrate import planned_again
 from weft.estimate.forecast import forecast
 from weft.estimate.report_sections import sections, timeline

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from weft.cli.main import main
-from weft.config.job import InvalidConfig, Job, flatten, read_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job, flatten
 from weft.estimate import search as searching
 from weft.estimate.forecast import OUTSIDE
 from weft.estimate.forecast_text import search_screen

@@ -15,7 +15,8 @@ from tests.harness import run_ranks
 from tests.layouts import LARGER_RINGS, MATRIX, parse
 from tests.small import Overrides, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import Job, WeftError
+from weft.config.errors import WeftError
+from weft.config.schema import Job
 from weft.estimate import trace as tracing
 from weft.estimate.extrapolate import Expansion, HeterogeneousLayers
 from weft.estimate.forecast import exchanges_of
@@ -34,7 +35,7 @@ from weft.estimate.trace_memory import live_peak, memory_of
 from weft.models import llama
 from weft.optim.optimizer import clip_grad_norm
 from weft.parallel.mesh import Mesh
-from weft.parallel.private_hooks import forget_meshes
+from weft.parallel.private_hooks import clear_mesh_cache
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.setup import Built, build
 
@@ -134,7 +135,7 @@ def real_ranks(layouts: list[str]) -> Told:
     found = {}
     for layout in layouts:
         found[layout] = told(layout)
-        forget_meshes()
+        clear_mesh_cache()
     return found
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config.job import read_job
+from weft.config.reader import read_job
 from weft.estimate.forecast import setting_of
 from weft.estimate.trace import traces
 from weft.estimate.trace_to_cost import Pricer
-from weft.plan.devices import Cluster, device_named, parse_cluster
-from weft.plan.plan_text import machine_of
+from weft.plan.devices import Cluster, get_device, parse_cluster
+from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import resolve
 
 
@@ -32,7 +32,7 @@ def test_pricer_optimizer_reads_and_writes_each_state_once(
     where = parse_cluster("1x2xH100")
     assert not problems
     assert isinstance(where, Cluster)
-    plan = resolve(job, machine_of(where))
-    pricer = Pricer(traces(job, plan)[0], setting_of(job, plan, device_named("H100")))
+    plan = resolve(job, cluster_machine(where))
+    pricer = Pricer(traces(job, plan)[0], setting_of(job, plan, get_device("H100")))
     swept = pricer.once().swept_bytes / (plan.num_params / 2)
     assert least <= swept <= most

@@ -21,14 +21,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.small import SMALL, small_job
-from weft.config.job import OptimSection
+from weft.config.schema import OptimSection
 from weft.data.dataset import open_text
 from weft.models.layers import attend, document_mask
 from weft.models.llama import PRESETS, SHARDING, Llama
 from weft.monitor import faults
 from weft.optim.optimizer import adamw
 from weft.parallel.float8 import apply_float8
-from weft.parallel.tensor_parallel import apply_tensor
+from weft.parallel.tensor_parallel import apply_tensor_parallel
 from weft.plan.resolve import Machine, resolve
 from weft.train.loop import train
 from weft.train.setup import Rank, fastest_attention
@@ -133,7 +133,7 @@ def test_the_compiler_overlaps_the_exchanges_of_tensor_parallelism() -> None:
         with torch.device("meta"):
             model = Llama(model_config)
         mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
-        apply_tensor(model, mesh, SHARDING, model_config.num_kv_heads, sequence_parallel=True)
+        apply_tensor_parallel(model, mesh, SHARDING, model_config.num_kv_heads, sequence_parallel=True)
         model.to_empty(device=CUDA).to(torch.bfloat16)
         block = model.layers["0"]
         block.compile(fullgraph=True)

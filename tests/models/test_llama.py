@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.harness import run_ranks
-from weft.config.job import InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.models import FAMILIES, Family, load_family, resolve_model
 from weft.models.family import hf_name
 from weft.models.hf_mapping import to_config
@@ -474,7 +474,7 @@ def test_load_family_of_the_user_is_built(own_folder: Path) -> None:
 def test_a_field_without_default_is_not_missed_where_the_preset_is_wrong(own_folder: Path) -> None:
     (own_folder / "my_required.py").write_text(
         "from dataclasses import replace\n"
-        "from weft.config.job import Section\n"
+        "from weft.config.schema import Section\n"
         "from weft.models import FAMILIES\n"
         "class Config(Section):\n"
         "    width: int\n"

@@ -12,9 +12,9 @@ import torch
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints, manifest_text, read_manifest
-from weft.config.job import ResilienceSection
+from weft.config.schema import ResilienceSection
 from weft.monitor import anomaly
-from weft.monitor.anomaly import AnomalyError, StepResult, AnomalyDetector
+from weft.monitor.anomaly import AnomalyDetector, AnomalyError, StepResult
 
 STEPS: Overrides = [("model.num_layers", "1"), ("train.steps", "12")]
 SKIP: Overrides = [

@@ -14,7 +14,8 @@ from rich.console import Console
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, newest_state, plan_here, small_job, this_rank, train_rank
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
-from weft.config.job import InvalidConfig, read_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
 from weft.data.dataset import open_text
 from weft.monitor.faults import SITES
 from weft.train.job_checks import prepare_job

@@ -19,8 +19,9 @@ from tests.small import SMALL, Overrides, plan_here, small_job, this_rank
 from weft.cli.main import main
 from weft.cluster.rank_exit import log_path, read_reports, write_error
 from weft.cluster.start import changes_since, last_step, open_run
+from weft.config.errors import WeftError
 from weft.config.files import read_json
-from weft.config.job import WeftError, read_job
+from weft.config.reader import read_job
 from weft.data.dataset import open_text
 from weft.estimate.memory_check import Expected
 from weft.monitor.device_memory import expected_of

@@ -14,7 +14,11 @@ from weft.monitor.goodput import KINDS, Ledger, goodput
 
 def test_ledger_steps_done_again_are_lost() -> None:
     def record(step: int, productive: float, at: float) -> dict[str, object]:
-        return {"step": step, "time": at, "seconds": {"productive": productive, "saving": 1.0}}
+        return {
+            "step": step,
+            "time": at,
+            "time_breakdown": {"productive": productive, "saving": 1.0},
+        }
 
     now = time.time()
     before = [record(10, 50.0, now - 80), record(20, 100.0, now - 30)]
@@ -58,7 +62,7 @@ def test_ledger_killed_run_counts_each_cause_once(store_path: Path, tmp_path: Pa
     time.sleep(1.5)
     run_ranks(train_rank, 2, overrides, str(store_path))
     last = records(tmp_path)[-1]
-    seconds = last["seconds"]
+    seconds = last["time_breakdown"]
     assert list(seconds) == list(KINDS)
     # Each cause in its place, and all of them together all the time that there was.
     assert seconds["saving"] >= 0.5

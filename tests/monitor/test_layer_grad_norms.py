@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_ranks
-from tests.small import Overrides, records, train_rank
+from tests.small import Overrides, records, train_rank, values_under
 
 LAYOUTS: dict[str, tuple[int, Overrides]] = {
     "one": (1, []),
@@ -36,9 +36,9 @@ def norms(layout: str, store: Path, folder: Path) -> list[dict[str, float]]:
     found = records(folder)
     assert [record["step"] for record in found] == [1, 2, 4]
     for record in found:
-        whole = math.sqrt(sum(norm**2 for norm in record["grad_norms"].values()))
+        whole = math.sqrt(sum(norm**2 for norm in values_under(record, "grad_norm").values()))
         assert whole == pytest.approx(record["grad_norm"], rel=1e-5)
-    return [record["grad_norms"] for record in found]
+    return [values_under(record, "grad_norm") for record in found]
 
 
 @pytest.fixture(scope="module")

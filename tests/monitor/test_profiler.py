@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.harness import RankError, run_ranks
 from tests.small import Overrides, plan_here, small_job, this_rank, train_rank
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.data.dataset import open_text
 from weft.monitor import profile_breakdown as breakdown
 from weft.monitor import profiler as profiling

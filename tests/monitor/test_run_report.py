@@ -18,7 +18,8 @@ import pytest
 from tests.monitor.test_step_record import record
 from tests.small import small_job
 from weft.cli.main import main
-from weft.config.job import InvalidConfig, WeftError, to_toml
+from weft.config.errors import InvalidConfig, WeftError
+from weft.config.schema import to_toml
 from weft.monitor import run_reader as history
 from weft.monitor import run_report as module
 from weft.monitor.report_charts import MOST_POINTS, charts_of, data_of
@@ -185,7 +186,7 @@ def test_report_page_numbers_are_those_of_the_run(browser: Browser, tmp_path: Pa
         trace = browser.traces(chart)[name]
         assert (trace["x"], trace["y"]) == drawn(key), key
     productive = browser.traces("ledger")["productive"]["y"]
-    assert productive == [line["seconds"]["productive"] for line in lines]
+    assert productive == [line["time_breakdown"]["productive"] for line in lines]
     rest = browser.traces("parts")["computing and communication"]["y"]
     assert rest == [line["step_seconds"] - line["data_seconds"] for line in lines]
 
@@ -361,7 +362,7 @@ def test_report_page_without_records_says_so(browser: Browser, tmp_path: Path) -
 def test_report_page_hostile_text_is_not_executed(browser: Browser, tmp_path: Path) -> None:
     evil = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
     lines = [
-        values(n, source_losses={evil: 1.0, "b": 2.0, "c": 3.0}, grad_norms={evil: 1.0})
+        values(n) | {f"loss/{evil}": 1.0, "loss/b": 2.0, "loss/c": 3.0, f"grad_norm/{evil}": 1.0}
         for n in range(1, 9)
     ]
     name = "<script>hacked=1<b>&amp;"
@@ -378,8 +379,7 @@ def test_report_page_hostile_text_is_not_executed(browser: Browser, tmp_path: Pa
         assert name in browser.text("h1")
         assert evil in browser.text("main")
     labels = browser.run(
-        "return [...document.querySelectorAll('#chart-source_losses .legendtext')]"
-        ".map(t => t.textContent)"
+        "return [...document.querySelectorAll('#chart-loss- .legendtext')].map(t => t.textContent)"
     )
     assert f"{name}, {evil}" in labels
     # Nor could anything run that were in there all the same.
@@ -396,11 +396,14 @@ def test_report_page_sources_have_different_lines(
     browser: Browser, tmp_path: Path, sources: int
 ) -> None:
     losses = {f"source {n}": float(n) for n in range(sources)}
-    lines = [values(step, source_losses=losses) for step in range(1, 9)]
+    lines = [
+        values(step) | {f"loss/{name}": loss for name, loss in losses.items()}
+        for step in range(1, 9)
+    ]
     browser.open(written([make_run(tmp_path / name, lines) for name in ("one", "other")]))
     drawn = browser.run(
-        "return document.querySelector('#chart-source_losses .js-plotly-plot, "
-        "#chart-source_losses.js-plotly-plot').data.filter(t => t.y.length)"
+        "return document.querySelector('#chart-loss- .js-plotly-plot, "
+        "#chart-loss-.js-plotly-plot').data.filter(t => t.y.length)"
         ".map(t => [t.line.color, t.line.dash])"
     )
     looks = {tuple(each) for each in drawn if each[0]}
@@ -480,13 +483,13 @@ def test_history_records_without_time_and_tokens_are_drawn_by_step(tmp_path: Pat
 
 
 def test_charts_of_objectives_and_experts_exist(tmp_path: Path) -> None:
-    told = {"expert_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
+    told = {"moe_max_load": 1.5, "metrics": {"margin": 0.25}, "eval_metrics": {"margin": 0.5}}
     runs = [RunReader(make_run(tmp_path / "one", [values(1, **told)]))]
     assert next(chart["unit"] for chart in charts_of(runs)) == "nats per token"
     dpo = make_run(tmp_path / "dpo", [values(1)], ("train.objective", "dpo"))
     assert next(chart["unit"] for chart in charts_of([RunReader(dpo)])) == "of dpo"
     keys = {key for chart in charts_of(runs) for key, _, _ in chart["curves"]}
-    assert {"expert_load", "metrics.margin", "eval_metrics.margin"} <= keys
+    assert {"moe_max_load", "metrics.margin", "eval_metrics.margin"} <= keys
 
 
 def test_history_line_that_grows_while_it_is_read_is_complete(
@@ -546,9 +549,9 @@ def test_columns_of_values_that_are_not_numbers_are_nan() -> None:
 def test_steady_is_the_last_start_without_its_first_records(tmp_path: Path) -> None:
     lines = [values(step) for step in range(1, 11)]
     for line in lines[4:]:
-        line["seconds"]["restarting"] = 3.0
+        line["time_breakdown"]["restarting"] = 3.0
     for line in lines[:4]:
-        line["seconds"]["restarting"] = 0.0
+        line["time_breakdown"]["restarting"] = 0.0
     run = RunReader(make_run(tmp_path / "one", lines))
     expected = np.median([line["step_seconds"] for line in lines[6:]])
     assert run.steady("step_seconds") == expected

@@ -16,7 +16,7 @@ from tests.small import Overrides, train_rank
 from weft.monitor import spans
 from weft.monitor.faults import DOING, fault_point
 from weft.monitor.spans import Spans, action, read_spans, span, spans_path
-from weft.plan.pipeline_schedule import timetable
+from weft.plan.pipeline_schedule import build_schedule
 
 STEPS = [("train.steps", "3"), ("monitor.log_interval", "1")]
 
@@ -64,7 +64,7 @@ def test_spans_of_a_pipeline_are_its_timetable(
         ("model.tied_embeddings", "false"),
         ("train.eval_interval", "1"),
     )
-    for rank, order in timetable(schedule, 2, stages // 2, 4).items():
+    for rank, order in build_schedule(schedule, 2, stages // 2, 4).items():
         events = read_spans(tmp_path, rank)
         check_nesting(events)
         assert {event["pid"] for event in events} == {rank}

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.small import small_job
-from weft.config.job import Job, WeftError
+from weft.config.errors import WeftError
+from weft.config.schema import Job
 from weft.models import llama
 from weft.monitor import trackers as sinks
 from weft.monitor.event_log import note_event, read_events
@@ -20,8 +21,8 @@ from weft.monitor.step_record import (
     StepRecord,
     device_hours,
     mfu,
-    scalars,
     rank_stats,
+    scalars,
     tflops_per_device,
 )
 from weft.monitor.terminal import Terminal, duration
@@ -43,7 +44,7 @@ def record(step: int, **changes: object) -> StepRecord:
         "causal_flops_per_token": 2e9,
         "peak_flops": 6e12,
         "memory_peak_gib": 1.5,
-        "seconds": {"productive": 3.0, "lost": 1.0},
+        "time_breakdown": {"productive": 3.0, "lost": 1.0},
     }
     return StepRecord.of(**(values | changes))  # type: ignore[arg-type]
 
@@ -88,12 +89,12 @@ def test_spreads_of_ranks_have_least_median_most() -> None:
 
 def test_scalars_have_the_names_of_trackers() -> None:
     found = scalars(
-        record(2, grad_norms={"layers.0": 0.5, "head": float("nan")}, grad_norm=float("inf"))
+        record(2, layer_grad_norms={"layers.0": 0.5, "head": float("nan")}, grad_norm=float("inf"))
     )
     assert found["train/loss"] == 5.0
     assert found["grad_norm/layers.0"] == 0.5
     assert found["time/goodput"] == 0.75
-    assert scalars(record(2, expert_load=1.5))["train/expert_load"] == 1.5
+    assert scalars(record(2, moe_max_load=1.5))["train/moe_max_load"] == 1.5
     assert "grad_norm/head" not in found
     assert "train/grad_norm" not in found
     assert all(isinstance(value, float | int) for value in found.values())
@@ -114,11 +115,11 @@ def test_a_record_derives_its_rates() -> None:
 def test_record_nonfinite_values_are_null_at_any_depth() -> None:
     bad = float("inf")
     values = record(
-        4, loss=float("nan"), grad_norms={"head": bad}, source_losses={"a": bad, "b": 1.0}
+        4, loss=float("nan"), layer_grad_norms={"head": bad}, source_losses={"a": bad, "b": 1.0}
     )
     told = json.loads(json.dumps(values.to_dict(), allow_nan=False))
-    assert told["loss"] is told["grad_norms"]["head"] is told["source_losses"]["a"] is None
-    assert told["source_losses"]["b"] == 1.0
+    assert told["loss"] is told["grad_norm/head"] is told["loss/a"] is None
+    assert told["loss/b"] == 1.0
 
 
 def test_the_clock_counts_since_its_restart() -> None:

@@ -74,7 +74,9 @@ def test_slow_rank_is_named_once_within_four_records(
     run_ranks(train_and_listen, ranks, overrides, str(store_path), str(tmp_path / "said"))
     said = (tmp_path / "said-0").read_text()
     assert said.count("warning: rank 1 is slow: waiting for its data makes steps") == 1
-    named = {r["step"]: r["slow_rank"] for r in records(tmp_path / "run") if "slow_rank" in r}
+    named = {
+        r["step"]: r["straggler_rank"] for r in records(tmp_path / "run") if "straggler_rank" in r
+    }
     assert set(named.values()) == {1}
     assert 25 <= min(named) <= 30
     assert max(named) == 40
@@ -103,4 +105,4 @@ def test_slow_rank_in_clean_steps_nobody_is_accused(
         ("run.dir", str(tmp_path)),
     ]
     run_ranks(train_with_little_threads, ranks, overrides, str(store_path))
-    assert [r for r in records(tmp_path) if "slow_rank" in r] == []
+    assert [r for r in records(tmp_path) if "straggler_rank" in r] == []

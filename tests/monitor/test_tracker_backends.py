@@ -62,7 +62,7 @@ def test_weights_and_biases_offline_has_every_record_in_one_run(
     for steps in ((1, 2, 3), (3, 4)):  # the second time from a checkpoint of step 2
         sink = WeightsAndBiases(folder, small_job(), 0)
         for step in steps:
-            sink.write(record(step, grad_norms={"layers.0": 0.25}))
+            sink.write(record(step, layer_grad_norms={"layers.0": 0.25}))
         sink.close()
     patience = time.monotonic() + 20  # its process writes on after a run's end
     rows: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ def test_weights_and_biases_offline_has_every_record_in_one_run(
         rows = [row for file in files for row in wandb_rows(file)]
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
     for row in rows:
-        sent = scalars(record(row["step"], grad_norms={"layers.0": 0.25}))
+        sent = scalars(record(row["step"], layer_grad_norms={"layers.0": 0.25}))
         assert {name: row[name] for name in sent} == pytest.approx(sent)
     # Both starts are one run.
     assert len({file.stem for file in files}) == 1
@@ -89,7 +89,7 @@ def test_mlflow_without_a_server_writes_into_the_runs_folder(
     for steps in ((1, 2, 3), (3, 4)):
         sink = MLflow(folder, small_job(), 0)
         for step in steps:
-            sink.write(record(step, grad_norms={"layers.0": 0.25}))
+            sink.write(record(step, layer_grad_norms={"layers.0": 0.25}))
         sink.close()
 
     from mlflow.tracking import MlflowClient
@@ -98,7 +98,7 @@ def test_mlflow_without_a_server_writes_into_the_runs_folder(
     run = client.get_run((folder / "mlflow-run-id").read_text())
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.params["train.steps"] == "20"
-    assert run.data.metrics.keys() == scalars(record(4, grad_norms={"layers.0": 0.25})).keys()
+    assert run.data.metrics.keys() == scalars(record(4, layer_grad_norms={"layers.0": 0.25})).keys()
     history = client.get_metric_history(run.info.run_id, "train/loss")
     losses = {metric.step: metric.value for metric in history}
     assert losses == {step: pytest.approx(10 / step) for step in (1, 2, 3, 4)}

@@ -25,7 +25,7 @@ import pytest
 
 from tests import oracle as oracle_module
 from tests.oracle import Case, departures, make_case
-from weft.config.job import InvalidConfig, WeftError
+from weft.config.errors import InvalidConfig, WeftError
 from weft.tools.local_ranks import RanksFailed, run_ranks
 from weft.tools.verify import read_recipe, verify
 
@@ -60,7 +60,7 @@ class Check:
 PATCHES: dict[str, dict[str, Any]] = {
     # What is small here would be computed at once, or stay where it is.
     "chunks": {"weft.train.loss.CHUNK_BYTES": 4 * 288 * 8},
-    "offload": {"weft.parallel.activation_offload.SMALLEST": 1},
+    "offload": {"weft.parallel.activation_offload.MIN_OFFLOAD_BYTES": 1},
 }
 
 DENSE = {"model__tied_embeddings": False, "data__packing": "documents"}
@@ -245,7 +245,7 @@ def find_by_oracle(name: str, precision: str, timeout: float) -> Finding | None:
 def frame_of(text: str) -> str:
     """The innermost file of weft's in a traceback; empty if there is none."""
     files = re.findall(r'File "[^"]*?/weft/([\w/]+\.py)"', text)
-    files = [file for file in files if not file.startswith(("compare/", "config/job.py"))]
+    files = [file for file in files if not file.startswith(("tools/", "config/"))]
     return files[-1] if files else ""
 
 
@@ -422,7 +422,7 @@ def run_layout(techniques: Sequence[str], precision: str, timeout: float) -> str
     """What is wrong with a layout, or with the program; empty if nothing.
 
     Raises:
-        InvalidJob: there is no such layout.
+        InvalidConfig: there is no such layout.
     """
     overrides = keys_of(techniques, precision)
     assert overrides is not None

@@ -46,13 +46,14 @@ from weft.checkpoint.load import load
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoints
 from weft.checkpoint.state_dict import model_state, named_parameters, optimizer_state
-from weft.config.job import DataSection, Job, LoraSection, WeftError, to_toml
+from weft.config.errors import WeftError
+from weft.config.schema import DataSection, Job, LoraSection, to_toml
 from weft.data.dataset import open_text
 from weft.data.loader import (
     IGNORE,
-    Prefetcher,
     Loader,
     Mixture,
+    Prefetcher,
     TokenChunks,
     evaluation_batches,
     samples_of,
@@ -419,7 +420,7 @@ def check_conversations() -> None:
 @check("arithmetic of models")
 def check_arithmetic() -> None:
     from weft.monitor.step_record import StepRecord, device_hours
-    from weft.plan.lora_plan import trained
+    from weft.plan.lora_plan import training_cost
 
     for kind, fields, module in (
         ("llama", {"tied_embeddings": True}, "models/llama.py"),
@@ -484,7 +485,7 @@ def check_arithmetic() -> None:
             )
         if kind == "llama":
             section = LoraSection.model_validate({"rank": 3, "targets": ["q_proj", "up_proj"]})
-            found = trained(section, config, family, 64)
+            found = training_cost(section, config, family, 64)
             adapters = sum(
                 3 * (shape[0] + shape[1])
                 for name, shape in matrices.items()
@@ -522,7 +523,7 @@ def check_arithmetic() -> None:
 
 @check("cut of stages")
 def check_stages() -> None:
-    from weft.plan.stages import cut_stages, partition
+    from weft.plan.stages import split_into_stages, partition
 
     module = "plan/stages.py"
     random = np.random.default_rng(0)
@@ -549,7 +550,7 @@ def check_stages() -> None:
     family = load_family("llama")
     config: Any = resolve_model("llama", "toy", {"num_layers": 6})[0]
     assert family.units is not None
-    cut = cut_stages(family.units(config, 64), [3, 2, 1], 64, 16.0, layers=[1, 3, 2])
+    cut = split_into_stages(family.units(config, 64), [3, 2, 1], 64, 16.0, layers=[1, 3, 2])
     ends = [(stage.first, stage.end, stage.blocks) for stage in cut]
     expect(ends == [(0, 2, 1), (2, 5, 3), (5, 8, 2)], f"stages of given blocks: {ends}", module)
 
@@ -640,13 +641,15 @@ def check_loop() -> None:
             grads = {n: grad_of(model, n).clone() for n in params}
             norm = updates.step(step, grads)
             expect(near(record["grad_norm"], norm, 1e-3), f"norm of step {step}", module)
-            of_layers = math.sqrt(sum(v * v for v in record["grad_norms"].values()))
+            of_layers = math.sqrt(
+                sum(v * v for k, v in record.items() if k.startswith("grad_norm/"))
+            )
             expect(near(of_layers, norm, 1e-3), "norms of layers", "monitor/layer_grad_norms.py")
             block = math.sqrt(
                 sum(float(g.square().sum()) for n, g in grads.items() if n.startswith("layers.1."))
             )
             expect(
-                near(record["grad_norms"]["layers.1"], block, 1e-3),
+                near(record["grad_norm/layers.1"], block, 1e-3),
                 "a layer's norm",
                 "monitor/layer_grad_norms.py",
             )
@@ -745,9 +748,11 @@ def check_mixture_loop() -> None:
             size = job.train.global_batch_size
             [batch] = Loader(mixture, job.train.seed, size, 0, 1, size).batch((step - 1) * size)
             counts = [int((batch.targets_BT[batch.sources_B == s] != IGNORE).sum()) for s in (0, 1)]
-            losses = [record["source_losses"].get(n, 0.0) for n in ("a", "b")]
+            losses = [record.get(f"loss/{n}", 0.0) for n in ("a", "b")]
             mean = sum(c * v for c, v in zip(counts, losses, strict=True)) / sum(counts)
-            of_layers = math.sqrt(sum(v * v for v in record["grad_norms"].values()))
+            of_layers = math.sqrt(
+                sum(v * v for k, v in record.items() if k.startswith("grad_norm/"))
+            )
             expect(
                 near(record["grad_norm"], of_layers, 1e-4),
                 "norms of layers",
@@ -761,7 +766,7 @@ def check_mixture_loop() -> None:
                 near(record["loss"], mean, 1e-4), "losses of sources", "monitor/source_losses.py"
             )
         last = _records(home / "run")[-1]
-        mean = 0.7 * last["source_eval_losses"]["a"] + 0.3 * last["source_eval_losses"]["b"]
+        mean = 0.7 * last["eval_loss/a"] + 0.3 * last["eval_loss/b"]
         expect(near(last["eval_loss"], mean, 1e-6), "evaluation", "monitor/source_losses.py")
     finally:
         dist.barrier()
@@ -772,7 +777,7 @@ def check_mixture_loop() -> None:
 @check("references", ranks=2)
 def check_references() -> None:
     """Log-probabilities under the initial model, on two ranks."""
-    from weft.data.dataset import Source, Dataset
+    from weft.data.dataset import Dataset, Source
     from weft.data.loader import Pairs
     from weft.train.reference_logprobs import log_probs
 

@@ -19,7 +19,8 @@ from tests.harness import run_ranks
 from tests.layouts import parse
 from tests.small import loader_of, newest_state, plan_here, small_job, this_rank, train_rank, whole
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import InvalidConfig, OptimSection
+from weft.config.errors import InvalidConfig
+from weft.config.schema import OptimSection
 from weft.optim.lean import (
     LowPrecisionAdamW,
     Packed,

@@ -13,9 +13,9 @@ from torch import nn
 from tests.harness import run_ranks
 from tests.small import newest_state, plan_here, small_job, this_rank, train_rank, whole
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import OptimSection
+from weft.config.schema import OptimSection
 from weft.optim.muon import _Exchange, orthogonal
-from weft.optim.optimizer import muon, set_learning_rate, masked_step
+from weft.optim.optimizer import masked_step, muon, set_learning_rate
 from weft.train.setup import build
 
 MUON = OptimSection(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from weft.config.job import OptimSection
+from weft.config.schema import OptimSection
 from weft.models import llama
 from weft.optim.optimizer import (
     adamw,
     build_optimizer,
     clip_grad_norm,
     grad_norm,
-    set_learning_rate,
     masked_step,
+    set_learning_rate,
 )
 from weft.optim.schedule import SCHEDULES, learning_rate
-from weft.parallel.private import skip_where
+from weft.parallel.private import set_found_inf
 
 OPTIM = OptimSection(lr=1e-2, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.25)
 
@@ -82,7 +82,7 @@ def test_optimizer_bad_step_changes_no_bit(kind: Any, fused: bool) -> None:
     param = nn.Parameter(torch.randn(50))
     optimizer = kind([param], lr=0.1, fused=fused, weight_decay=0.1)
     no, yes = torch.tensor(False), torch.tensor(True)
-    assert skip_where(optimizer, no) == fused
+    assert set_found_inf(optimizer, no) == fused
     param.grad = torch.randn(50)
     masked_step(optimizer, no)
     everything = {"param": param.detach(), **optimizer.state[param]}

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from weft.config.job import ParallelSection
+from weft.config.schema import ParallelSection
 from weft.models.llama import Llama, LlamaConfig, blocks
-from weft.parallel.data_parallel import set_gradient_sync, shard
+from weft.parallel.data_parallel import set_gradient_sync, apply_fsdp
 
 # No size but the norms' is a multiple of every group's, so that shards are padded.
 CONFIG = LlamaConfig(
@@ -95,7 +95,7 @@ def build(layout: Layout, mesh: DeviceMesh | None = None, model: Llama | None = 
     if layout.activation_checkpoint:
         for block in blocks(model):
             recompute(block)
-    shard(
+    apply_fsdp(
         model,
         blocks(model),
         mesh,

@@ -15,11 +15,11 @@ from tests.harness import run_ranks
 from tests.layouts import parse, size
 from tests.parallel.test_layouts import MODEL
 from tests.small import Overrides, gradients
-from weft.config.job import ActivationCheckpointSection
+from weft.config.schema import ActivationCheckpointSection
 from weft.models.llama import PRESETS, Llama
 from weft.parallel import activation_offload as offload
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
-from weft.parallel.activation_offload import apply_offload
+from weft.parallel.activation_offload import apply_activation_offload
 
 WAYS: dict[str, Overrides] = {
     "full": [("activation_checkpoint.mode", "full")],
@@ -56,7 +56,7 @@ def differing(
     job: Overrides, store: str, ways: tuple[str, ...] = tuple(WAYS)
 ) -> dict[str, list[str]]:
     """Of each way, the gradients that are not, to the bit, those without any."""
-    offload.SMALLEST = 0
+    offload.MIN_OFFLOAD_BYTES = 0
     plain = gradients(job, store)
     found = {}
     for name in ways:
@@ -168,7 +168,7 @@ def test_offload_kept_tensors_move_and_return(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(offload, "SMALLEST", 0)
     moved: list[tuple[int, ...]] = []
     under_way: list[bool] = []
-    begin, get = offload.Moved.__init__, offload.Moved.get
+    begin, get = offload.OffloadedTensor.__init__, offload.OffloadedTensor.get
 
     def note(self: Any, mover: Any, tensor: torch.Tensor) -> None:
         moved.append((tensor.data_ptr(), tensor.nbytes))
@@ -178,13 +178,13 @@ def test_offload_kept_tensors_move_and_return(monkeypatch: pytest.MonkeyPatch) -
         under_way.append(self.back is not None)
         return get(self)
 
-    monkeypatch.setattr(offload.Moved, "__init__", note)
-    monkeypatch.setattr(offload.Moved, "get", ask)
+    monkeypatch.setattr(offload.OffloadedTensor, "__init__", note)
+    monkeypatch.setattr(offload.OffloadedTensor, "get", ask)
     model = Llama(PRESETS["toy"])
     apply_activation_checkpoint(
         list(model.layers.values()), ActivationCheckpointSection(mode="full"), compiled=False
     )
-    apply_offload(list(model.layers.values()), 1)
+    apply_activation_offload(list(model.layers.values()), 1)
     tokens_BT = torch.randint(0, 256, (2, 64))
     model(tokens_BT).sum().backward()
     assert len(moved) == len(model.layers) - 1

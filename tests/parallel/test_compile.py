@@ -20,10 +20,10 @@ from weft.data.dataset import open_text
 from weft.models.llama import PRESETS, Llama
 from weft.monitor.terminal import quiet_console
 from weft.parallel.compile import (
-    NOTHING_COMPILED,
-    compile_blocks,
-    graph_break,
-    tell_compiling,
+    NO_GRAPH_CAPTURED,
+    apply_compile,
+    describe_graph_break,
+    log_compilation,
 )
 from weft.train.loop import train
 
@@ -59,12 +59,12 @@ class Broken(nn.Module):
 
 def test_compile_graph_break_is_reported(tmp_path: Path) -> None:
     block = Broken()
-    compile_blocks([block], str(tmp_path))
+    apply_compile([block], str(tmp_path))
     with pytest.raises(Exception, match="print") as caught:
         block(torch.ones(3))
-    assert "print" in graph_break(caught.value)
-    assert "test_compile.py" in graph_break(caught.value)
-    assert graph_break(ValueError("no")) == ""
+    assert "print" in describe_graph_break(caught.value)
+    assert "test_compile.py" in describe_graph_break(caught.value)
+    assert describe_graph_break(ValueError("no")) == ""
 
 
 @pytest.mark.slow
@@ -109,8 +109,8 @@ def test_compile_blocks_share_a_graph(
     model = Llama(PRESETS["toy"].model_copy(update={"num_layers": 4}))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    graphs = tell_compiling(lambda text: None)
-    compile_blocks(list(model.layers.values()), str(tmp_path))
+    graphs = log_compilation(lambda text: None)
+    apply_compile(list(model.layers.values()), str(tmp_path))
     with torch._dynamo.config.patch(suppress_errors=False), torch.no_grad():
         model(torch.zeros(1, 8, dtype=torch.int64))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -135,4 +135,4 @@ def test_compile_blocks_not_captured_warns_once(store_path: Path, tmp_path: Path
     said, _ = run_ranks(
         train_recomputed_under_a_context, 2, str(store_path), str(tmp_path / "run"), timeout=200
     )
-    assert said.count(f"warning: {NOTHING_COMPILED}") == 1
+    assert said.count(f"warning: {NO_GRAPH_CAPTURED}") == 1

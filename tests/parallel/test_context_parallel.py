@@ -21,10 +21,10 @@ from tests.harness import run_ranks
 from weft.models import layers
 from weft.models.llama import Llama, LlamaConfig
 from weft.parallel import attention_ops as ops
-from weft.parallel.block_attention import Blocks, gathered_blocks, ring_blocks
-from weft.parallel.context_parallel import Method, apply_context, cut, join
+from weft.parallel.block_attention import BlocksBySource, allgather_blocks, ring_blocks
+from weft.parallel.context_parallel import CPMethod, apply_context_parallel, shard_sequence, unshard_sequence
 
-METHODS: list[Method] = ["ring", "allgather", "ulysses"]
+METHODS: list[CPMethod] = ["ring", "allgather", "ulysses"]
 
 # --------------------------------------------------------------------------- who holds what
 
@@ -32,7 +32,7 @@ METHODS: list[Method] = ["ring", "allgather", "ulysses"]
 def token_order(num_tokens: int, cp_size: int, balance: bool) -> Tensor:
     """Which tokens of a row each rank holds, in order: ``[cp_size, num_tokens / cp_size]``."""
     row_1T = torch.arange(num_tokens).unsqueeze(0)
-    return torch.cat([cut(row_1T, rank, cp_size, balance) for rank in range(cp_size)])
+    return torch.cat([shard_sequence(row_1T, rank, cp_size, balance) for rank in range(cp_size)])
 
 
 @pytest.mark.parametrize("balance", [False, True])
@@ -44,9 +44,9 @@ def test_cut_every_token_has_one_rank(size: int, balance: bool) -> None:
     assert order_CL.dtype == torch.int64
     assert order_CL.flatten().sort().values.tolist() == list(range(num_tokens))
     x_BT = torch.randn(2, num_tokens)
-    x_CBL = torch.stack([cut(x_BT, rank, size, balance) for rank in range(size)])
+    x_CBL = torch.stack([shard_sequence(x_BT, rank, size, balance) for rank in range(size)])
     assert torch.equal(x_CBL[-1], x_BT[:, order_CL[-1]])
-    assert torch.equal(join(x_CBL, balance), x_BT)
+    assert torch.equal(unshard_sequence(x_CBL, balance), x_BT)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -58,7 +58,7 @@ def test_cut_balanced_ranks_have_equal_work(size: int) -> None:
     assert unbalanced_C[-1] > 2 * unbalanced_C[0]
 
 
-def area(blocks: Blocks) -> int:
+def area(blocks: BlocksBySource) -> int:
     """How many products the kernels compute."""
     sizes = [
         (b.queries.stop - b.queries.start, b.keys.stop - b.keys.start, b.causal)
@@ -81,7 +81,7 @@ def test_ring_blocks_cover_the_causal_triangle_once(method: str, size: int, bala
         if method == "ring":
             blocks, sources = ring_blocks(rank, size, 8, balance), list(order_CL)
         else:
-            blocks, sources = gathered_blocks(rank, size, 8, balance), [torch.arange(num_tokens)]
+            blocks, sources = allgather_blocks(rank, size, 8, balance), [torch.arange(num_tokens)]
         for keys_S, listed in zip(sources, blocks, strict=True):
             for block in listed:
                 queries, keys = order_CL[rank][block.queries], keys_S[block.keys]
@@ -94,8 +94,8 @@ def test_ring_blocks_cover_the_causal_triangle_once(method: str, size: int, bala
 
 def test_cut_uneven_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"multiple of 8"):
-        cut(torch.zeros(1, 12), 0, 4, balance=True)
-    assert cut(torch.zeros(1, 12), 0, 4, balance=False).shape == (1, 3)
+        shard_sequence(torch.zeros(1, 12), 0, 4, balance=True)
+    assert shard_sequence(torch.zeros(1, 12), 0, 4, balance=False).shape == (1, 3)
     with pytest.raises(ValueError, match="a head and a tail"):
         ring_blocks(0, 2, 3, balance=True)
 
@@ -117,7 +117,7 @@ def test_attend_block_query_without_keys_has_no_weight() -> None:
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     allowed = torch.rand(2, 5, 7) > 0.4
     allowed[0, 3] = False
-    out, lse = ops.attend_block(q, k, v, causal=False, mask=ops.block_mask(allowed))
+    out, lse = ops.attend_block(q, k, v, causal=False, mask=ops.build_block_mask(allowed))
     expected, expected_lse = plain(q, k, v, allowed)
     assert (out[0, 3] == 0).all()
     assert (lse[0, :, 3] == -torch.inf).all()
@@ -176,7 +176,7 @@ def test_cuda_attention_operators_take_our_arguments(dtype: torch.dtype, masked:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q, k, v = meta(2, 6, 4, 8), meta(2, 10, 2, 8), meta(2, 10, 2, 8)
-    mask = ops.block_mask(torch.ones(2, 6, 10, dtype=torch.bool, device="meta")) if masked else None
+    mask = ops.build_block_mask(torch.ones(2, 6, 10, dtype=torch.bool, device="meta")) if masked else None
     out, lse = ops.attend_block(q, k, v, causal=False, mask=mask)
     assert (out.shape, out.dtype) == (q.shape, dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, 6), torch.float32)
@@ -237,7 +237,7 @@ BOTH = [False, True]
 
 
 def attention_errors(
-    methods: list[Method],
+    methods: list[CPMethod],
     balances: list[bool],
     dtype: torch.dtype = torch.float32,
     heads: int = 4,
@@ -252,16 +252,16 @@ def attention_errors(
     for kind, balance in product(KINDS, balances):
         documents = documents_of(kind, 24)
         expected = with_gradients(Attending(), [x.to(exact) for x in tensors], documents)
-        local = [cut(x, rank, size, balance) for x in tensors]
-        local_documents = None if documents is None else cut(documents, rank, size, balance)
+        local = [shard_sequence(x, rank, size, balance) for x in tensors]
+        local_documents = None if documents is None else shard_sequence(documents, rank, size, balance)
         for method in methods:
             model = Attending()
-            apply_context(model, group, method, balance, compiled=False)
+            apply_context_parallel(model, group, method, balance, compiled=False)
             found = with_gradients(model, local, local_documents)
             assert [x.shape for x in found] == [x.shape for x in local[:1] + local[:3]]
             assert {x.dtype for x in found} == {dtype}
             errors[f"{method}, balance {balance}, {kind}"] = [
-                ((x - cut(y, rank, size, balance)).abs().max() / y.abs().max()).item()
+                ((x - shard_sequence(y, rank, size, balance)).abs().max() / y.abs().max()).item()
                 for x, y in zip(found, expected, strict=True)
             ]
     return errors
@@ -308,12 +308,12 @@ class Operators(TorchDispatchMode):
         return result
 
 
-def largest_tensors(num_tokens: list[int]) -> dict[Method, list[int]]:
-    methods: list[Method] = ["ring", "allgather"]
+def largest_tensors(num_tokens: list[int]) -> dict[CPMethod, list[int]]:
+    methods: list[CPMethod] = ["ring", "allgather"]
     group, found = dist.new_group(), {}
     for method in methods:
         model = Attending()
-        apply_context(model, group, method, True, compiled=False)
+        apply_context_parallel(model, group, method, True, compiled=False)
         found[method] = []
         for num in num_tokens:
             tensors = [torch.randn(1, num // group.size(), 2, 4) for _ in range(4)]
@@ -341,12 +341,12 @@ def refusals() -> list[str]:
 
 
 def without_attention(group: dist.ProcessGroup) -> None:
-    apply_context(nn.Linear(2, 2), group, "ring", True, compiled=False)
+    apply_context_parallel(nn.Linear(2, 2), group, "ring", True, compiled=False)
 
 
 def with_odd_heads(group: dist.ProcessGroup) -> None:
     model = Attending()
-    apply_context(model, group, "ulysses", False, compiled=False)
+    apply_context_parallel(model, group, "ulysses", False, compiled=False)
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 1, 8)
     model(q, k, k, documents=None)
 
@@ -389,7 +389,7 @@ def loss_and_gradients(
 
 
 def model_errors(
-    methods: list[Method], balances: list[bool], tied: bool, num_groups: int = 1
+    methods: list[CPMethod], balances: list[bool], tied: bool, num_groups: int = 1
 ) -> dict[str, list[float]]:
     """Relative error of the loss, and the largest ones of logits and gradients, by case.
 
@@ -415,11 +415,11 @@ def model_errors(
             logits = one(tokens, documents, positions)
         for method, balance in product(methods, balances):
             many = small_llama(tied)
-            apply_context(many, group, method, balance, compiled=False)
+            apply_context_parallel(many, group, method, balance, compiled=False)
             if num_groups > 1:
                 for block in many.layers.values():
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-            part = partial(cut, cp_rank=group.rank(), cp_size=size, balance=balance)
+            part = partial(shard_sequence, cp_rank=group.rank(), cp_size=size, balance=balance)
             local = None if documents is None else part(documents)
             local_loss, grads = loss_and_gradients(
                 many, part(tokens), part(targets), local, part(positions)
@@ -458,7 +458,7 @@ def traced() -> dict[str, dict[str, int]]:
     found = {}
     for method, documents in product(METHODS, BOTH):
         model = small_llama(tied=False)
-        apply_context(model, group, method, True, compiled=False)
+        apply_context_parallel(model, group, method, True, compiled=False)
         with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
             tokens = torch.zeros(2, 16, dtype=torch.int64)
             model(tokens, tokens if documents else None, tokens).sum().backward()
@@ -487,7 +487,7 @@ def compiled_graphs() -> tuple[list[int], float]:
 
     rank, size = dist.get_rank(), dist.get_world_size()
     one, many = small_llama(tied=False), small_llama(tied=False)
-    apply_context(many, dist.new_group(), "ring", True, compiled=True)
+    apply_context_parallel(many, dist.new_group(), "ring", True, compiled=True)
     for block in many.layers.values():
         block.compile(backend="eager")
     graphs = []
@@ -496,7 +496,7 @@ def compiled_graphs() -> tuple[list[int], float]:
         assert documents is not None
         batch = (tokens, tokens, documents, torch.arange(32).expand(2, -1))
         _, expected = loss_and_gradients(one, *batch)
-        _, grads = loss_and_gradients(many, *(cut(x, rank, size, True) for x in batch))
+        _, grads = loss_and_gradients(many, *(shard_sequence(x, rank, size, True) for x in batch))
         graphs.append(counters["stats"]["unique_graphs"])
     for grad in grads.values():
         dist.all_reduce(grad)

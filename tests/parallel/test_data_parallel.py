@@ -31,9 +31,9 @@ from tests.parallel.sharded import (
     step,
     whole_gradients,
 )
-from weft.config.job import ParallelSection
+from weft.config.schema import ParallelSection
 from weft.models.llama import Llama
-from weft.parallel.data_parallel import reshard, set_gradient_sync, shard
+from weft.parallel.data_parallel import reshard, set_gradient_sync, apply_fsdp
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ class Table(nn.Module):
 def table_dtype() -> torch.dtype:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=AXES)
     model = Table()
-    shard(
+    apply_fsdp(
         model,
         [model.inner],
         mesh,

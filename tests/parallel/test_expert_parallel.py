@@ -25,8 +25,9 @@ from tests.small import (
 )
 from weft.checkpoint.replica_check import ReplicasDiffer, compare_replicas
 from weft.checkpoint.state_dict import named_buffers
-from weft.config.job import InvalidConfig, read_job
-from weft.parallel.data_parallel import _evenly
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.parallel.data_parallel import _choose_shard_dim
 from weft.plan.resolve import Machine, resolve
 from weft.train.setup import build
 
@@ -136,7 +137,7 @@ def test_expert_bias_is_saved_and_loaded_by_every_layout(store_path: Path, tmp_p
     run(tmp_path / "two", "tp2", 5, store_path, *few)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     loads = [
-        [record["expert_load"] for record in records(tmp_path / run)] for run in ("one", "two")
+        [record["moe_max_load"] for record in records(tmp_path / run)] for run in ("one", "two")
     ]
     assert loads[0] == loads[1]
     assert all(1 <= load <= 2 for load in loads[0])  # of four experts two are active
@@ -220,6 +221,6 @@ def test_moe_unsupported_keys_are_refused() -> None:
 @pytest.mark.parametrize("shape", [(8, 35, 64), (5, 36, 64), (5, 35, 64)])
 def test_evenly_never_cuts_a_row(shape: tuple[int, int, int]) -> None:
     """Eight-bit moments are of whole blocks of a row."""
-    placed = _evenly(4)(nn.Parameter(torch.empty(shape, device="meta")))
+    placed = _choose_shard_dim(4)(nn.Parameter(torch.empty(shape, device="meta")))
     expected = {8: Shard(0), 36: Shard(1)}
     assert placed == next((expected[size] for size in shape[:2] if size in expected), None)

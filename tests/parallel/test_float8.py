@@ -29,11 +29,11 @@ from tests.small import (
     whole,
 )
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import PrecisionSection
+from weft.config.schema import PrecisionSection
 from weft.models import load_family
 from weft.models.llama import PRESETS, Llama
 from weft.parallel.float8 import apply_float8
-from weft.plan.float8_rules import float8_matrices
+from weft.plan.float8_rules import find_float8_matrices
 from weft.train.setup import build
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -149,7 +149,7 @@ def test_float8_model_equals_torchao_bit_for_bit(recipe: str) -> None:
     ours.load_state_dict(plain.state_dict())
     theirs.load_state_dict(plain.state_dict())
     section = PrecisionSection(float8=recipe, float8_small=True)
-    matrices = float8_matrices(section, config, load_family("llama"), 1)
+    matrices = find_float8_matrices(section, config, load_family("llama"), 1)
     apply_float8(ours, recipe, [matrix.name for matrix in matrices], emulate=True)
     convert_to_float8_training(
         theirs,
@@ -500,7 +500,7 @@ def test_torchao_private_names_are_as_expected() -> None:
                 model = nn.Linear(inputs, outputs, bias=False, device="meta")
                 config = _One(inputs, outputs)
                 section = PrecisionSection(float8=recipe)  # type: ignore[arg-type]
-                ours = float8_matrices(section, config, _FAMILY, 1)
+                ours = find_float8_matrices(section, config, _FAMILY, 1)
                 assert bool(ours) == gains(model, "")
 
 

@@ -25,7 +25,7 @@ from tests.parallel.sharded import (
     step,
     whole_gradients,
 )
-from weft.parallel.hierarchical_gather import TwoStageGather
+from weft.parallel.hierarchical_gather import HierarchicalAllGather
 
 
 def gather_both_ways(cases: list[tuple[tuple[int, int, int], int]]) -> None:
@@ -37,7 +37,7 @@ def gather_both_ways(cases: list[tuple[tuple[int, int, int], int]]) -> None:
 
 
 def compare_gathers(mesh: DeviceMesh, node_size: int, dtype: torch.dtype) -> None:
-    gather, group = TwoStageGather(mesh, node_size), mesh.get_group()
+    gather, group = HierarchicalAllGather(mesh, node_size), mesh.get_group()
     mine = (torch.arange(5) + 5 * dist.get_rank()).to(dtype)
     plain = gather.allocate((mesh.size() * 5,), dtype=dtype, device=torch.device("cpu"))
     dist.all_gather(list(plain.view(mesh.size(), 5)), mine, group=group)
@@ -67,7 +67,7 @@ def test_two_stage_gather_equals_all_gather() -> None:
 def stages() -> list[Seen]:
     """Collectives of one gather of 80 elements by 8 ranks in 4 nodes."""
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp_shard",))
-    gather = TwoStageGather(mesh, 2)
+    gather = HierarchicalAllGather(mesh, 2)
     with Collectives() as collectives:
         gather(torch.empty(80), torch.zeros(10), mesh.get_group())
     return collectives.seen
@@ -135,7 +135,7 @@ def test_all_gather_interface_is_that_of_pytorch() -> None:
     for method in ("allocate", "__call__"):
         theirs, ours = (
             inspect.signature(getattr(cls, method)).parameters
-            for cls in (AllGather, TwoStageGather)
+            for cls in (AllGather, HierarchicalAllGather)
         )
         assert [(p.name, p.kind, p.default) for p in ours.values()] == [
             (p.name, p.kind, p.default) for p in theirs.values()

@@ -17,14 +17,15 @@ from tests.layouts import check_many, many_gradients, parse, size, together
 from tests.parallel.test_layouts import distance
 from tests.small import Overrides, gradients, loader_of, merged, plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import frozen_parameters, named_parameters, optimizer_state
-from weft.config.job import InvalidConfig, read_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
 from weft.models import load_family
 from weft.models.family import Init
 from weft.models.llama import PRESETS, num_matmul_params
 from weft.parallel import lora
 from weft.parallel.lora import LoraLinear
-from weft.parallel.quantize import NF4, linear, pack, unpack
-from weft.plan.lora_plan import BLOCK, BYTES
+from weft.parallel.quantize import NF4, quantized_linear, quantize_matrix, dequantize_matrix
+from weft.plan.lora_plan import QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.setup import build
 
@@ -44,14 +45,14 @@ TOLERANCE = 2e-5 if torch.__version__.startswith("2.11") else 1e-5
 def adapter_gradients(overrides: Overrides, store: str) -> dict[str, Any]:
     """`gradients`, with adapters whose B is not zero, so that A has gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(lora.INIT, "lora_B", Init("fan_in"))
+        patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("fan_in"))
         return gradients(overrides, store)
 
 
 def many_adapter_gradients(jobs: list[Overrides], store: str) -> list[dict[str, Any]]:
     """`many_gradients`, with such adapters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(lora.INIT, "lora_B", Init("fan_in"))
+        patch.setitem(lora.ADAPTER_INIT, "lora_B", Init("fan_in"))
         found = many_gradients(jobs, store)
     assert all(name.rpartition(".lora_")[1] for each in found for name in each["grads"])
     return found
@@ -290,7 +291,7 @@ def test_nf4_levels_equal_torchao() -> None:
     weight = torch.randn(64, 256)
     theirs = nf4_tensor.NF4Tensor.from_tensor(weight, 64, 256)
     torch.testing.assert_close(torch.tensor(NF4), theirs.nf4.float(), rtol=0, atol=1e-4)
-    ours = unpack(pack(weight, "nf4"), torch.float32)
+    ours = dequantize_matrix(quantize_matrix(weight, "nf4"), torch.float32)
     off = (ours - theirs.get_original_weight()).abs()
     # They quantise scales once more, to 8 bits; and have levels of four digits, so that a few
     # numbers between two fall on the other one.
@@ -304,36 +305,36 @@ def test_pack_error_is_within_half_a_level(kind: str, error: float) -> None:
     torch.manual_seed(0)
     weight = torch.randn(48, 320) * torch.logspace(-6, 6, 48).unsqueeze(1)
     weight[5] = 0
-    packed = pack(weight, kind)
-    assert packed.shape == (48, 5, BYTES[kind])
+    packed = quantize_matrix(weight, kind)
+    assert packed.shape == (48, 5, QUANT_BLOCK_BYTES[kind])
     assert packed.dtype == torch.uint8
-    off = (unpack(packed, torch.float32) - weight).view(48, 5, BLOCK).abs()
-    largest = weight.view(48, 5, BLOCK).abs().amax(2, keepdim=True)
+    off = (dequantize_matrix(packed, torch.float32) - weight).view(48, 5, QUANT_BLOCK_SIZE).abs()
+    largest = weight.view(48, 5, QUANT_BLOCK_SIZE).abs().amax(2, keepdim=True)
     assert (off <= error * 1.0001 * largest).all()
-    assert unpack(packed, torch.float32)[5].equal(torch.zeros(320))
+    assert dequantize_matrix(packed, torch.float32)[5].equal(torch.zeros(320))
     # Exact where a number is a level: the largest of each block, and zero.
-    assert unpack(pack(unpack(packed, torch.float32), kind), torch.float32).equal(
-        unpack(packed, torch.float32)
+    assert dequantize_matrix(quantize_matrix(dequantize_matrix(packed, torch.float32), kind), torch.float32).equal(
+        dequantize_matrix(packed, torch.float32)
     )
 
 
 def test_pack_of_a_part_equals_part_of_the_whole() -> None:
     torch.manual_seed(0)
     weight = torch.randn(10, 256)
-    for kind in BYTES:
-        whole = pack(weight, kind)
-        assert torch.cat([pack(part, kind) for part in weight.split((3, 7))]).equal(whole)
-        parts = [pack(part.contiguous(), kind) for part in weight.chunk(2, dim=1)]
+    for kind in QUANT_BLOCK_BYTES:
+        whole = quantize_matrix(weight, kind)
+        assert torch.cat([quantize_matrix(part, kind) for part in weight.split((3, 7))]).equal(whole)
+        parts = [quantize_matrix(part.contiguous(), kind) for part in weight.chunk(2, dim=1)]
         assert torch.cat(parts, dim=1).equal(whole)
 
 
 def test_quantized_linear_equals_product_of_unpacked_weights() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(24, 128), torch.randn(2, 5, 128, dtype=torch.float64)
-    packed = pack(weight, "nf4")
-    matrix = unpack(packed, torch.float64)
+    packed = quantize_matrix(weight, "nf4")
+    matrix = dequantize_matrix(packed, torch.float64)
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    ours, plain = linear(mine, packed), theirs @ matrix.T
+    ours, plain = quantized_linear(mine, packed), theirs @ matrix.T
     assert ours.equal(F.linear(x, matrix))
     grad = torch.randn_like(plain)
     ours.backward(grad)

@@ -30,7 +30,7 @@ from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
 from weft.parallel import private
 from weft.parallel import private_hooks as private_watch
-from weft.parallel.private import compile_each_shape
+from weft.parallel.private import disable_recompile_limit
 from weft.train.setup import build
 
 
@@ -40,7 +40,7 @@ def parameters(function: Any) -> list[str]:
 
 def test_traceable_collectives_have_expected_arguments() -> None:
     arguments = {
-        name: [a.name for a in getattr(private.traceable, name).default._schema.arguments]
+        name: [a.name for a in getattr(private.c10d_functional, name).default._schema.arguments]
         for name in (
             "all_gather_into_tensor",
             "reduce_scatter_tensor",
@@ -66,8 +66,8 @@ def test_asynchronous_tensor_parallel_names_are_as_expected() -> None:
 
 def test_mesh_and_placement_names_are_as_expected() -> None:
     assert parameters(DeviceMesh._unflatten)[:4] == ["self", "dim", "mesh_sizes", "mesh_dim_names"]
-    assert private.is_strided(placement_types._StridedShard(0, split_factor=2))
-    assert not private.is_strided(placement_types.Shard(0))
+    assert private.is_strided_shard(placement_types._StridedShard(0, split_factor=2))
+    assert not private.is_strided_shard(placement_types.Shard(0))
     # `fully_shard` makes the mesh to reshard over by this name, in this module, and only once.
     assert _fsdp_init.DeviceMesh is DeviceMesh
     assert inspect.getsource(_fsdp_init).count("DeviceMesh(\n") == 1
@@ -103,7 +103,7 @@ def gathered_with_its_block() -> dict[str, list[bool]]:
     root = torch.nn.Sequential(outer, torch.nn.Linear(4, 4))
     for unit in (inner, outer, root):
         fully_shard(unit, mesh=mesh)
-    private.gather_with(inner, outer)
+    private.move_fsdp_hooks(inner, outer)
     seen: dict[str, list[bool]] = {"before": [], "after": [], "done": []}
     for name, module in zip(seen, (outer[0], outer[2], root[1]), strict=True):
         module.register_forward_hook(
@@ -127,7 +127,7 @@ def test_gather_with_inner_unit_follows_the_outer_one() -> None:
 def test_sharding_bytes_parameters_need_no_gradient() -> None:
     """torch 2.11 makes parameters of them by this name, in this module."""
     assert _fsdp_param.nn is torch.nn
-    with private.sharding_bytes():
+    with private.allow_integer_params():
         made = _fsdp_param.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
         assert isinstance(made, torch.nn.Parameter)
         assert not made.requires_grad
@@ -174,7 +174,7 @@ def test_pipeline_stage_reduction_names_are_as_expected() -> None:
 def reductions(cases: list[tuple[str, str]]) -> list[tuple[int, int, int]]:
     found = []
     for case in cases:
-        private_watch.forget_meshes()  # else groups would be those of the case before
+        private_watch.clear_mesh_cache()  # else groups would be those of the case before
         found.append(count_reductions(*case))
     return found
 
@@ -230,7 +230,7 @@ def test_collectives_new_names_are_those_of_torch_2_13() -> None:
     assert renamed == (torch.__version__ >= "2.13")
 
 
-def leave_one_open() -> list[private_watch.Collective]:
+def leave_one_open() -> list[private_watch.CollectiveRecord]:
     """Rank 0 begins one more than rank 1, which keeps it waiting."""
     dist.all_reduce(torch.zeros(2))
     group = dist.new_group([0, 1])
@@ -238,7 +238,7 @@ def leave_one_open() -> list[private_watch.Collective]:
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.zeros(3, 5), group=group, async_op=True)
     deadline = time.monotonic() + 10  # it takes it a moment to note what is done
-    while len(found := [c for c in private_watch.collectives() if c.open]) > (dist.get_rank() == 0):
+    while len(found := [c for c in private_watch.read_flight_recorder() if c.open]) > (dist.get_rank() == 0):
         assert time.monotonic() < deadline, found
         time.sleep(0.01)
     dist.barrier()
@@ -269,7 +269,7 @@ def marked_collectives() -> list[list[int]]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[dist.get_rank() // 2]
     value = torch.ones(2)
-    with private_watch.around_collectives(mark):
+    with private_watch.wrap_collectives(mark):
         dist.all_reduce(value)
         later = dist.all_reduce(value, group=pair, async_op=True)
         dist.barrier()
@@ -296,9 +296,9 @@ def test_around_collectives_calls_and_waits_are_marked() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "inside"),
     [
-        (dist.Work, "wait", lambda: private_watch.waiting_for_others(print)),
-        (dist.Work, "wait", lambda: private_watch.around_collectives(nullcontext)),
-        (torch.UntypedStorage, "resize_", lambda: private_watch.watching_resizes(print)),
+        (dist.Work, "wait", lambda: private_watch.observe_collective_waits(print)),
+        (dist.Work, "wait", lambda: private_watch.wrap_collectives(nullcontext)),
+        (torch.UntypedStorage, "resize_", lambda: private_watch.observe_storage_resizes(print)),
     ],
 )
 def test_patched_method_is_restored(owner: Any, name: str, inside: Any) -> None:
@@ -316,14 +316,14 @@ def test_cuda_memory_history_names_are_as_expected() -> None:
 
 def gloo_group_after_another() -> list[float]:
     """Two groups of all ranks, one after the other, beside the default one."""
-    store = private.listening_store("127.0.0.1", 0, serve=True)
+    store = private.create_tcp_store("127.0.0.1", 0, serve=True)
     ports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ports, store.port)
     sums = []
     for name in ("first", "second"):
         place = f"127.0.0.1:{ports[0]}/{name}"
         rank, size = dist.get_rank(), dist.get_world_size()
-        group = private.gloo_group(place, rank, size, "127.0.0.1", timedelta(seconds=20))
+        group = private.create_gloo_group(place, rank, size, "127.0.0.1", timedelta(seconds=20))
         value = torch.tensor([1.0 + rank])
         group.allreduce([value], dist.AllreduceOptions()).wait()
         sums.append(value.item())
@@ -357,7 +357,7 @@ def test_compile_each_shape_has_no_recompile_limit() -> None:
         return graph.forward
 
     double = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
-    with compile_each_shape():
+    with disable_recompile_limit():
         for size in range(2, 2 + num_shapes):
             double(torch.ones(size))
     assert len(calls) == num_shapes
@@ -365,8 +365,8 @@ def test_compile_each_shape_has_no_recompile_limit() -> None:
 
 def test_on_compiling_reports_start_end_and_reason() -> None:
     told: list[str] = []
-    reasons = private.recompile_reasons()
-    private.on_compiling(
+    reasons = private.collect_recompile_reasons()
+    private.register_compile_callbacks(
         lambda: told.append("began"), lambda backward: told.append(f"ended {backward}")
     )
     double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
@@ -382,16 +382,16 @@ def test_limit_activations_sets_the_compilers_budget() -> None:
 
     before = config.activation_memory_budget
     try:
-        private.limit_activations(0.25)
+        private.set_activation_memory_budget(0.25)
         assert config.activation_memory_budget == 0.25
     finally:
-        private.limit_activations(before)
+        private.set_activation_memory_budget(before)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_listening_store_listens_on_one_interface(host: str) -> None:
-    store = private.listening_store(host, 0, serve=True)
-    other = private.listening_store(host, store.port, serve=False)
+    store = private.create_tcp_store(host, 0, serve=True)
+    other = private.create_tcp_store(host, store.port, serve=False)
     other.set("key", "value")
     assert store.get("key") == b"value"
     # Of /proc/net/tcp and tcp6: addresses that listen at the port.

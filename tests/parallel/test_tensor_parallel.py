@@ -18,7 +18,7 @@ from tests.small import whole
 from weft.models.family import TensorParallelSpec
 from weft.models.llama import SHARDING, Llama, LlamaConfig
 from weft.parallel.private import enable_async_tp
-from weft.parallel.tensor_parallel import apply_tensor, vocabulary_cross_entropy
+from weft.parallel.tensor_parallel import apply_tensor_parallel, vocab_parallel_cross_entropy
 
 
 def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
@@ -27,7 +27,7 @@ def loss_of_slices(dtype: torch.dtype) -> tuple[float, torch.Tensor, list[int]]:
     slice_BTV = logits_BTV.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone()
     slice_BTV.requires_grad_()
     with torch.profiler.profile(record_shapes=True) as profile:
-        losses_BT = vocabulary_cross_entropy(slice_BTV, targets_BT, -100, dist.group.WORLD)
+        losses_BT = vocab_parallel_cross_entropy(slice_BTV, targets_BT, -100, dist.group.WORLD)
         loss = weighted(losses_BT)
         loss.backward()
     sent = [e.input_shapes for e in profile.events() if e.name == "c10d::allreduce_"]
@@ -84,7 +84,7 @@ def placements(sequence_parallel: bool) -> dict[str, tuple[str, tuple[int, ...]]
     model = Llama(CONFIG)
     original = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    apply_tensor(model, mesh, SHARDING, CONFIG.num_kv_heads, sequence_parallel)
+    apply_tensor_parallel(model, mesh, SHARDING, CONFIG.num_kv_heads, sequence_parallel)
     found = {}
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)
@@ -119,7 +119,7 @@ def test_tensor_parallel_weights_have_expected_placements(
 def forget_a_module() -> None:
     sharding: dict[str, TensorParallelSpec] = {k: v for k, v in SHARDING.items() if "norm" not in k}
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    apply_tensor(Llama(CONFIG), mesh, sharding, 2, True)
+    apply_tensor_parallel(Llama(CONFIG), mesh, sharding, 2, True)
 
 
 def test_tensor_parallel_weight_missing_in_the_table_raises() -> None:
@@ -171,7 +171,7 @@ def compiled_block() -> tuple[list[dict[str, int]], dict[str, float]]:
         dist.broadcast(param.data, 0)
     model.load_state_dict(plain.state_dict())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    apply_tensor(model, mesh, SHARDING, WIDE.num_kv_heads, sequence_parallel=True)
+    apply_tensor_parallel(model, mesh, SHARDING, WIDE.num_kv_heads, sequence_parallel=True)
     enable_async_tp(mesh.get_group())
     block, expected = model.layers["0"], plain.layers["0"]
     block.compile(fullgraph=True)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.plan.devices import (
-    CPU,
-    OURS,
+    CPU_DEVICE,
+    BUILTIN_CLUSTERS,
     Cluster,
-    device_called,
-    known_clusters,
+    match_device,
+    load_clusters,
     parse_cluster,
     peak_flops,
     read_clusters,
@@ -30,7 +30,7 @@ from weft.plan.devices import (
         ("1x2xrtx4090", Cluster(1, 2, "RTX 4090"), 24),
         ("1x8xH100-PCIe", Cluster(1, 8, "H100 PCIe"), 80),
         ("2048x8xB200", Cluster(2048, 8, "B200"), 180),
-        ("3x8xcpu", Cluster(3, 8, CPU), None),
+        ("3x8xcpu", Cluster(3, 8, CPU_DEVICE), None),
     ],
 )
 def test_parse_cluster_valid_text_gives_nodes_devices_and_memory(
@@ -69,10 +69,10 @@ def test_parse_cluster_invalid_text_is_refused(text: str, rule: str, remedy: str
 
 def test_every_cluster_has_a_peak() -> None:
     """A name of a cluster that `peak_flops` did not know would lose the MFU without a word."""
-    assert all(peak_flops(name) for name in known_clusters()[0] if name != CPU)
+    assert all(peak_flops(name) for name in load_clusters()[0] if name != CPU_DEVICE)
     assert peak_flops("A100 80GB") == 312e12
     assert peak_flops("H100 PCIe") == 756e12
-    assert peak_flops(CPU) is None
+    assert peak_flops(CPU_DEVICE) is None
 
 
 # --------------------------------------------------------------------------- the user's own
@@ -99,8 +99,8 @@ def test_user_file_adds_and_changes_devices(tmp_path: Path) -> None:
         achieved = { 2 = 0.9, 16 = 0.5, 128 = 0.1 }
         """
     )
-    before, _ = read_clusters(OURS)
-    devices, networks = read_clusters(OURS, mine)
+    before, _ = read_clusters(BUILTIN_CLUSTERS)
+    devices, networks = read_clusters(BUILTIN_CLUSTERS, mine)
     h100, abacus = devices["H100"], devices["Abacus 9"]
     assert (h100.software, h100.calibrated, h100.bandwidth) == (0.75, "runs/8b", 3350e9)
     # What was measured of one is nobody else's.
@@ -117,7 +117,7 @@ def test_user_file_mistake_is_reported_once(tmp_path: Path) -> None:
     mine = tmp_path / "clusters.toml"
     mine.write_text("[devices.H100]\nlike = 'H10'")
     with pytest.raises(InvalidConfig) as caught:
-        read_clusters(OURS, mine)
+        read_clusters(BUILTIN_CLUSTERS, mine)
     assert len(caught.value.problems) == 1
 
 
@@ -165,7 +165,7 @@ def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[s
     mine = tmp_path / "clusters.toml"
     mine.write_text(text)
     with pytest.raises(InvalidConfig) as caught:
-        read_clusters(OURS, mine)
+        read_clusters(BUILTIN_CLUSTERS, mine)
     lines = [str(problem) for problem in caught.value.problems]
     assert all(line.startswith(str(mine)) for line in lines)
     assert all(any(part in line for line in lines) for part in parts), lines
@@ -187,7 +187,7 @@ def test_user_file_mistakes_are_refused(tmp_path: Path, text: str, parts: list[s
     ],
 )
 def test_another_board_is_another_device(driver: str, name: str | None) -> None:
-    found = device_called(driver, 80 << 30)
+    found = match_device(driver, 80 << 30)
     assert (found and found.name) == name
 
 
@@ -196,7 +196,7 @@ def test_a_link_of_no_name_is_a_mistake_and_no_sign_of_one(tmp_path: Path) -> No
     file = tmp_path / "clusters.toml"
     file.write_text('[devices.X]\nlike = "H100"\nlink = ""\n[devices.Z]\nlike = "nobody"\n')
     with pytest.raises(InvalidConfig) as caught:
-        read_clusters(OURS, file)
+        read_clusters(BUILTIN_CLUSTERS, file)
     said = [
         str(problem).partition(" = ")[0].partition(": ")[2] for problem in caught.value.problems
     ]

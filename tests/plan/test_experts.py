@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from weft.config.job import InvalidConfig, Job, read_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.estimate.cost import Matmul, matmul_seconds
 from weft.estimate.forecast import device_of, forecast
 from weft.estimate.trace_to_cost import _grouped
 from weft.models.moe import PRESETS, flops_per_token, num_active_params, num_params, units
-from weft.plan.devices import device_named
-from weft.plan.memory_formula import of_one_rank, rank_bytes
+from weft.plan.devices import get_device
+from weft.plan.memory_formula import local_unit_params, estimate_rank_bytes
 from weft.plan.plan_text import describe_plan, plan_recipe
 from weft.plan.resolve import Machine, resolve
 
@@ -62,7 +64,7 @@ def test_flops_are_those_of_the_active_experts() -> None:
 
 
 def test_grouped_products_cost_as_their_work_and_one_kernel() -> None:
-    device = device_named("H100")
+    device = get_device("H100")
     one = matmul_seconds(Matmul(65536, 2048, 768), device)
     many = matmul_seconds(Matmul(4096, 2048, 768, groups=16), device)
     apart = matmul_seconds(Matmul(4096, 2048, 768, times=16), device)
@@ -80,9 +82,9 @@ def test_a_rank_gathers_its_own_experts_only() -> None:
     of_all = units(PRESETS["qwen3-30b-a3b"], 4096)
     layer = of_all[1]
     assert layer.expert_params == 128 * 3 * 2048 * 768
-    assert of_one_rank(layer, 8) == layer.params - layer.expert_params * 7 / 8
+    assert local_unit_params(layer, 8) == layer.params - layer.expert_params * 7 / 8
     same = {"tp": 1, "pp": 1, "tokens": 0, "in_flight": 1, "per_param": 0.0, "compute_bytes": 2}
-    whole, spread = (rank_bytes(of_all, **same, ep=ep) for ep in (1, 8))  # type: ignore[arg-type]
+    whole, spread = (estimate_rank_bytes(of_all, **same, ep=ep) for ep in (1, 8))  # type: ignore[arg-type]
     assert spread < whole
 
 

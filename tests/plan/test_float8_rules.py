@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from tests.small import Overrides, small_job
-from weft.config.job import InvalidConfig, Job, PrecisionSection, ConfigError, read_job
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job, PrecisionSection
 from weft.models import load_family
 from weft.models.llama import PRESETS
 from weft.plan.devices import parse_cluster
-from weft.plan.float8_rules import float8_matrices
-from weft.plan.plan_text import describe_plan, machine_of
+from weft.plan.float8_rules import find_float8_matrices
+from weft.plan.plan_text import describe_plan, cluster_machine
 from weft.plan.resolve import Machine, Plan, resolve
 from weft.train.job_checks import check_names
 
@@ -28,7 +30,7 @@ def asked(*overrides: tuple[str, str], cluster: str, recipe: str) -> tuple[Job, 
     assert not problems, problems
     parsed = parse_cluster(cluster)
     assert not isinstance(parsed, ConfigError)
-    return job, machine_of(parsed)
+    return job, cluster_machine(parsed)
 
 
 LARGE: Overrides = [
@@ -76,7 +78,7 @@ def test_float8_matrices_are_those_that_the_device_multiplies() -> None:
 
     def names(tp: int = 1, recipe: str = "tensorwise", **section: Any) -> set[str]:
         config = PRESETS["8b"].model_copy(update={"num_layers": 2, **section.pop("model", {})})
-        chosen = float8_matrices(
+        chosen = find_float8_matrices(
             PrecisionSection(float8=recipe, **section),
             config,
             family,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidConfig, Job, ConfigError, read_job
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.plan.resolve import Machine, Plan, resolve
 
 Overrides = list[tuple[str, str]]

@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from weft.models import load_family
 from weft.models.llama import PRESETS
-from weft.plan.matrices import Matrix, linear_layers, matrices_of
+from weft.plan.matrices import Matrix, find_linear_layers, list_matrices
 
 TOY = PRESETS["toy"].model_copy(update={"num_layers": 1})
 
 
 def test_sides_are_those_that_a_rank_has() -> None:
     kinds = ("q", "k", "v", "o", "gate", "up", "down")
-    whole, half = (matrices_of(TOY, load_family("llama"), tp) for tp in (1, 2))
+    whole, half = (list_matrices(TOY, load_family("llama"), tp) for tp in (1, 2))
     assert [m.name.rpartition(".")[2] for m in whole] == [f"{kind}_proj" for kind in kinds]
     for kind, full, cut in zip(kinds, whole, half, strict=True):
         row = kind in ("o", "down")
@@ -21,7 +21,7 @@ def test_sides_are_those_that_a_rank_has() -> None:
         assert cut == Matrix(full.name, outputs, inputs)
     # Two heads of keys are shared by four ranks.
     assert TOY.num_kv_heads == 2
-    shared = matrices_of(TOY, load_family("llama"), 4)
+    shared = list_matrices(TOY, load_family("llama"), 4)
     assert [m.outputs for m in shared[:3]] == [
         whole[0].outputs // 4,
         whole[1].outputs // 2,
@@ -38,4 +38,4 @@ def test_linear_layers_layer_with_a_custom_forward_is_left_out() -> None:
     """Neither float8 nor an adapter may take its place."""
     block = nn.Sequential(nn.Linear(4, 4), Doubled(4, 4))
     model = nn.ModuleDict({"block": block, "head": nn.Linear(4, 4)})
-    assert linear_layers(model, [block]).keys() == {"block.0"}
+    assert find_linear_layers(model, [block]).keys() == {"block.0"}

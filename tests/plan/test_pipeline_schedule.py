@@ -11,17 +11,17 @@ import torch
 
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
-from weft.config.job import ConfigError
+from weft.config.errors import ConfigError
 from weft.data.loader import Batch
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
     Action,
     PipelineSchedule,
     find_schedule,
-    in_flight,
-    rank_of_stages,
-    read_csv,
-    timetable,
+    max_in_flight,
+    stage_index_to_rank,
+    read_schedule_csv,
+    build_schedule,
 )
 from weft.train.setup import build
 
@@ -45,7 +45,7 @@ def test_timetable_microbatches_that_a_schedule_excludes_are_refused(name: str, 
     per_rank = stages_per_rank(name)
     for microbatches in range(1, 4 * pp + 1):
         try:
-            table = timetable(name, pp, per_rank, microbatches)
+            table = build_schedule(name, pp, per_rank, microbatches)
             every = [action for order in table.values() for action in order]
             whole = len({(a.stage, a.microbatch) for a in every if a.kind == "F"})
             possible = whole == pp * per_rank * microbatches
@@ -61,7 +61,7 @@ def test_timetable_microbatches_that_a_schedule_excludes_are_refused(name: str, 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_where_stages_sit(name: str) -> None:
     pp, per_rank = 3, stages_per_rank(name)
-    homes = rank_of_stages(timetable(name, pp, per_rank, 6))
+    homes = stage_index_to_rank(build_schedule(name, pp, per_rank, 6))
     loop = [*range(pp)] * per_rank
     in_a_v = name in ("ZBVZeroBubble", "DualPipeV")
     assert homes == ([0, 1, 2, 2, 1, 0] if in_a_v else loop)
@@ -69,14 +69,14 @@ def test_where_stages_sit(name: str) -> None:
 
 def test_how_many_microbatches_are_kept() -> None:
     """What is known of the two simplest."""
-    assert in_flight(timetable("GPipe", 3, 1, 5)) == [5, 5, 5]
-    assert in_flight(timetable("1F1B", 3, 1, 5)) == [3, 2, 1]
-    assert in_flight(timetable("LoopedBFS", 2, 2, 5)) == [5, 5, 5, 5]
+    assert max_in_flight(build_schedule("GPipe", 3, 1, 5)) == [5, 5, 5]
+    assert max_in_flight(build_schedule("1F1B", 3, 1, 5)) == [3, 2, 1]
+    assert max_in_flight(build_schedule("LoopedBFS", 2, 2, 5)) == [5, 5, 5, 5]
 
 
 def test_half_a_backward_frees_nothing() -> None:
     order = [Action(0, kind, m) for kind, m in [("F", 0), ("I", 0), ("F", 1), ("W", 0)]]  # type: ignore[arg-type]
-    assert in_flight({0: order}) == [2]
+    assert max_in_flight({0: order}) == [2]
 
 
 def kept(name: str) -> dict[int, tuple[int, int]]:
@@ -149,10 +149,10 @@ def test_timetable_unknown_name_is_refused() -> None:
 def test_timetable_schedule_written_to_a_file_is_the_same(
     name: str, pp: int, tmp_path: Path
 ) -> None:
-    table = timetable(name, pp, stages_per_rank(name), 2 * pp)
+    table = build_schedule(name, pp, stages_per_rank(name), 2 * pp)
     path = tmp_path / "mine.csv"
     path.write_text(text_of(table))
-    assert read_csv(path, pp) == table
+    assert read_schedule_csv(path, pp) == table
 
 
 FLAWS = [
@@ -181,7 +181,7 @@ def test_timetable_file_that_is_not_a_schedule_is_refused(
 ) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(text)
-    found = read_csv(path, pp)
+    found = read_schedule_csv(path, pp)
     assert isinstance(found, ConfigError)
     assert rule in found.rule, found.rule
 
@@ -189,6 +189,6 @@ def test_timetable_file_that_is_not_a_schedule_is_refused(
 def test_timetable_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "none.csv", tmp_path / "binary.csv"):
-        found = read_csv(path, 2)
+        found = read_schedule_csv(path, 2)
         assert isinstance(found, ConfigError)
         assert "cannot be read" in found.rule

@@ -15,19 +15,19 @@ import pytest
 from weft.plan import placement
 from weft.plan.placement import (
     AXES,
-    PLACEMENTS,
-    coordinates,
+    MESH_ORDERS,
+    rank_to_coordinates,
     crosses_nodes,
-    groups,
-    nodes_spanned,
+    rank_groups,
+    max_nodes_per_group,
     placement_warnings,
-    rank_map,
-    rank_of,
+    format_rank_map,
+    coordinates_to_rank,
     ranks_per_node,
-    world_size,
+    count_ranks,
 )
 
-REPLICA_OUTER = PLACEMENTS["replica-outer"]
+REPLICA_OUTER = MESH_ORDERS["replica-outer"]
 WORKED = {"pp": 6, "dp_replicate": 4, "tp": 4}  # a replica is three nodes of eight
 
 
@@ -51,13 +51,13 @@ def test_numbering_is_that_of_a_device_mesh() -> None:
     mesh = np.arange(96).reshape(2, 3, 2, 2, 4)
     for indices in np.ndindex(mesh.shape):
         named = dict(zip(AXES, indices, strict=True))
-        assert coordinates(int(mesh[indices]), sizes) == named
-        assert rank_of(named, sizes) == mesh[indices]
-    assert groups("pp", sizes) == [tuple(row) for row in mesh.reshape(2, -1).T.tolist()]
-    assert groups("tp", sizes) == [tuple(row) for row in mesh.reshape(-1, 4).tolist()]
+        assert rank_to_coordinates(int(mesh[indices]), sizes) == named
+        assert coordinates_to_rank(named, sizes) == mesh[indices]
+    assert rank_groups("pp", sizes) == [tuple(row) for row in mesh.reshape(2, -1).T.tolist()]
+    assert rank_groups("tp", sizes) == [tuple(row) for row in mesh.reshape(-1, 4).tolist()]
     # mesh["dp_shard", "cp"] flattened, one for each index of the others.
     flat = mesh.transpose(0, 1, 4, 2, 3).reshape(-1, 4)
-    assert groups(("dp_shard", "cp"), sizes) == [tuple(row) for row in flat.tolist()]
+    assert rank_groups(("dp_shard", "cp"), sizes) == [tuple(row) for row in flat.tolist()]
 
 
 def test_another_order_is_a_device_mesh_transposed() -> None:
@@ -65,22 +65,22 @@ def test_another_order_is_a_device_mesh_transposed() -> None:
     mesh = np.arange(96).reshape(3, 2, 2, 2, 4).transpose(1, 0, 2, 3, 4)
     for indices in np.ndindex(mesh.shape):
         named = dict(zip(AXES, indices, strict=True))
-        assert rank_of(named, sizes, REPLICA_OUTER) == mesh[indices]
+        assert coordinates_to_rank(named, sizes, REPLICA_OUTER) == mesh[indices]
     along_both = mesh.transpose(2, 3, 4, 0, 1).reshape(-1, 6)
-    found = groups(("pp", "dp_replicate"), sizes, REPLICA_OUTER)
+    found = rank_groups(("pp", "dp_replicate"), sizes, REPLICA_OUTER)
     assert found == [tuple(row) for row in along_both.tolist()]
-    found = groups("tp", sizes, REPLICA_OUTER)
+    found = rank_groups("tp", sizes, REPLICA_OUTER)
     assert found == [tuple(row) for row in mesh.reshape(-1, 4).tolist()]
 
 
 def test_coordinates_and_groups_agree_in_every_layout() -> None:
     for sizes, order in layouts():
-        world = world_size(sizes)
-        where = [coordinates(rank, sizes, order) for rank in range(world)]
-        assert [rank_of(indices, sizes, order) for indices in where] == list(range(world))
+        world = count_ranks(sizes)
+        where = [rank_to_coordinates(rank, sizes, order) for rank in range(world)]
+        assert [coordinates_to_rank(indices, sizes, order) for indices in where] == list(range(world))
         for axes in ("pp", "cp", ("dp_shard",), ("dp_replicate", "dp_shard"), ("tp", "pp"), AXES):
             chosen = {axes} if isinstance(axes, str) else set(axes)
-            found = groups(axes, sizes, order)
+            found = rank_groups(axes, sizes, order)
             assert sorted(itertools.chain(*found)) == list(range(world))
             for group in found:
                 assert len(group) == math.prod(sizes[axis] for axis in chosen)
@@ -89,25 +89,25 @@ def test_coordinates_and_groups_agree_in_every_layout() -> None:
 
 
 def test_an_axis_left_out_has_one_index() -> None:
-    assert coordinates(5, {"dp_shard": 8}) == dict.fromkeys(AXES, 0) | {"dp_shard": 5}
-    assert rank_of({"dp_shard": 5}, {"dp_shard": 8}) == 5
-    assert groups("tp", {"dp_shard": 2}) == [(0,), (1,)]
-    assert groups("pp", {}) == [(0,)]
+    assert rank_to_coordinates(5, {"dp_shard": 8}) == dict.fromkeys(AXES, 0) | {"dp_shard": 5}
+    assert coordinates_to_rank({"dp_shard": 5}, {"dp_shard": 8}) == 5
+    assert rank_groups("tp", {"dp_shard": 2}) == [(0,), (1,)]
+    assert rank_groups("pp", {}) == [(0,)]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: coordinates(8, {"tp": 8}), "rank 8 is not one of 8"),
-        (lambda: coordinates(-1, {"tp": 8}), "rank -1 is not one of 8"),
-        (lambda: rank_of({"tp": 8}, {"tp": 8}), "tp = 8 is not one of 8"),
-        (lambda: rank_of({"ep": 0}, {"tp": 8}), "no such axis: ep"),
-        (lambda: groups("ep", {"tp": 8}), "no such axis: ep"),
-        (lambda: groups("tp", {"ep": 8}), "no such axis: ep"),
-        (lambda: groups("tp", {"tp": 0}), "at least 1"),
-        (lambda: groups("tp", {"tp": 2}, ("tp", "pp", "dp_replicate", "dp_shard", "cp")), "ends"),
-        (lambda: groups("tp", {"tp": 2}, ("pp", "dp_shard", "cp", "tp")), "names each of pp"),
-        (lambda: rank_map({"pp": 2}, 2, ["one"]), "1 stages for pp = 2"),
+        (lambda: rank_to_coordinates(8, {"tp": 8}), "rank 8 is not one of 8"),
+        (lambda: rank_to_coordinates(-1, {"tp": 8}), "rank -1 is not one of 8"),
+        (lambda: coordinates_to_rank({"tp": 8}, {"tp": 8}), "tp = 8 is not one of 8"),
+        (lambda: coordinates_to_rank({"ep": 0}, {"tp": 8}), "no such axis: ep"),
+        (lambda: rank_groups("ep", {"tp": 8}), "no such axis: ep"),
+        (lambda: rank_groups("tp", {"ep": 8}), "no such axis: ep"),
+        (lambda: rank_groups("tp", {"tp": 0}), "at least 1"),
+        (lambda: rank_groups("tp", {"tp": 2}, ("tp", "pp", "dp_replicate", "dp_shard", "cp")), "ends"),
+        (lambda: rank_groups("tp", {"tp": 2}, ("pp", "dp_shard", "cp", "tp")), "names each of pp"),
+        (lambda: format_rank_map({"pp": 2}, 2, ["one"]), "1 stages for pp = 2"),
     ],
 )
 def test_placement_unknown_axis_or_rank_is_refused(call: object, message: str) -> None:
@@ -117,14 +117,14 @@ def test_placement_unknown_axis_or_rank_is_refused(call: object, message: str) -
 
 def test_a_large_world_is_fast() -> None:
     sizes = {"pp": 16, "dp_replicate": 2, "dp_shard": 32, "cp": 2, "tp": 8}
-    assert world_size(sizes) == 16384
+    assert count_ranks(sizes) == 16384
     start = time.process_time()
     for axis in AXES:
-        assert len(groups(axis, sizes)) == 16384 // sizes[axis]
+        assert len(rank_groups(axis, sizes)) == 16384 // sizes[axis]
         crosses_nodes(axis, sizes, 8)
-    groups(("dp_shard", "cp"), sizes)
+    rank_groups(("dp_shard", "cp"), sizes)
     placement_warnings(sizes, 8)
-    rank_map(sizes, 8)
+    format_rank_map(sizes, 8)
     assert time.process_time() - start < 0.7
 
 
@@ -133,7 +133,7 @@ def test_a_large_world_is_fast() -> None:
 
 def test_which_groups_cross_nodes() -> None:
     def crossing(order: tuple[str, ...]) -> dict[str, int]:
-        return {axis: nodes_spanned(axis, WORKED, 8, order) for axis in WORKED}
+        return {axis: max_nodes_per_group(axis, WORKED, 8, order) for axis in WORKED}
 
     assert crossing(AXES) == {"pp": 6, "dp_replicate": 2, "tp": 1}
     assert crossing(REPLICA_OUTER) == {"pp": 3, "dp_replicate": 4, "tp": 1}
@@ -141,7 +141,7 @@ def test_which_groups_cross_nodes() -> None:
     assert crosses_nodes("tp", WORKED, 2)
     # One group of many is enough: 0-2 and 3-5 fit into a node, 6-8 does not.
     assert crosses_nodes("tp", {"tp": 3, "dp_shard": 8}, 8)
-    assert nodes_spanned("tp", {"tp": 3, "dp_shard": 8}, 8) == 2
+    assert max_nodes_per_group("tp", {"tp": 3, "dp_shard": 8}, 8) == 2
     assert not crosses_nodes(("dp_shard", "cp"), {"pp": 4, "dp_shard": 4, "cp": 2}, 8)
     assert crosses_nodes(("dp_shard", "cp"), {"pp": 4, "dp_shard": 4, "cp": 4}, 8)
 
@@ -151,26 +151,26 @@ def test_spans_agree_with_counting() -> None:
         for axes, local in itertools.product(
             ("pp", "cp", ("dp_shard", "tp"), ("pp", "dp_replicate")), (1, 3, 4, 8)
         ):
-            counted = [len(ranks_per_node(g, local)) for g in groups(axes, sizes, order)]
-            assert nodes_spanned(axes, sizes, local, order) == max(counted)
+            counted = [len(ranks_per_node(g, local)) for g in rank_groups(axes, sizes, order)]
+            assert max_nodes_per_group(axes, sizes, local, order) == max(counted)
 
 
 def test_placement_worked_example_has_its_groups() -> None:
     """Each replica three whole nodes, each node two consecutive stages, tp half a node."""
     for replica in range(4):
         ranks = [
-            rank_of({"dp_replicate": replica, "pp": pp, "tp": tp}, WORKED, REPLICA_OUTER)
+            coordinates_to_rank({"dp_replicate": replica, "pp": pp, "tp": tp}, WORKED, REPLICA_OUTER)
             for pp, tp in itertools.product(range(6), range(4))
         ]
         nodes = {3 * replica: 8, 3 * replica + 1: 8, 3 * replica + 2: 8}
         assert ranks_per_node(ranks, 8) == nodes
         for node in nodes:
             on_node = range(8 * node, 8 * node + 8)
-            stages = [coordinates(rank, WORKED, REPLICA_OUTER)["pp"] for rank in on_node]
+            stages = [rank_to_coordinates(rank, WORKED, REPLICA_OUTER)["pp"] for rank in on_node]
             first = 2 * (node % 3)
             assert stages == [first] * 4 + [first + 1] * 4
     # With pp outermost, a node has one stage of two replicas instead.
-    on_node = [coordinates(rank, WORKED) for rank in range(8)]
+    on_node = [rank_to_coordinates(rank, WORKED) for rank in range(8)]
     assert {indices["pp"] for indices in on_node} == {0}
     assert [indices["dp_replicate"] for indices in on_node] == [0] * 4 + [1] * 4
 
@@ -232,7 +232,7 @@ tp            4     24      inside a node   0-3"""
 
 def test_rank_map_is_the_written_text() -> None:
     names = [f"unit {i}" for i in range(6)]
-    assert rank_map(WORKED, 8, names, REPLICA_OUTER) == MAP
+    assert format_rank_map(WORKED, 8, names, REPLICA_OUTER) == MAP
 
 
 def rows(text: str) -> list[list[str]]:
@@ -243,25 +243,25 @@ def rows(text: str) -> list[list[str]]:
 
 def test_lines_of_a_map() -> None:
     # Shards and replicas of one rank each are one line; a replica of several has its own.
-    assert rows(rank_map({"dp_shard": 8}, 8)) == [["0", "0-7", "0-7"]]
-    assert rows(rank_map({"dp_replicate": 8, "pp": 2}, 8)) == [
+    assert rows(format_rank_map({"dp_shard": 8}, 8)) == [["0", "0-7", "0-7"]]
+    assert rows(format_rank_map({"dp_replicate": 8, "pp": 2}, 8)) == [
         ["0", "0-7", "0", "0-7"],
         ["1", "8-15", "1", "0-7"],
     ]
-    assert rows(rank_map({"dp_replicate": 2, "dp_shard": 4}, 8)) == [
+    assert rows(format_rank_map({"dp_replicate": 2, "dp_shard": 4}, 8)) == [
         ["0", "0-3", "0", "0-3"],
         ["", "4-7", "1", "0-3"],
     ]
-    [line] = rows(rank_map({"dp_shard": 2, "cp": 2, "tp": 2}, 8))
+    [line] = rows(format_rank_map({"dp_shard": 2, "cp": 2, "tp": 2}, 8))
     assert line == ["0", "0-7", "0-1", "0-1", "[0-1]", "[2-3]", "[4-5]", "[6-7]"]
-    assert rank_map({}, 1) == "1 rank on 1 node of 1\n\nnode  ranks\n0     0"
+    assert format_rank_map({}, 1) == "1 rank on 1 node of 1\n\nnode  ranks\n0     0"
     # A group that leaves its node says so, and is the example.
-    assert rank_map({"tp": 3, "dp_shard": 8}, 8).endswith("across 2 nodes  6-8")
-    assert rows(rank_map({"tp": 3, "dp_shard": 8}, 8))[2:4] == [
+    assert format_rank_map({"tp": 3, "dp_shard": 8}, 8).endswith("across 2 nodes  6-8")
+    assert rows(format_rank_map({"tp": 3, "dp_shard": 8}, 8))[2:4] == [
         ["", "6-7", "2", "[6-8]", "on", "nodes", "0-1"],
         ["1", "8", "2", "[6-8]", "on", "nodes", "0-1"],
     ]
-    assert "[0-1] [2-3] ... [62-63]" in rank_map({"tp": 2, "dp_shard": 32}, 64)
+    assert "[0-1] [2-3] ... [62-63]" in format_rank_map({"tp": 2, "dp_shard": 32}, 64)
 
 
 def unspan(text: str) -> range:
@@ -277,7 +277,7 @@ def test_every_line_of_a_map_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
             columns = [axis for axis in order if axis != "tp" and sizes[axis] > 1]
             seen: list[int] = []
             node = ""
-            for row in rows(rank_map(sizes, local, order=order)):
+            for row in rows(format_rank_map(sizes, local, order=order)):
                 node = row.pop(0) or node
                 ranks = unspan(row[0])
                 assert {rank // local for rank in ranks} == {int(node)}
@@ -287,28 +287,28 @@ def test_every_line_of_a_map_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
                     for axis, cell in zip(columns, row[1 : 1 + len(columns)], strict=True)
                 }
                 for rank in ranks:
-                    where = coordinates(rank, sizes, order)
+                    where = rank_to_coordinates(rank, sizes, order)
                     assert all(where[axis] in indices for axis, indices in shown.items())
-                tp = {coordinates(rank, sizes, order)["tp"] for rank in ranks}
+                tp = {rank_to_coordinates(rank, sizes, order)["tp"] for rank in ranks}
                 assert len(ranks) == len(tp) * math.prod(len(found) for found in shown.values())
-            assert seen == list(range(world_size(sizes)))
+            assert seen == list(range(count_ranks(sizes)))
 
 
 def test_rank_map_of_many_ranks_shows_a_pattern_and_its_continuation() -> None:
-    text = rank_map({"pp": 16, "dp_shard": 128, "tp": 8}, 8)
+    text = format_rank_map({"pp": 16, "dp_shard": 128, "tp": 8}, 8)
     assert rows(text) == [["0", "0-7", "0", "0", "[0-7]"], ["1", "8-15", "0", "1", "[8-15]"]]
     assert (
         "nodes 2-2047 go on like this:\n  dp_shard + 1 with every node\n  pp + 1 every 128 nodes\n"
     ) in text
     assert "\n5   640-767\n" in text
     assert "\npp        16    1024    across 16 nodes   0, 1024, 2048, ..., 15360\n" in text
-    assert "dp_shard + 8 with every node" in rank_map({"dp_shard": 128}, 8)
+    assert "dp_shard + 8 with every node" in format_rank_map({"dp_shard": 128}, 8)
     # Three nodes until groups of three line up with nodes of eight again.
-    assert "nodes 3-14 go on like this:\n  dp_shard + 8 every 3 nodes" in rank_map(
+    assert "nodes 3-14 go on like this:\n  dp_shard + 8 every 3 nodes" in format_rank_map(
         {"tp": 3, "dp_shard": 40}, 8
     )
     # Nodes that no axis lines up with: told in ranks.
-    assert "  pp + 1 every 12 ranks" in rank_map({"pp": 11, "tp": 12}, 8)
+    assert "  pp + 1 every 12 ranks" in format_rank_map({"pp": 11, "tp": 12}, 8)
 
 
 def test_rank_map_continuation_is_true() -> None:
@@ -316,7 +316,7 @@ def test_rank_map_continuation_is_true() -> None:
     checked = 0
     for sizes, order in layouts():
         for local in (2, 4, 8):
-            lines = rank_map(sizes, local, order=order).splitlines()
+            lines = format_rank_map(sizes, local, order=order).splitlines()
             for line in lines:
                 axis, plus, *_ = words = [*line.split(), "", ""][:6]
                 if not line.startswith("  ") or plus != "+":
@@ -324,11 +324,11 @@ def test_rank_map_continuation_is_true() -> None:
                 number = 1 if "with" in words else int(words[4].replace(",", ""))
                 step = number * (1 if "rank" in line else local)
                 # Wherever the axis does not wrap round, nothing else changes either.
-                for rank in range(world_size(sizes) - step):
-                    before = coordinates(rank, sizes, order)
+                for rank in range(count_ranks(sizes) - step):
+                    before = rank_to_coordinates(rank, sizes, order)
                     after = before | {axis: before[axis] + int(words[2])}
                     if after[axis] < sizes[axis]:
-                        assert rank_of(after, sizes, order) == rank + step
+                        assert coordinates_to_rank(after, sizes, order) == rank + step
                         checked += 1
     assert checked > 1000
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidConfig, Job, recipe_names
-from weft.plan.plan_text import describe_plan, map_of_ranks, memory_bytes, plan_recipe, stage_lines
+from weft.config.errors import InvalidConfig
+from weft.config.reader import recipe_names
+from weft.config.schema import Job
+from weft.plan.plan_text import describe_plan, format_placement, estimate_memory_bytes, plan_recipe, format_stages
 from weft.plan.resolve import Machine, Plan
 
 GIB = 2**30
@@ -201,7 +203,7 @@ def test_memory_bytes_are_those_counted_by_hand() -> None:
     gathered = 4 * 2 * max(block, vocab * dim + dim) / 8
     of_block = 16 * dim + 6 * dim + 4 * kv + 8 * ffn
     activations = (2 * dim + 80 * of_block + 8 * dim + 10 * vocab) / 8 * tokens
-    assert memory_bytes(job, plan) == pytest.approx(states + gathered + activations, rel=1e-6)
+    assert estimate_memory_bytes(job, plan) == pytest.approx(states + gathered + activations, rel=1e-6)
 
 
 def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
@@ -211,7 +213,7 @@ def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
     stages = plan.pipeline.stages
     loop = [[stages[rank], stages[rank + 8]] for rank in range(8)]
     fullest = max(sum(stage.memory_bytes for stage in mine) for mine in loop) / GIB
-    found = memory_bytes(job, plan)
+    found = estimate_memory_bytes(job, plan)
     assert found is not None
     block = 2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248 + 2 * 16384
     assert found / GIB == pytest.approx(fullest + 4 * 2 * block / 8 / GIB, abs=0.01)
@@ -220,7 +222,7 @@ def test_memory_of_a_pipeline_is_its_fullest_rank() -> None:
 def test_whole_gradients_cost_memory() -> None:
     """Adding them up over microbatches keeps four bytes a parameter on every rank."""
     by_sync = {
-        sync: memory_bytes(*planned("llama3-8b", ("parallel.gradient_sync", sync))[:2])
+        sync: estimate_memory_bytes(*planned("llama3-8b", ("parallel.gradient_sync", sync))[:2])
         for sync in ("microbatch", "step")
     }
     assert by_sync["step"] - by_sync["microbatch"] == 4 * PARAMETERS["8b"]  # type: ignore[operator]
@@ -230,7 +232,7 @@ def test_whole_gradients_cost_memory() -> None:
 
 
 def test_rank_map_of_three_servers() -> None:
-    text = map_of_ranks(planned("three-servers")[1])
+    text = format_placement(planned("three-servers")[1])
     lines = text.splitlines()
     assert lines[:2] == [
         "96 ranks on 12 nodes of 8",
@@ -247,7 +249,7 @@ def test_rank_map_of_three_servers() -> None:
 
 
 def test_rank_map_without_a_pipeline() -> None:
-    assert "holds" not in map_of_ranks(planned("llama3-70b")[1])
+    assert "holds" not in format_placement(planned("llama3-70b")[1])
 
 
 # --------------------------------------------------------------------------- odd schedules
@@ -255,7 +257,7 @@ def test_rank_map_without_a_pipeline() -> None:
 
 def test_stage_lines_schedules_in_a_v_have_both_ends_on_a_rank() -> None:
     plan = planned("llama3-405b", ("pipeline.schedule", "ZBVZeroBubble"))[1]
-    lines = stage_lines(plan)
+    lines = format_stages(plan)
     assert [line.split()[:2] for line in lines[7:11]] == [
         ["6", "6"],
         ["7", "7"],
@@ -276,11 +278,11 @@ def test_stage_lines_schedule_file_places_its_stages(tmp_path: Path) -> None:
         ("train.microbatch_size", "4"),
         ("pipeline.layers_per_stage", "[4, 4, 4]"),
     )[1]
-    lines = stage_lines(plan)
+    lines = format_stages(plan)
     assert [line.split()[:2] for line in lines[1:4]] == [["0", "0"], ["1", "1"], ["2", "0"]]
     assert lines[1].split()[2] == "embed_tokens"
     assert [line.split()[:3] for line in lines[7:9]] == [["0", "0,", "2"], ["1", "1", "4"]]
-    assert map_of_ranks(plan).count("embed_tokens + layers 0-3; layers 8-11 + head") == 1
+    assert format_placement(plan).count("embed_tokens + layers 0-3; layers 8-11 + head") == 1
 
 
 # --------------------------------------------------------------------------- problems

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.job import InvalidConfig, Job, read_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.plan.devices import peak_flops
 from weft.plan.layout import divisors, format_choices
 from weft.plan.resolve import Machine, Plan, resolve

@@ -22,11 +22,12 @@ from tests.fake import counted_step
 from tests.harness import run_ranks
 from tests.small import plan_here, small_job, this_rank
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import RECIPES, Job, recipe_names
+from weft.config.reader import RECIPES, recipe_names
+from weft.config.schema import Job
 from weft.estimate.trace import axis_groups, build_fake, fake_world
 from weft.models import load_family
-from weft.parallel.private_hooks import forget_meshes
-from weft.plan.placement import AXES, coordinates, groups, rank_of
+from weft.parallel.private_hooks import clear_mesh_cache
+from weft.plan.placement import AXES, rank_to_coordinates, rank_groups, coordinates_to_rank
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
 from weft.train.loss import chunk_tokens
@@ -83,7 +84,7 @@ def place(plan: Plan, where: str) -> int:
     """The rank in the first place of every axis, in the middle, or in the last."""
     share = {"first": 0.0, "middle": 0.5, "last": 0.99999}[where]
     at = {axis: int(size * share) for axis, size in plan.sizes.items()}
-    return rank_of(at, plan.sizes, plan.order)
+    return coordinates_to_rank(at, plan.sizes, plan.order)
 
 
 # --------------------------------------------------------------------------- one step
@@ -138,7 +139,7 @@ def one_step(recipe: str, where: str, overrides: Overrides) -> None:
     job, plan = planned(recipe, overrides)
     assert plan.world_size == HELD[recipe][0]
     rank = place(plan, where)
-    at = coordinates(rank, plan.sizes, plan.order)
+    at = rank_to_coordinates(rank, plan.sizes, plan.order)
     with fake_world(rank, plan.world_size) as mode:
         built, on_cpu = build_fake(job, plan, mode)
         check_groups(plan, rank, axis_groups(built.mesh))
@@ -162,7 +163,7 @@ def check_groups(plan: Plan, rank: int, made: dict[str, dist.ProcessGroup]) -> N
     axes["dp_shard"] = ("dp_shard", "cp")
     assert set(made) == {axis for axis in AXES if axis != "cp" or plan.cp > 1}
     for axis, group in made.items():
-        (ranks,) = (g for g in groups(axes[axis], plan.sizes, plan.order) if rank in g)
+        (ranks,) = (g for g in rank_groups(axes[axis], plan.sizes, plan.order) if rank in g)
         assert dist.get_process_group_ranks(group) == sorted(ranks), axis
 
 
@@ -297,7 +298,7 @@ def test_every_weight_is_held_once(recipe: str) -> None:
     for pp in range(plan.pp):
         # Another place on the other axes each time.
         at = {axis: 5 * pp % size for axis, size in plan.sizes.items()} | {"pp": pp}
-        rank = rank_of(at, plan.sizes, plan.order)
+        rank = coordinates_to_rank(at, plan.sizes, plan.order)
         with fake_world(rank, plan.world_size) as mode:
             built, _ = build_fake(job, plan, mode)
             for name, param in named_parameters(built.parts):
@@ -383,5 +384,5 @@ def real_counts() -> dict[str, list[dict[str, int]]]:
         counted_step(built, job, plan)
         seen = counted_step(built, job, plan)
         found[layout] = seen
-        forget_meshes()
+        clear_mesh_cache()
     return found

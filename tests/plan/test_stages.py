@@ -17,11 +17,11 @@ from weft.plan.pipeline_plan import PipelinePlan
 from weft.plan.stages import (
     Objective,
     Stage,
-    check_layers,
-    cut_stages,
+    check_layers_per_stage,
+    split_into_stages,
     imbalance,
     partition,
-    stage_table,
+    format_stage_table,
 )
 
 OBJECTIVES: tuple[Objective, ...] = ("speed", "memory")
@@ -185,7 +185,7 @@ def blocks_of(stages: list[Stage]) -> list[int]:
 def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int) -> None:
     model = units(PRESETS[preset], SEQ_LEN)
     in_flight = one_f_one_b(num_stages)
-    stages = cut_stages(model, in_flight, SEQ_LEN, 16)
+    stages = split_into_stages(model, in_flight, SEQ_LEN, 16)
     assert [stage.units.start for stage in stages[1:]] == [s.units.stop for s in stages[:-1]]
     assert (stages[0].first, stages[-1].end) == (0, len(model))
     assert sum(blocks_of(stages)) == len(model) - 2
@@ -194,10 +194,10 @@ def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int)
     # The blocks divide evenly, but then the last stage is slowest.
     by_count, rest = divmod(len(model) - 2, num_stages)
     assert rest == 0
-    counted = cut_stages(model, in_flight, SEQ_LEN, 16, layers=[by_count] * num_stages)
+    counted = split_into_stages(model, in_flight, SEQ_LEN, 16, layers=[by_count] * num_stages)
     shares, counted_shares = ([stage.share for stage in cut] for cut in (stages, counted))
     assert imbalance(shares) < imbalance(counted_shares)
-    smallest = cut_stages(model, in_flight, SEQ_LEN, 16, "memory")
+    smallest = split_into_stages(model, in_flight, SEQ_LEN, 16, "memory")
     assert max(s.memory_bytes for s in smallest) < max(s.memory_bytes for s in stages)
     assert blocks_of(smallest)[:-1] == sorted(blocks_of(smallest)[:-1])
 
@@ -205,12 +205,12 @@ def test_the_head_costs_the_last_stage_some_blocks(preset: str, num_stages: int)
 def test_llama_405b_is_cut_as_it_was_trained() -> None:
     """126 blocks over 16: one fewer in the first and the last stage (arXiv:2407.21783, 3.3.2)."""
     model = units(PRESETS["405b"], SEQ_LEN)
-    assert blocks_of(cut_stages(model, one_f_one_b(16), SEQ_LEN, 16)) == [7, *[8] * 14, 7]
+    assert blocks_of(split_into_stages(model, one_f_one_b(16), SEQ_LEN, 16)) == [7, *[8] * 14, 7]
 
 
 def test_a_stage_is_the_sum_of_its_units() -> None:
     model = units(PRESETS["8b"], SEQ_LEN)
-    stages = cut_stages(model, [4, 3, 2, 1], 1024, 2)
+    stages = split_into_stages(model, [4, 3, 2, 1], 1024, 2)
     for stage in stages:
         mine = [model[i] for i in stage.units]
         assert stage.state_bytes == 2 * sum(unit.params for unit in mine)
@@ -223,7 +223,7 @@ def test_a_stage_is_the_sum_of_its_units() -> None:
 
 def test_layers_by_hand() -> None:
     model = units(PRESETS["8b"], SEQ_LEN)
-    stages = cut_stages(model, [4, 3, 2, 1], SEQ_LEN, 16, layers=(0, 20, 12, 0))
+    stages = split_into_stages(model, [4, 3, 2, 1], SEQ_LEN, 16, layers=(0, 20, 12, 0))
     assert [stage.units for stage in stages] == [
         range(0, 1),
         range(1, 21),
@@ -237,35 +237,35 @@ def test_layers_by_hand() -> None:
         "layers 20-31",
         "head",
     ]
-    whole = cut_stages(model, [1], SEQ_LEN, 16, layers=[32])
+    whole = split_into_stages(model, [1], SEQ_LEN, 16, layers=[32])
     assert [stage.name for stage in whole] == ["embed_tokens + layers 0-31 + head"]
     with pytest.raises(ValueError, match="adds up to 31 blocks, and the model has 32"):
-        cut_stages(model, [2, 1], SEQ_LEN, 16, layers=[16, 15])
+        split_into_stages(model, [2, 1], SEQ_LEN, 16, layers=[16, 15])
 
 
 def test_impossible_layers_are_refused_with_a_remedy() -> None:
-    assert check_layers([7, 9, 9, 7], 4, 32) == []
-    assert check_layers([0, 3, 0], 3, 3) == []
-    [problem] = check_layers([8, 8, 8], 3, 32)
+    assert check_layers_per_stage([7, 9, 9, 7], 4, 32) == []
+    assert check_layers_per_stage([0, 3, 0], 3, 3) == []
+    [problem] = check_layers_per_stage([8, 8, 8], 3, 32)
     assert str(problem) == (
         "pipeline.layers_per_stage = [8, 8, 8]: adds up to 24 blocks, and the model has 32; "
         "such as [10, 11, 11], or leave it out to cut by cost"
     )
-    rules = [problem.rule for problem in check_layers([8, 0, 8], 4, 32)]
+    rules = [problem.rule for problem in check_layers_per_stage([8, 0, 8], 4, 32)]
     assert rules == [
         "lists 3 stages, and there are 4",
         "adds up to 16 blocks, and the model has 32",
         "has a stage without a block; only the first and the last may have none",
     ]
-    assert len(check_layers([-1, 5], 2, 4)) == 1
-    [problem] = check_layers([1, 0, 0, 1], 4, 1)[:1]
+    assert len(check_layers_per_stage([-1, 5], 2, 4)) == 1
+    [problem] = check_layers_per_stage([1, 0, 0, 1], 4, 1)[:1]
     assert problem.remedy == "use at most 3 stages"
     for num_stages, num_blocks in itertools.product(range(1, 8), range(1, 10)):
         if num_blocks >= num_stages - 2:
-            [problem, *_] = check_layers([num_blocks + 1], num_stages, num_blocks)
+            [problem, *_] = check_layers_per_stage([num_blocks + 1], num_stages, num_blocks)
             example = problem.remedy.partition("[")[2].partition("]")[0]
             shown = [int(count) for count in example.split(", ")]
-            assert check_layers(shown, num_stages, num_blocks) == []
+            assert check_layers_per_stage(shown, num_stages, num_blocks) == []
 
 
 # --------------------------------------------------------------------------- stages of a rank
@@ -294,8 +294,8 @@ slowest rank: 0, 20.0% above the mean"""
 
 
 def test_stage_table_has_ranks_and_units() -> None:
-    stages = cut_stages(units(PRESETS["8b"], SEQ_LEN), [4, 3, 2, 1], 1024, 0.25)
-    assert stage_table(stages, range(4)) == GOLDEN.splitlines()
+    stages = split_into_stages(units(PRESETS["8b"], SEQ_LEN), [4, 3, 2, 1], 1024, 0.25)
+    assert format_stage_table(stages, range(4)) == GOLDEN.splitlines()
     pipeline = PipelinePlan("mine", tuple(stages), (0, 1, 0, 1), (1, 1, 1, 1))
     assert pipeline.names == [
         "embed_tokens + layers 0-6; layers 16-24",
@@ -311,13 +311,13 @@ def test_the_table_sums_up_the_stages_of_a_rank() -> None:
         Stage(3, 4, "layer 2", 1, 0.2, kept, kept, 2),
         Stage(4, 7, "layer 3 + norm + head", 1, 0.4, 3 * kept, 3 * kept, 1),
     ]
-    assert stage_table(stages, [0, 1, 1, 0]) == GOLDEN_V.splitlines()
+    assert format_stage_table(stages, [0, 1, 1, 0]) == GOLDEN_V.splitlines()
 
 
 def test_the_table_stays_readable_with_many_stages() -> None:
     model = units(PRESETS["405b"], SEQ_LEN)
-    stages = cut_stages(model, [32] * 32, 1024, 0.25)
-    lines = stage_table(stages, [*range(8)] * 4)
+    stages = split_into_stages(model, [32] * 32, 1024, 0.25)
+    lines = format_stage_table(stages, [*range(8)] * 4)
     assert max(map(len, lines)) <= 100
     assert len(lines) == (1 + 32 + 1) + 1 + (1 + 8 + 1)
 
@@ -325,5 +325,5 @@ def test_the_table_stays_readable_with_many_stages() -> None:
 def test_units_of_any_name() -> None:
     parts = ("tokens", "trunk.layers.0", "trunk.layers.1", "final.norm")
     model = [Unit(name, 1, 1.0, 1.0) for name in parts]
-    stages = cut_stages(model, [1], 1, 1)
+    stages = split_into_stages(model, [1], 1, 1)
     assert (stages[0].name, stages[0].blocks) == ("tokens + trunk.layers 0-1 + final.norm", 2)

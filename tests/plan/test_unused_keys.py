@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config.job import keys, read_job, recipe_names
+from weft.config.reader import read_job, recipe_names
+from weft.config.schema import keys
 from weft.plan.devices import parse_cluster
-from weft.plan.plan_text import machine_of
+from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Machine, Plan, resolve, resolve_nodes
-from weft.plan.unused_keys import ACTS, ALWAYS
+from weft.plan.unused_keys import EFFECT_RULES, ALWAYS_EFFECTIVE
 
 PLAIN = "train.steps=1000 train.global_batch_size=16 model.num_layers=8"
-H100 = machine_of(parse_cluster("2x8xH100"))  # type: ignore[arg-type]
-ONE_H100 = machine_of(parse_cluster("1x1xH100"))  # type: ignore[arg-type]
+H100 = cluster_machine(parse_cluster("2x8xH100"))  # type: ignore[arg-type]
+ONE_H100 = cluster_machine(parse_cluster("1x1xH100"))  # type: ignore[arg-type]
 
 # key=value; what else leaves it without effect ('' nothing), on how many ranks; and what lets it
 # act, on how many.
@@ -97,10 +98,10 @@ def test_key_without_effect_is_warned_of_and_one_that_acts_is_not(
 
 
 def test_every_key_of_the_schema_acts_always_or_says_where_it_does() -> None:
-    assert set(ACTS) | ALWAYS == set(keys())
-    assert not set(ACTS) & ALWAYS
+    assert set(EFFECT_RULES) | ALWAYS_EFFECTIVE == set(keys())
+    assert not set(EFFECT_RULES) & ALWAYS_EFFECTIVE
     # Refused before any warning.
-    assert {case[0].partition("=")[0] for case in CASES} == set(ACTS) - {
+    assert {case[0].partition("=")[0] for case in CASES} == set(EFFECT_RULES) - {
         "pipeline.layers_per_stage"
     }
 
@@ -113,7 +114,7 @@ def test_shipped_recipe_has_no_key_without_effect_and_reaches_its_learning_rate(
     assert problems == []
     cluster = parse_cluster("3x8xcpu" if job.run.cluster == "local" else job.run.cluster)
     local = Machine("cpu", 24) if recipe == "three-servers-small" else Machine("cpu", 2)
-    machine = local if job.run.cluster == "local" else machine_of(cluster)  # type: ignore[arg-type]
+    machine = local if job.run.cluster == "local" else cluster_machine(cluster)  # type: ignore[arg-type]
     warnings = resolve(job, machine, recipe, base).warnings
     assert not [w for w in warnings if "no effect" in w or "warm-up" in w]
 

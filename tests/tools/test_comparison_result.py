@@ -10,7 +10,8 @@ import pytest
 
 from tests.monitor.test_run_report import Browser, make_run, needs_browser, values
 from tests.tools.test_verdict import plan
-from weft.config.job import Job, ConfigError
+from weft.config.errors import ConfigError
+from weft.config.schema import Job
 from weft.monitor.run_report import FILE
 from weft.tools.comparison_dir import TrialResult, trial_folder
 from weft.tools.comparison_page import write_page
@@ -40,7 +41,7 @@ def compared(folder: Path, count: int, repeats: int = 3) -> Result:
         for r in range(1, repeats + 1):
             seconds = 1.1**v * (1 + 0.01 * (r * (v + 1) % 3))
             spent = {"productive": 9.0, "restarting": 0.0}
-            told = {"step_seconds": seconds, "loss": 3 + 0.001 * r * v, "seconds": spent}
+            told = {"step_seconds": seconds, "loss": 3 + 0.001 * r * v, "time_breakdown": spent}
             lines = [values(step, **told) for step in range(1, 21)]
             run = make_run(trial_folder(folder, v, LABELS[v], r), lines)
             (run / "plan.json").write_text(json.dumps(plan()))

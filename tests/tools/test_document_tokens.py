@@ -12,7 +12,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, processors
 
 from tests.asked import random_run
-from weft.config.job import DataSection, InvalidConfig
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection
 from weft.data.document_tokens import RECORD, find_document_tokens, record_of, tokens_beside
 from weft.data.prepare import prepare
 from weft.data.prepared_cache import Progress

@@ -20,7 +20,9 @@ from tests.small import SMALL, Overrides
 from tests.test_cli import rejected
 from weft.cli.main import main
 from weft.cluster import REQUEUE
-from weft.config.job import InvalidConfig, Job, ConfigError, read_job
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.plan.resolve import Plan
 from weft.tools.comparison_dir import seed_of
 from weft.tools.experiment import order, why

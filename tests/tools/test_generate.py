@@ -14,12 +14,12 @@ from tests.asked import random_run
 from tests.harness import run_ranks
 from tests.small import this_rank
 from weft.cli.main import main
-from weft.config.job import InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.models.kv_cache import caching
 from weft.tools.generate import (
+    ChatFormat,
     Row,
     Sampling,
-    ChatFormat,
     choose,
     generate,
     read_prompts,

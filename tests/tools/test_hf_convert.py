@@ -37,14 +37,15 @@ from weft.checkpoint.manifest import CheckpointError, checkpoints, read_manifest
 from weft.checkpoint.shard_files import consecutive
 from weft.checkpoint.weight_files import INDEX, publishing, write_model
 from weft.cli.main import main
-from weft.config.job import WeftError, replace, to_toml
+from weft.config.errors import WeftError
+from weft.config.schema import replace, to_toml
 from weft.data.dataset import open_text
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES, resolve_model
 from weft.models.family import hf_name
 from weft.models.hf_mapping import shapes, to_config
 from weft.models.llama import LlamaConfig
-from weft.tools.generate import Sampling, ChatFormat, generate, rows_of, speech_of
+from weft.tools.generate import ChatFormat, Sampling, generate, rows_of, speech_of
 from weft.tools.hf_convert import export_checkpoint, import_model
 from weft.tools.inference_model import find_checkpoint, load_whole, restore_alone
 from weft.train.job_checks import check_text, prepare_job

@@ -15,7 +15,7 @@ from tests.asked import random_run
 from tests.harness import run_ranks
 from tests.small import this_rank
 from weft.cli.main import main
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.tools.generate import speech_of
 from weft.tools.hf_convert import export_checkpoint
 from weft.tools.inference_model import find_checkpoint, plan_inference, restore, restore_alone

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from weft.config.job import Job, ConfigError, replace
+from weft.config.errors import ConfigError
+from weft.config.schema import Job, replace
 from weft.tools.comparison_dir import TrialResult, trial_folder
 from weft.tools.comparison_result import Result, Settings, finished, result_of
 from weft.tools.trials import held_out_loss, measure_trial, split_warm_up, train_loss
@@ -28,7 +29,7 @@ def record(step: int, seconds: float, loss: float, **more: Any) -> dict[str, Any
         "step_seconds": seconds,
         "mfu": None,
         "memory_peak_gib": 1.0,
-        "seconds": {"restarting": 0.0},
+        "time_breakdown": {"restarting": 0.0},
     } | more
 
 
@@ -60,7 +61,7 @@ def test_step_seconds_are_the_median_without_warm_up(tmp_path: Path) -> None:
 def test_warm_up_each_start_has_its_own() -> None:
     """One that went on from a checkpoint shows in the time that restarting took."""
     first = [record(i, 1.0, 3.0) for i in range(1, 6)]
-    second = [record(i, 1.0, 3.0) | {"seconds": {"restarting": 12.5}} for i in range(6, 11)]
+    second = [record(i, 1.0, 3.0) | {"time_breakdown": {"restarting": 12.5}} for i in range(6, 11)]
     warm, cold = split_warm_up([*first, *second])
     assert [each["step"] for each in cold] == [1, 6]
     assert [each["step"] for each in warm] == [2, 3, 4, 5, 7, 8, 9, 10]

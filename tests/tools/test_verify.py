@@ -24,7 +24,9 @@ from torch.distributed.tensor import DTensor
 from tests.test_extending import MINE
 from weft.checkpoint.state_dict import named_parameters
 from weft.cli.main import main
-from weft.config.job import InvalidConfig, Job, WeftError, recipe_names
+from weft.config.errors import InvalidConfig, WeftError
+from weft.config.reader import recipe_names
+from weft.config.schema import Job
 from weft.data.loader import Batch
 from weft.optim.optimizer import clip_grad_norm
 from weft.plan.resolve import Plan
@@ -245,14 +247,14 @@ class _Sums:
     """A mesh whose sum over tokens is another."""
 
     def __init__(self, built: Built, total: Callable[[Tensor], Tensor]) -> None:
-        self.mesh, self.sum_over_tokens = built.mesh, total
+        self.mesh, self.all_reduce_dp_cp = built.mesh, total
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.mesh, name)
 
 
 def count_tokens_twice(built: Built, plan: Plan) -> None:
-    total = built.mesh.sum_over_tokens
+    total = built.mesh.all_reduce_dp_cp
     built.engine.mesh = _Sums(built, lambda count: total(count) * 2)  # type: ignore[assignment]
 
 

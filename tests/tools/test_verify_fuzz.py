@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.tools.test_verify import AGREES, break_a_gradient_on_rank_1, living, overrides
 from weft.checkpoint.load import load
 from weft.cli.main import main
-from weft.config.job import flatten
+from weft.config.schema import flatten
 from weft.models import FAMILIES
 from weft.plan.resolve import Plan
 from weft.tools import verify as verify_module

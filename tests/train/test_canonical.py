@@ -10,7 +10,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.small import Overrides, gradients, losses, newest_state, small_job, train_rank
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.plan.resolve import Machine, resolve
 
 STEPS: Overrides = [

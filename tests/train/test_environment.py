@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from weft.config.job import InvalidConfig, read_job
+from weft.config.errors import InvalidConfig
+from weft.config.reader import read_job
 from weft.train.environment import (
     ClusterEnvironment,
+    apply_environment,
+    detect_environment,
     expand_counts,
     expand_hosts,
-    detect_environment,
-    apply_environment,
     is_log_node,
 )
 from weft.train.setup import joined

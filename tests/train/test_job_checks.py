@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.harness import run_ranks
 from tests.small import small_job, train_rank
 from weft.cluster.start import describe_text
-from weft.config.job import Job
-from weft.data.dataset import Source, Dataset, open_text
+from weft.config.schema import Job
+from weft.data.dataset import Dataset, Source, open_text
 from weft.data.loader import samples_of
 from weft.monitor.terminal import quiet_console
 from weft.plan.resolve import Machine, resolve

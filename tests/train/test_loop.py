@@ -13,7 +13,7 @@ from tests.harness import RankError, run_ranks
 from tests.small import Overrides, losses, newest_state, records, train_rank
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.cli.main import main
-from weft.config.job import InvalidConfig
+from weft.config.errors import InvalidConfig
 from weft.train.job_checks import prepare_job
 
 KEYS = {
@@ -31,7 +31,7 @@ KEYS = {
     "mfu_causal",
     "memory_peak_gib",
     "time",
-    "seconds",
+    "time_breakdown",
     "goodput",
     "best_loss",
 }

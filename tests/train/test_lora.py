@@ -17,7 +17,8 @@ from tests.layouts import parse
 from tests.small import Overrides, losses, newest_state, read_state, small_job, train_rank
 from weft.checkpoint.manifest import checkpoints, read_manifest
 from weft.checkpoint.weight_files import write_json
-from weft.config.job import InvalidConfig, to_toml
+from weft.config.errors import InvalidConfig
+from weft.config.schema import to_toml
 from weft.data.prepared_cache import Progress
 from weft.models import FAMILIES, resolve_model
 from weft.models.family import hf_name

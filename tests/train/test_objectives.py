@@ -27,7 +27,8 @@ from tests.small import (
     whole,
 )
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import DataSection, InvalidConfig, TrainSection
+from weft.config.errors import InvalidConfig
+from weft.config.schema import DataSection, TrainSection
 from weft.data.dataset import open_text
 from weft.data.loader import IGNORE, Batch, Loader, Mixture, Packed, Pairs, samples_of
 from weft.data.prepare import prepare_text

@@ -38,13 +38,13 @@ from tests.small import (
 from weft.checkpoint.manifest import checkpoints
 from weft.checkpoint.replica_check import ReplicasDiffer
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.data.dataset import open_text
 from weft.optim.optimizer import grad_norm
 from weft.plan.resolve import Machine, resolve
 from weft.train.job_checks import check_names
 from weft.train.loop import train
-from weft.train.replica_groups import ReplicaGroups, GroupsError
+from weft.train.replica_groups import GroupsError, ReplicaGroups
 from weft.train.replica_groups import join as join_groups
 from weft.train.setup import build
 from weft.train.state import TrainState

@@ -12,8 +12,17 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.layouts import parse
-from tests.small import Overrides, loader_of, plan_here, records, small_job, this_rank, train_rank
-from weft.config.job import DataSection
+from tests.small import (
+    Overrides,
+    loader_of,
+    plan_here,
+    records,
+    small_job,
+    this_rank,
+    train_rank,
+    values_under,
+)
+from weft.config.schema import DataSection
 from weft.data.dataset import open_text
 from weft.data.loader import IGNORE, samples_of
 from weft.data.prepare import prepare_text
@@ -138,20 +147,20 @@ def test_source_losses_are_in_the_records_of_a_run(mixture: str, tmp_path: Path)
     assert [r["step"] for r in found] == [1, 3, 6, 9, 12]
     names = ["letters", "prose", Path(open_text(mixture).sources[2].store.manifest.source).name]
     for record in found:
-        assert set(record["source_losses"]) <= set(names)
-        assert all(map(math.isfinite, record["source_losses"].values()))
-        assert ("source_eval_losses" in record) == ("eval_loss" in record)
+        assert set(values_under(record, "loss")) <= set(names)
+        assert all(map(math.isfinite, values_under(record, "loss").values()))
+        assert bool(values_under(record, "eval_loss")) == ("eval_loss" in record)
     # The first record is of one step, whose loss is the mean over the targets of its rows.
     first = found[0]
-    low, high = min(first["source_losses"].values()), max(first["source_losses"].values())
+    low, high = min(values_under(first, "loss").values()), max(values_under(first, "loss").values())
     assert low <= first["loss"] <= high
     for record in found[2::2]:
         weighted = [
-            w * record["source_eval_losses"][name]
+            w * values_under(record, "eval_loss")[name]
             for name, w in zip(names, (0.5, 0.2, 0.3), strict=True)
         ]
         assert record["eval_loss"] == pytest.approx(sum(weighted))
-    last = found[-1]["source_eval_losses"]
+    last = values_under(found[-1], "eval_loss")
     assert list(last) == names
     assert last["letters"] < last["prose"]
-    assert found[-1]["source_losses"]["letters"] < first["source_losses"]["letters"]
+    assert values_under(found[-1], "loss")["letters"] < values_under(first, "loss")["letters"]

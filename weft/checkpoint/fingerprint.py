@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.parallel.dtensor import flat_index
+from weft.parallel.dtensor import iter_flat_indices
 
 # Elements at a time: temporaries that stay in a core's caches, and that torch does not spread over
 # threads, of which there may be several here; or that fill a GPU.
@@ -47,7 +47,7 @@ def fingerprint(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> 
                 index = torch.arange(rows.shape[1], device=local.device) + first + begin
                 total += _weighted_sum(rows, index, WIDTH)
         return total
-    _, index = next(flat_index(bits[:1], offsets, shape, 1))
+    _, index = next(iter_flat_indices(bits[:1], offsets, shape, 1))
     index = index.expand(bits[:1].shape).flatten()
     return _weighted_sum(bits.flatten(1), index, math.prod(shape[1:]))
 

@@ -53,7 +53,7 @@ from weft.checkpoint.state_dict import (
 from weft.checkpoint.storage import Damaged
 from weft.monitor.faults import fault_point
 from weft.parallel.dtensor import shard_offsets
-from weft.parallel.quantize import keep_numbers, numbers_of
+from weft.parallel.quantize import store_float32, float32_buffer
 
 # Dtypes of what optimizers keep, of different sizes: one cannot pass for another.
 OPTIMIZER_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -120,11 +120,11 @@ def load_frozen(path: Path, parts: Sequence[nn.Module]) -> None:
     sizes = {name: math.prod(entry.shape) for name, entry in contents.tensors.items()}
     for names in consecutive(sizes, FROZEN_AT_ONCE):  # the same on every rank
         some = contents._replace(tensors={name: contents.tensors[name] for name in names})
-        state = {name: numbers_of(params[name]) for name in names if name in params}
+        state = {name: float32_buffer(params[name]) for name in names if name in params}
         wrong = _fill_state(failed, folder, some, parts, state, whole=True)
         _refuse(path, folder, contents, wrong)
         for name, numbers in state.items():
-            keep_numbers(params[name], numbers)
+            store_float32(params[name], numbers)
 
 
 def load_local(

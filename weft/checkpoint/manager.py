@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint, on_host
-from weft.checkpoint.local_save import save_local, local_folder
+from weft.checkpoint.local_save import local_folder, save_local
 from weft.checkpoint.manifest import (
     FORMAT,
     NAME,

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weft.checkpoint.shard_files import Contents, Json, check_files, parse_contents
 from weft.checkpoint.storage import Damaged, is_remote, put_new, read_regular
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 
 FORMAT = 3
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import on_host
 from weft.checkpoint.state_dict import copies_of, mark_of, model_state, optimizer_state
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 
 
 class ReplicasDiffer(WeftError):

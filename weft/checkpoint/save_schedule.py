@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from weft.config.job import CheckpointSection
+from weft.config.schema import CheckpointSection
 
 FIRST = 10  # steps after which the first one is saved, whose cost decides
 

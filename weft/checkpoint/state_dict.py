@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft.checkpoint.fingerprint import fingerprint
-from weft.parallel.dtensor import local_of, shard_offsets
+from weft.parallel.dtensor import to_local, shard_offsets
 from weft.parallel.private import is_quantized
 
 State = dict[str, torch.Tensor]
@@ -94,7 +94,7 @@ def allocate_optimizer_state(
             states[param][key] = torch.empty_like(param.data, dtype=dtype, device=where)
         else:
             # Fused optimizers keep the count beside the parameter.
-            device = local_of(param).device
+            device = to_local(param).device
             states[param][key] = torch.empty(shape, dtype=dtype, device=device)
     optimizer.state.update(states)
 
@@ -171,7 +171,7 @@ def owns(name: str, copies: Iterable[Copies]) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor; of one in 8 bits, its values in a tensor of their own."""
-    local = local_of(tensor).detach()
+    local = to_local(tensor).detach()
     return local.dequantize() if is_quantized(local) else local
 
 

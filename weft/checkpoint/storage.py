@@ -28,8 +28,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from weft.config.errors import InvalidConfig, WeftError
 from weft.config.files import check_url, sync_folder
-from weft.config.job import InvalidConfig, WeftError
 
 # Not os.posix_fallocate: where a file system cannot do it, that writes all blocks.
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -42,8 +42,8 @@ from weft.checkpoint.shard_files import (
     read_shards,
 )
 from weft.checkpoint.storage import Damaged, create, is_remote, read_range, remove
+from weft.config.errors import WeftError
 from weft.config.files import sync_folder
-from weft.config.job import WeftError
 
 BLOCK = 1 << 20  # elements of a tensor that are in memory at a time
 

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 import weft
 from weft.cluster import MISTAKE
-from weft.config.job import MISSING, SECTIONS, ConfigError, recipe_names
+from weft.config.errors import MISSING, ConfigError
+from weft.config.reader import recipe_names
+from weft.config.schema import SECTIONS
 
 # --------------------------------------------------------------------------- kinds of values
 

@@ -19,16 +19,10 @@ from typing import TYPE_CHECKING
 
 from weft.cli.arguments import parse
 from weft.cluster import FAILED, INTERRUPTED, MISTAKE, REQUEUE
+from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.escaping import escape_controls, escaping_stream, is_one_line, raw_stream
-from weft.config.job import (
-    MISSING,
-    InvalidConfig,
-    Job,
-    ConfigError,
-    WeftError,
-    read_job,
-    recipe_names,
-)
+from weft.config.reader import read_job, recipe_names
+from weft.config.schema import Job
 
 if TYPE_CHECKING:
     from weft.data.dataset import Dataset
@@ -154,7 +148,7 @@ def look_after(options: argparse.Namespace, problems: list[ConfigError]) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Print what a recipe does on a cluster."""
-    from weft.plan.plan_text import machine_text, map_of_ranks, plan_recipe
+    from weft.plan.plan_text import describe_machine, format_placement, plan_recipe
     from weft.train.setup import detect_machine
 
     problems = list(options.problems)
@@ -177,7 +171,7 @@ def plan(options: argparse.Namespace) -> int:
         options.recipe, options.overrides, problems, options.cluster, detect_machine
     )
     if options.rank_map:
-        print(map_of_ranks(plan))
+        print(format_placement(plan))
         return 0
     if options.search:
         return search(options, job, plan, machine)
@@ -189,7 +183,7 @@ def plan(options: argparse.Namespace) -> int:
     device = device_of(plan, machine)
     seen = forecast(job, plan, machine, device)
     if options.report:
-        where = machine_text(plan, machine)
+        where = describe_machine(plan, machine)
         write_file(Path(options.report), page(job, plan, seen, options.recipe, where))
     if options.json:
         print(to_json(plan, seen))
@@ -243,11 +237,11 @@ def search(options: argparse.Namespace, job: Job, plan: Plan, machine: Machine) 
 def verify(options: argparse.Namespace) -> int:
     """Train the recipe's layout and one process, both small, and compare them."""
     from weft.monitor.terminal import quiet_console
-    from weft.plan.resolve import MAX_CPU_WORKERS
+    from weft.plan.resolve import MAX_CPU_RANKS
     from weft.tools.verify import read_recipe, verify
 
     problems = list(options.problems)
-    ranks = between("--ranks", options.ranks, 2, MAX_CPU_WORKERS, problems)
+    ranks = between("--ranks", options.ranks, 2, MAX_CPU_RANKS, problems)
     usual = "3" if options.fuzz is None else "2"
     steps = between("--steps", options.steps or usual, 1, 1000, problems)
     console = quiet_console(sys.stdout, quiet=options.json)
@@ -697,7 +691,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def schema(options: argparse.Namespace) -> int:
     """Print the recipe's schema with the fields of weft's own models."""
-    from weft.config.job import schema as job_schema
+    from weft.config.schema import schema as job_schema
     from weft.models import FAMILIES
 
     tree = job_schema()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from weft.cluster.finding import Finding, bad, note, ok, warning
 from weft.cluster.node_facts import TIMED_OUT, Facts, Measured, gpus_in, release, topology_in, whole
-from weft.plan.devices import CPU, Device, device_called, device_named
+from weft.plan.devices import CPU_DEVICE, Device, match_device, get_device
 
 # Of what the table of devices has: below the first it is worth a word, below the second bad.
 SLOW, BROKEN = 0.8, 0.5
@@ -21,9 +21,9 @@ BEHIND = 0.9  # of the median of the node's devices: one that all the others wil
 def known_device(facts: Facts) -> Device | None:
     """What the table of devices has of these."""
     if facts.device == "cpu":
-        return device_named(CPU)
+        return get_device(CPU_DEVICE)
     gpus = gpus_in(facts.gpus)
-    return device_called(gpus[0]["name"], whole(gpus[0]["memory"]) * 2**20) if gpus else None
+    return match_device(gpus[0]["name"], whole(gpus[0]["memory"]) * 2**20) if gpus else None
 
 
 def graded(part: float, seen: str, remedy: str) -> Finding:

@@ -22,9 +22,10 @@ from weft.cluster.finding import SEVERITIES, Finding
 from weft.cluster.node_checks import examine
 from weft.cluster.node_facts import WAIT_SECONDS, Facts, gpus_in
 from weft.cluster.probes import collect_facts, meet, try_endpoint, try_folder, try_store, versions
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import replace_text, write_json
-from weft.config.job import InvalidConfig, Job, ConfigError, WeftError
-from weft.config.job import replace as changed
+from weft.config.schema import Job
+from weft.config.schema import replace as changed
 from weft.train.environment import PORT, detect_environment, reachable
 from weft.train.run_dir import unwritable
 
@@ -42,7 +43,7 @@ def gather(job: Job, full: bool = False, together: bool = True) -> Facts:
         together: with the other nodes of the job, if it has some; they must ask at the same time.
 
     Raises:
-        InvalidJob: if run.nodes cannot be read, or the environment contradicts itself.
+        InvalidConfig: if run.nodes cannot be read, or the environment contradicts itself.
     """
     counts, endpoint = nodes_of(job)
     facts = replace(collect_facts(), nodes=counts[-1], least_nodes=counts[0], endpoint=endpoint)
@@ -74,7 +75,7 @@ def nodes_of(job: Job) -> tuple[Sequence[int], str]:
     """How many nodes a job may have, from the fewest to the most, and where they meet.
 
     Raises:
-        InvalidJob: see `gather`.
+        InvalidConfig: see `gather`.
     """
     here = detect_environment(os.environ, str(job.run.nodes), job.run.rendezvous)
     if here.nodes == "1":

@@ -39,12 +39,13 @@ from weft.cluster.watchdog import (
     why_absent,
     write_evidence,
 )
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading
-from weft.config.job import InvalidConfig, Job, ConfigError, WeftError
+from weft.config.schema import Job
 from weft.monitor.heartbeat import Contact, process_began, ranks_text
 from weft.monitor.jsonl import is_number, read_tail
 from weft.monitor.run_reader import job_of
-from weft.parallel.private_hooks import collectives_in
+from weft.parallel.private_hooks import parse_flight_recorder
 from weft.train.state import checkpoint_dir
 
 LOOK = 2.0  # seconds between two looks at ranks that live
@@ -95,7 +96,7 @@ def explain(folder: Path) -> Told:
     """Say what is known of the run in ``folder``.
 
     Raises:
-        InvalidJob: if it is no run.
+        InvalidConfig: if it is no run.
     """
     job = job_of(folder)
     logs = folder / "logs"
@@ -220,11 +221,11 @@ def _live(folder: Path, job: Job, hosts: list[dict[str, Any]]) -> Told:
 def _slow(folder: Path) -> list[str]:
     """Whether the newest record names a rank that slows the others down."""
     last = read_tail(folder / "metrics.jsonl").last or {}
-    slow_ratio = last.get("slow_ratio")
-    if not isinstance(slow_ratio, int | float) or "slow_rank" not in last:
+    straggler_slowdown = last.get("straggler_slowdown")
+    if not isinstance(straggler_slowdown, int | float) or "straggler_rank" not in last:
         return []
-    ratio = f"{slow_ratio:.1f} times as long"
-    return [f"rank {last['slow_rank']} is slow, and makes steps {ratio} (step {last['step']})"]
+    ratio = f"{straggler_slowdown:.1f} times as long"
+    return [f"rank {last['straggler_rank']} is slow, and makes steps {ratio} (step {last['step']})"]
 
 
 # --------------------------------------------------------------------------- NCCL's own dumps
@@ -241,11 +242,11 @@ def seen_in_dump(rank: int, data: bytes) -> Seen:
     """What a rank's Flight Recorder held, by torch's own file.
 
     Raises:
-        InvalidJob: if it is no such file.
+        InvalidConfig: if it is no such file.
     """
     try:
         dump = _Plain(io.BytesIO(data)).load()
-        found = collectives_in(dump)
+        found = parse_flight_recorder(dump)
         groups = {
             name: sorted(json.loads(about["ranks"])) for name, about in dump["pg_config"].items()
         }

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from weft.cluster import REQUEUE
 from weft.cluster.rank_exit import log_path, read_reports, status
 from weft.cluster.rendezvous import JOIN, RendezvousHandler, open_rendezvous
-from weft.config.job import Job, flatten
+from weft.config.schema import Job, flatten
 from weft.monitor.process import PYTHON, on_one_host
 from weft.monitor.signals import STOP_SIGNALS
 from weft.plan.resolve import Plan

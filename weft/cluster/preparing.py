@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from weft.config.escaping import escape_controls
-from weft.config.job import DataSection
+from weft.config.schema import DataSection
 from weft.data.prepared_cache import Progress as Preparation
 
 LINE_SECONDS = 30.0  # between lines of a stage that goes on, where there is no terminal

@@ -28,7 +28,7 @@ from typing import Any
 import weft
 from weft.checkpoint.storage import create, is_remote, open_folder, put_new, read_range, remove
 from weft.cluster.node_facts import ASKED, TIMED_OUT, Adapter, Facts, Folder, Node, Store
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 
 ASKS, LINGER_SECONDS = 5, 1.0  # for the time; and for others to read what the store has
 TOOL_SECONDS = 30.0  # for a tool to answer; a broken driver lets nvidia-smi wait for ever

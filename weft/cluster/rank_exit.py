@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from weft.config.errors import WeftError
 from weft.config.escaping import escaping_stream
 from weft.config.files import describe_cause, read_json, write_json
-from weft.config.job import WeftError
 
 
 def log_path(folder: Path, rank: int) -> Path:

@@ -45,8 +45,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _Action,
 )
 
-from weft.config.job import InvalidConfig, ConfigError, WeftError
-from weft.parallel.private import listening_store
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
+from weft.parallel.private import create_tcp_store
 from weft.train.environment import is_loopback
 
 # A node without a heartbeat for so long is gone; clocks must agree better than that.
@@ -109,7 +109,7 @@ class RendezvousHandler(DynamicRendezvousHandler):
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
         """Serve the store of the ranks in this process, so that nobody else can take its port."""
-        return listening_store(master_addr, master_port, True)
+        return create_tcp_store(master_addr, master_port, True)
 
     def num_nodes_waiting(self) -> int:
         """Called some times a second while ranks run; what is to be done is done here."""
@@ -199,11 +199,11 @@ def open_rendezvous(
 
     Raises:
         WeftError: if nobody answers.
-        InvalidJob: if the nodes that are there have something else in ``same``.
+        InvalidConfig: if the nodes that are there have something else in ``same``.
     """
     local = "localhost" if is_loopback(endpoint) else None
     if counts[-1] == 1:
-        store = listening_store("127.0.0.1", 0, True)
+        store = create_tcp_store("127.0.0.1", 0, True)
     else:
         store = find_store(endpoint, run, counts, JOIN.total_seconds())
     store.set_timeout(timedelta(seconds=60))

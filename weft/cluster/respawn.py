@@ -13,7 +13,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from weft.cluster.preparing import cache_folder, showing
-from weft.config.job import InvalidConfig, Job, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.schema import Job
 from weft.data.dataset import Dataset, open_text
 from weft.data.prepare import prepare_text
 from weft.monitor.process import PYTHON, die_with_parent, on_one_host
@@ -29,7 +30,7 @@ def prepare_to_evaluate(found: CheckpointRef, job: Job, own: bool, console: Cons
         own: whether it is the one that the run names, as the run tokenised it.
 
     Raises:
-        InvalidJob: if it cannot be read, or is not in the run's tokens any more.
+        InvalidConfig: if it cannot be read, or is not in the run's tokens any more.
     """
     section, tokenizer = job.data, found.run / "tokenizer.json"
     if not own:

@@ -34,7 +34,7 @@ from weft.cluster.scheduler import (
     unchecked,
 )
 from weft.cluster.submit import Request
-from weft.config.job import ConfigError, WeftError
+from weft.config.errors import ConfigError, WeftError
 
 ENDING = ".json"
 OPTIONS = {

@@ -46,7 +46,8 @@ from typing import Any
 
 from weft.cluster import FAILED, MISTAKE, REQUEUE
 from weft.cluster.rank_exit import read_reports
-from weft.config.job import MISSING, InvalidConfig, ConfigError, WeftError, read_job
+from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
+from weft.config.reader import read_job
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
 from weft.train.environment import detect_environment
@@ -144,7 +145,7 @@ def pairs_of(arguments: Sequence[str]) -> Pairs:
     """``--key value --key value``, as the toolkit writes hyperparameters.
 
     Raises:
-        InvalidJob: if it is something else.
+        InvalidConfig: if it is something else.
     """
     keys, values = arguments[::2], arguments[1::2]
     wrong = [key for key in keys if not key.startswith("--")]
@@ -181,7 +182,7 @@ def train_words(pairs: Pairs, container: Container) -> list[str]:
     """What follows ``weft train``, with what SageMaker decides where nobody else has.
 
     Raises:
-        InvalidJob: if there is no recipe, or no place for the checkpoints of several hosts.
+        InvalidConfig: if there is no recipe, or no place for the checkpoints of several hosts.
     """
     given = [(key.replace("-", "_"), value) for key, value in pairs if value != ""]
     recipe = next((value for key, value in given if key == "recipe"), None)

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weft.cluster.submit import Request
-from weft.config.job import MISSING, Job, ConfigError, WeftError, flatten, recipe_names, suggest
+from weft.config.errors import MISSING, ConfigError, WeftError, suggest
+from weft.config.reader import recipe_names
+from weft.config.schema import Job, flatten
 
 RUN_DIR = "run.dir"
 

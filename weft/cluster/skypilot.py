@@ -36,7 +36,7 @@ from weft.cluster.scheduler import (
     unchecked,
 )
 from weft.cluster.submit import Request
-from weft.config.job import ConfigError
+from weft.config.errors import ConfigError
 
 ENDING = ".yaml"
 OPTIONS = {

@@ -25,8 +25,8 @@ from weft.cluster import REQUEUE, SICK
 from weft.cluster.doctor import SICK_NODES
 from weft.cluster.scheduler import Refused, on_lines, seconds, time_problems, tool
 from weft.cluster.submit import Request, alive
+from weft.config.errors import ConfigError, WeftError
 from weft.config.escaping import is_one_line
-from weft.config.job import ConfigError, WeftError
 
 ENDING = ".sh"
 # What ranks get to finish a step and save; at most a quarter of the whole.

@@ -33,8 +33,10 @@ from weft.cluster.launcher import Failure, Requeue, launch
 from weft.cluster.preparing import cache_folder, showing
 from weft.cluster.rank_exit import leave, log_path, redirect, tell_torchrun, write_error
 from weft.cluster.watchdog import watch
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, replace_text
-from weft.config.job import InvalidConfig, Job, ConfigError, difference, read_job, to_toml
+from weft.config.reader import read_job
+from weft.config.schema import Job, difference, to_toml
 from weft.data.dataset import Dataset, open_text
 from weft.data.document_tokens import IMPORTED, RECORD, record_of
 from weft.data.loader import samples_of
@@ -55,9 +57,9 @@ from weft.monitor.run_report import FILE, LATER, report_page
 from weft.monitor.signals import STOP_SIGNALS, listen
 from weft.monitor.terminal import duration, quiet_console, shown
 from weft.plan.placement import AXES
-from weft.plan.plan_text import float8_line, stage_lines
+from weft.plan.plan_text import describe_float8, format_stages
 from weft.plan.resolve import Plan
-from weft.train.epochs import epochs_of, epoch_warnings
+from weft.train.epochs import epoch_warnings, epochs_of
 from weft.train.job_checks import check_text
 from weft.train.loop import train
 from weft.train.run_dir import owning, unwritable
@@ -176,7 +178,7 @@ def rollback(folder: Path, step: int) -> str:
     """Let the run in ``folder`` go on from an earlier step; what is to be said of it.
 
     Raises:
-        InvalidJob: if it is no run, has no such checkpoint, or is being trained.
+        InvalidConfig: if it is no run, has no such checkpoint, or is being trained.
     """
     job = job_of(folder)
     home = checkpoint_dir(job.checkpoint.dir, folder)
@@ -322,14 +324,14 @@ def describe(
         f"{f' on {counts[0]} to {counts[-1]} nodes' if len(counts) > 1 else ''}"
         f"{' (' + ', '.join(layout) + ')' if layout else ''}, "
         f"{plan.tokens_per_step:,} tokens a step, {plan.compute_dtype}"
-        f"{f' and float8 ({float8_line(plan)})' if plan.float8 != 'none' else ''}",
+        f"{f' and float8 ({describe_float8(plan)})' if plan.float8 != 'none' else ''}",
         soft_wrap=True,
     )
     if plan.peak_flops is not None:
         peak = f"{plan.peak_flops / 1e12:,.0f} TFLOP/s, the device's dense {plan.peak_dtype} peak"
         console.print(f"MFU is relative to {peak}", soft_wrap=True)
     if plan.pipeline is not None:
-        console.print("\n".join(stage_lines(plan)), soft_wrap=True)
+        console.print("\n".join(format_stages(plan)), soft_wrap=True)
     if expected is not None:
         console.print(f"expected: {expected}", soft_wrap=True)
     for warning in filter(None, (*plan.warnings, doubt)):
@@ -398,11 +400,11 @@ def show_end(
         kinds = run.seconds()
         longest = ", ".join(f"{kind} {duration(s)}" for kind, s in kinds.items() if s >= 1)
         lines.append(f"goodput {goodput(kinds):.1%} of all its starts: {longest}")
-    if (memory := run.last("expected_memory_gib")) is not None:
+    if (memory := run.last("predicted_memory_gib")) is not None:
         usual = float(np.nanmedian(run.column("step_seconds")[int(len(run) > 1) :]))
         beside = f"memory {run.last('memory_peak_gib') or nan:.1f} GiB"
         beside += f" (expected {memory:.1f}), {usual:.3g} s a step"
-        if (seconds := run.last("expected_step_seconds")) is not None:
+        if (seconds := run.last("predicted_step_seconds")) is not None:
             beside += f" (expected {seconds:.3g})"
         lines.append(beside)
     here = shlex.quote(shown(folder))
@@ -456,7 +458,7 @@ def show_failure(failure: Failure, home: Path, folder: Path) -> int:
     print(f"weft: {what_failed(failure)}", file=sys.stderr)
     hangs = failure.kind == "Hang"
     note_event(folder, "hang" if hangs else "failure", last_step(folder), what_failed(failure))
-    if failure.kind == "InvalidJob":
+    if failure.kind == "InvalidConfig":
         return MISTAKE
     if failure.traceback and not failure.foreseen:
         for line in failure.traceback.rstrip().splitlines()[-12:]:

@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError, suggest
 from weft.config.escaping import is_one_line
 from weft.config.files import replace_text, write_json
-from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, WeftError, read_job, suggest
-from weft.config.job import replace as changed
-from weft.plan.devices import CPU, parse_cluster
-from weft.plan.plan_text import machine_of
+from weft.config.reader import read_job
+from weft.config.schema import Job
+from weft.config.schema import replace as changed
+from weft.plan.devices import CPU_DEVICE, parse_cluster
+from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Machine, node_range, resolve_nodes
 
 CLUSTERS = {
@@ -107,7 +109,7 @@ def request(
         here: this machine, from the value of ``run.device``.
 
     Raises:
-        InvalidJob: with every mistake.
+        InvalidConfig: with every mistake.
     """
     found = list(problems)
     if on not in CLUSTERS:
@@ -126,8 +128,8 @@ def request(
             found.append(parsed)
         else:
             nodes = str(parsed.nodes) if nodes == "auto" else nodes
-            devices = 0 if parsed.device_name == CPU else parsed.devices
-            machine = replace(machine_of(parsed), world_size=None, local_world_size=None)
+            devices = 0 if parsed.device_name == CPU_DEVICE else parsed.devices
+            machine = replace(cluster_machine(parsed), world_size=None, local_world_size=None)
     elif job.run.device == "cpu":
         machine = here("cpu")
     else:
@@ -201,7 +203,7 @@ def submit(on: str, asked: Request, text: str) -> str:
     """Keep the script or manifest in the run's folder and hand it in; the job's id.
 
     Raises:
-        InvalidJob: if an earlier job of the run has not ended.
+        InvalidConfig: if an earlier job of the run has not ended.
         WeftError: if it was not taken, and nothing is left behind then but a recipe in SageMaker's
             bucket; or if it was, and that cannot be noted.
     """
@@ -257,7 +259,7 @@ class Launched:
 
     @classmethod
     def of(cls, folder: Path) -> Launched:
-        """Raises InvalidJob if ``folder`` has no such record."""
+        """Raises InvalidConfig if ``folder`` has no such record."""
         try:
             record: dict[str, Any] = json.loads((folder / RECORD).read_text("utf-8"))
             if record["on"] not in CLUSTERS:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.cluster.rank_exit import error_path, log_path, status, write_report
 from weft.config.files import write_json
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.monitor.faults import DOING, doing
 from weft.monitor.heartbeat import LINE_BYTES, Contact, process_began, ranks_text, start
 from weft.monitor.log_buffer import tolerate

@@ -29,7 +29,7 @@ def main() -> None:
         import torch.distributed as dist
 
         from weft.cluster.watchdog import watch
-        from weft.config.job import read_job
+        from weft.config.reader import read_job
         from weft.data.dataset import open_text
         from weft.monitor.terminal import quiet_console
         from weft.plan.resolve import resolve

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from weft.config.job import ConfigError, WeftError
+from weft.config.errors import ConfigError, WeftError
 
 MAX_BYTES = 64 << 20  # of a file that is read back as a whole
 

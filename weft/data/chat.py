@@ -35,7 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, processors
 
-from weft.config.job import DataSection, InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.schema import DataSection
 from weft.data.token_store import TEMPLATE_FILE, TOKENS_FILE
 from weft.data.tokenizer import load_tokenizer
 
@@ -345,7 +346,7 @@ def load_template(section: DataSection) -> Template:
     was imported keeps it.
 
     Raises:
-        InvalidJob: there is none, or it is no template.
+        InvalidConfig: there is none, or it is no template.
     """
     try:
         import jinja2

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_hexdigest
 
+from weft.config.errors import SHOWN, ConfigError, InvalidConfig, truncate_list
 from weft.config.files import write_durably
-from weft.config.job import SHOWN, DataSection, InvalidConfig, ConfigError, truncate_list
+from weft.config.schema import DataSection
 from weft.data.chat import (
     CANNOT_BE_CUT,
     COLUMNS,
@@ -82,7 +83,7 @@ def prepare_conversations(
     Of a mixture, sources may also be prepared stores of the same tokenizer, of text, too.
 
     Raises:
-        InvalidJob: every problem of the tokenizer and the template at once; then every line that is
+        InvalidConfig: every problem of the tokenizer and the template at once; then every line that is
             no conversation; then every one that the template cannot write.
     """
     report = progress or (lambda _: None)
@@ -247,7 +248,7 @@ def _lines(units: list[Unit], survey: _Survey, preferences: bool) -> Iterator[_L
     """Every line again.
 
     Raises:
-        InvalidJob: a file is no longer what it was.
+        InvalidConfig: a file is no longer what it was.
     """
     place = 0
     for index, unit in enumerate(units):

@@ -17,8 +17,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 from xxhash import xxh3_128_hexdigest
 
+from weft.config.errors import InvalidConfig
 from weft.config.files import write_durably
-from weft.config.job import InvalidConfig
 from weft.data.token_store import TOKENIZER_FILE, Store, damaged, hash_json, open_store
 
 MIXTURE_FILE = "mixture.json"
@@ -77,7 +77,7 @@ def open_text(path: str | Path) -> Dataset:
     """Open a prepared store or mixture.
 
     Raises:
-        InvalidJob: one problem for each file that is missing, damaged or replaced.
+        InvalidConfig: one problem for each file that is missing, damaged or replaced.
     """
     folder = Path(path)
     if not (folder / MIXTURE_FILE).exists():
@@ -92,7 +92,7 @@ def mixture_stores(folder: Path) -> list[Path]:
     """Return the directories of a mixture's stores.
 
     Raises:
-        InvalidJob: ``mixture.json`` is damaged.
+        InvalidConfig: ``mixture.json`` is damaged.
     """
     return [Path(each.store) for each in _read_mixture(folder)]
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, processors
 
-from weft.config.job import InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
 
 RECORD = "document_tokens.json"  # {"separator": ID, "starts_documents": BOOL}
 IMPORTED = "huggingface"  # directory of an imported run: the files of its source
@@ -75,7 +75,7 @@ def find_document_tokens(
         shown: path of the tokenizer, for messages.
 
     Raises:
-        InvalidJob: a file names a token that does not exist, or nothing names one.
+        InvalidConfig: a file names a token that does not exist, or nothing names one.
     """
     problems: list[ConfigError] = []
     record = _read_record(tokenizer, directories, problems)
@@ -147,7 +147,7 @@ def first_token(tokenizer: Tokenizer, directory: Path) -> int | None:
     """Return the token that an imported model begins an empty text with, if its files say one.
 
     Raises:
-        InvalidJob: a file names a token that does not exist.
+        InvalidConfig: a file names a token that does not exist.
     """
     problems: list[ConfigError] = []
     named = list(_read_sources(tokenizer, [directory], problems, "bos"))

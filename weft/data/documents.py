@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from weft.config.job import SHOWN, DataSection, InvalidConfig, ConfigError, truncate_list
+from weft.config.errors import SHOWN, ConfigError, InvalidConfig, truncate_list
+from weft.config.schema import DataSection
 from weft.data.prepared_cache import (
     Progress,
     Report,
@@ -184,7 +185,7 @@ def read_records(
         shard_bytes: of text in a shard, about; more where there would be very many.
 
     Raises:
-        InvalidJob: lines or rows are no documents, all that are at once; or there is too little.
+        InvalidConfig: lines or rows are no documents, all that are at once; or there is too little.
     """
     if found.kind == "hub":
         report(Progress("asking the hub"))

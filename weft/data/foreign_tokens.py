@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
-from weft.config.job import DataSection, InvalidConfig, ConfigError
+from weft.config.schema import DataSection
 from weft.data.order import Ints
 from weft.data.prepared_cache import Report, counting
 from weft.data.source_files import File
@@ -179,7 +180,7 @@ def read_headers(files: Sequence[File]) -> list[TokenFile]:
     """What each file says that it holds.
 
     Raises:
-        InvalidJob: with every file that is not what its name or header says.
+        InvalidConfig: with every file that is not what its name or header says.
     """
     found, problems = [], []
     for file in files:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import InvalidConfig, ConfigError, suggest
+from weft.config.errors import ConfigError, InvalidConfig, suggest
 from weft.data.source_files import File, unreadable
 
 HUB = "hf://"
@@ -41,7 +41,7 @@ def saved_set(path: str, field: str | None) -> tuple[File, int]:
     """A data set that was saved, and its number of rows.
 
     Raises:
-        InvalidJob: it cannot be read, has several splits, or lacks the column ``field``.
+        InvalidConfig: it cannot be read, has several splits, or lacks the column ``field``.
     """
     folder = Path(path).expanduser().absolute()
     splits = [f.name for f in sorted(folder.iterdir()) if (f / "state.json").is_file()]
@@ -90,7 +90,7 @@ def hub_set(url: str, field: str | None) -> tuple[File, int]:
         url: ``hf://org/name[:config][@split]``; the split is train by itself.
 
     Raises:
-        InvalidJob: there is no such data set, configuration or split, or it lacks the column.
+        InvalidConfig: there is no such data set, configuration or split, or it lacks the column.
     """
     stream = _stream(url, revision := _revision(url))
     if stream.column_names is not None:
@@ -102,7 +102,7 @@ def parse_url(url: str) -> tuple[str, str | None, str]:
     """Name, configuration and split of a data set; see `hub_set`.
 
     Raises:
-        InvalidJob: it is no such URL.
+        InvalidConfig: it is no such URL.
     """
     found = _NAME.fullmatch(url.removeprefix(HUB))
     if found is None:

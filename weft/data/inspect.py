@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.dataset import Source, Dataset
+from weft.data.dataset import Dataset, Source
 from weft.data.order import Ints
 from weft.data.token_store import Store, TokenStream
 

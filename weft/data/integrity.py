@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from xxhash import xxh3_128
 
-from weft.config.job import ConfigError
+from weft.config.errors import ConfigError
 from weft.data.token_store import DATA_REMEDY, Shard, Split, Store, damaged
 from weft.data.workers import num_cores
 

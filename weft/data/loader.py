@@ -25,7 +25,8 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
-from weft.config.job import DataSection, ConfigError, WeftError
+from weft.config.errors import ConfigError, WeftError
+from weft.config.schema import DataSection
 from weft.data.dataset import Dataset
 from weft.data.order import Ints, MixtureSampler, parts, sample_index
 from weft.data.packing import Rows, pack

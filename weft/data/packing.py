@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config.job import SHOWN, DataSection, ConfigError, truncate_list
+from weft.config.errors import SHOWN, ConfigError, truncate_list
+from weft.config.schema import DataSection
 from weft.data.order import Ints
 from weft.data.token_store import SPLITS, SplitName, Store
 

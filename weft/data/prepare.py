@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from weft.config.errors import ConfigError
 from weft.config.files import write_durably
-from weft.config.job import DataSection, ConfigError
+from weft.config.schema import DataSection
 from weft.data.conversations import prepare_conversations
 from weft.data.dataset import Dataset, single, write_mixture
 from weft.data.document_tokens import RECORD, record_of
@@ -111,7 +112,7 @@ def prepare(
         shard_bytes: text per shard, about; a record is not cut.
 
     Raises:
-        InvalidJob: problems of ``data.path``, ``data.tokenizer`` or ``data.cache_dir``.
+        InvalidConfig: problems of ``data.path``, ``data.tokenizer`` or ``data.cache_dir``.
         WeftError: a process that helped was killed.
     """
     report = progress or (lambda _: None)
@@ -134,7 +135,7 @@ def _find(section: DataSection) -> tuple[SourceRef | None, _Given | None]:
     """What there is at the path (None: a prepared store), and the tokenizer that the user gives.
 
     Raises:
-        InvalidJob: every problem of both.
+        InvalidConfig: every problem of both.
     """
     found: SourceRef | None = None
     given: _Given | None = None

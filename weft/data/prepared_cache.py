@@ -17,8 +17,9 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
-from weft.config.job import DataSection, InvalidConfig, ConfigError
+from weft.config.schema import DataSection
 from weft.data.integrity import find_damage
 from weft.data.token_store import (
     FORMAT,
@@ -81,7 +82,7 @@ def noting(problems: list[ConfigError], mixture: bool = False) -> Iterator[None]
 
 
 def refuse(problems: Sequence[ConfigError]) -> None:
-    """Raise InvalidJob with these problems, each once, if there are any."""
+    """Raise InvalidConfig with these problems, each once, if there are any."""
     if problems:
         raise InvalidConfig({str(found): found for found in problems}.values())
 
@@ -133,7 +134,7 @@ def open_verified(path: str | Path, cache: Path, report: Report, anew: bool = Fa
         anew: ignore what is remembered.
 
     Raises:
-        InvalidJob: one problem for each file that is missing, damaged, or does not fit the
+        InvalidConfig: one problem for each file that is missing, damaged, or does not fit the
             vocabulary.
     """
     store = open_store(path)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from weft.config.job import InvalidConfig, ConfigError, suggest
+from weft.config.errors import ConfigError, InvalidConfig, suggest
 from weft.data.hub import hub_rows, hub_set, saved_rows, saved_set
 from weft.data.source import SourceRef
 from weft.data.source_files import (
@@ -80,7 +80,7 @@ def units_of(file: File, kind: Kind, size: int) -> list[Unit]:
     """A file in units of about ``size`` bytes, as far as it can be cut.
 
     Raises:
-        InvalidJob: it cannot be opened, or is not what its name says.
+        InvalidConfig: it cannot be opened, or is not what its name says.
     """
     if kind == "parquet":
         return _row_groups(file, size)
@@ -105,7 +105,7 @@ def record_units(path: str, found: SourceRef, size: int, field: str | None) -> l
         field: the column that data sets must have; None: it is not known yet.
 
     Raises:
-        InvalidJob: what cannot be opened, or is not what its name says, or lacks the column.
+        InvalidConfig: what cannot be opened, or is not what its name says, or lacks the column.
     """
     if found.kind == "saved":
         file, rows = saved_set(path, field)
@@ -154,7 +154,7 @@ def documents(
     """What a unit holds, from the line or row after number ``after`` on.
 
     Raises:
-        InvalidJob: the file cannot be read, is not what its name says, or lacks the field.
+        InvalidConfig: the file cannot be read, is not what its name says, or lacks the field.
     """
     if unit.kind == "jsonl":
         with open_file(unit.file) as stream:
@@ -176,7 +176,7 @@ def lines(unit: Unit, columns: Sequence[str]) -> Iterator[tuple[int, bytes | Fau
     """Every line that is not blank; of rows the ``columns`` that they have, as a line of JSON.
 
     Raises:
-        InvalidJob: the file cannot be read, or is not what its name says.
+        InvalidConfig: the file cannot be read, or is not what its name says.
     """
     if unit.kind == "jsonl":
         with open_file(unit.file) as stream:
@@ -202,7 +202,7 @@ def _lines(
     """Lines that begin in the unit, with their numbers.
 
     Raises:
-        InvalidJob: the disk, or the store, fails while they are read.
+        InvalidConfig: the disk, or the store, fails while they are read.
     """
     whole = is_compressed(unit.file.name)
     number, place = 0, unit.begin
@@ -358,7 +358,7 @@ def _limited(unit: Unit, tables: Iterable[Any]) -> Iterator[Any]:
     """Yield tables until they hold more than a file of that size may.
 
     Raises:
-        InvalidJob: they do.
+        InvalidConfig: they do.
     """
     import pyarrow.compute as pc
 
@@ -397,7 +397,7 @@ def _check_footer(file: File, about: Any) -> None:
     """Refuse a Parquet file whose columns are declared as far larger than they are stored.
 
     Raises:
-        InvalidJob: a size is negative, or more than `most_content` of what is stored.
+        InvalidConfig: a size is negative, or more than `most_content` of what is stored.
     """
     for group in range(about.num_row_groups):
         row_group = about.row_group(group)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from weft.config.errors import ConfigError, InvalidConfig, truncate_list
 from weft.config.files import check_url
-from weft.config.job import InvalidConfig, ConfigError, truncate_list
 from weft.data.hub import HUB, is_saved, parse_url
 from weft.data.source_files import (
     File,
@@ -69,7 +69,7 @@ def look(path: str) -> SourceRef:
             its tests.
 
     Raises:
-        InvalidJob: there is no such place, or nothing in it, or it cannot be read.
+        InvalidConfig: there is no such place, or nothing in it, or it cannot be read.
     """
     if path.startswith(HUB):
         parse_url(path)

@@ -18,7 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from weft.config.job import InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
 
 Format = Literal["jsonl", "parquet", "arrow", "tokens"]
 
@@ -131,7 +131,7 @@ def remote_files(url: str) -> list[File]:
     """The files that a URL names: itself, those below it, or those that its glob matches.
 
     Raises:
-        InvalidJob: it cannot be listed.
+        InvalidConfig: it cannot be listed.
     """
     scheme = url.partition("://")[0]
     fs = _filesystem(scheme)
@@ -174,7 +174,7 @@ def open_file(file: File) -> Iterator[BinaryIO]:
     """Its bytes as they lie there, from the beginning on; may be sought in.
 
     Raises:
-        InvalidJob: it cannot be read, or is no longer the one that was found.
+        InvalidConfig: it cannot be read, or is no longer the one that was found.
     """
     # Not around the yield: what goes wrong in the caller's hands is not this file's.
     try:

@@ -19,7 +19,8 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
-from weft.config.job import DataSection, InvalidConfig, ConfigError, truncate_list
+from weft.config.errors import ConfigError, InvalidConfig, truncate_list
+from weft.config.schema import DataSection
 from weft.data.prepared_cache import (
     Progress,
     Report,
@@ -148,7 +149,7 @@ def read_texts(
         shard_bytes: of text in a shard, at most (by one piece).
 
     Raises:
-        InvalidJob: a file cannot be read, or is no text, or there is too little of it.
+        InvalidConfig: a file cannot be read, or is no text, or there is too little of it.
     """
     scans = _scan_all(files, section.validation_fraction, cache, report)
     kept = keep_text(scans, section.invalid_utf8, section.path)
@@ -205,7 +206,7 @@ def scan(file: File, validation_fraction: float) -> Scan:
         validation_fraction: share of the document that its tail should have.
 
     Raises:
-        InvalidJob: the file cannot be read.
+        InvalidConfig: the file cannot be read.
     """
     content, text = xxh3_128(), _TextCheck()
     size = 0
@@ -285,7 +286,7 @@ def keep_text(
     """The scans to go on with: those that hold text, and under ``replace`` the faulty ones too.
 
     Raises:
-        InvalidJob: under ``error``, one problem that lists the files that are not text.
+        InvalidConfig: under ``error``, one problem that lists the files that are not text.
     """
     scans = [scan for scan in scans if scan.text_bytes]
     faulty = [(scan.file.name, scan.fault) for scan in scans if scan.fault]
@@ -313,7 +314,7 @@ def read_piece(scan: Scan, begin: int, end: int) -> str:
     """The text of bytes ``begin:end`` as they stand (newlines untouched), bad bytes as U+FFFD.
 
     Raises:
-        InvalidJob: the file cannot be read, or is no longer the one that was scanned.
+        InvalidConfig: the file cannot be read, or is no longer the one that was scanned.
     """
     with open_file(scan.file) as stream:
         try:

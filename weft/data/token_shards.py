@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import write_durably
-from weft.config.job import DataSection, InvalidConfig, ConfigError
+from weft.config.schema import DataSection
 from weft.data.prepared_cache import Report
 from weft.data.token_store import Dtype, Shard, Split, hash_tokens, map_shard, token_dtype
 from weft.data.tokenizer import load_tokenizer, separator_id, vocab_entries
@@ -105,7 +106,7 @@ def load_encoder(file: Path) -> Encoder:
     """That of a ``tokenizer.json``.
 
     Raises:
-        InvalidJob: it cannot be read, or has no separator.
+        InvalidConfig: it cannot be read, or has no separator.
     """
     tokenizer, digest = load_tokenizer(file)
     entries = vocab_entries(tokenizer)
@@ -151,7 +152,7 @@ class Batches:
             last: it ends a document, so that the separator comes after it.
 
         Raises:
-            InvalidJob: the tokenizer cannot encode it.
+            InvalidConfig: the tokenizer cannot encode it.
         """
         self._pieces.append((text, last, to))
         self._size_bytes += size_bytes

@@ -33,7 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.job import InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.data.tokenizer import load_tokenizer
 
 FORMAT = 1
@@ -236,7 +236,7 @@ def open_store(path: str | Path) -> Store:
         path: the store's folder.
 
     Raises:
-        InvalidJob: one problem for each file that is missing, damaged or replaced.
+        InvalidConfig: one problem for each file that is missing, damaged or replaced.
     """
     folder = Path(path).expanduser()
     manifest = _read_manifest(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.job import InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.data.document_tokens import END_OF_TEXT, add_start, tokens_beside
 
 # How merges are kept from crossing words, as in Llama 3: contractions, words with the space or
@@ -60,7 +60,7 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, str]:
     """The tokenizer of a ``tokenizer.json``, and the xxh3_128 of that file in hexadecimal.
 
     Raises:
-        InvalidJob: the file is missing or is not a tokenizer.
+        InvalidConfig: the file is missing or is not a tokenizer.
     """
     file = Path(path).expanduser() if isinstance(path, str) else path
     remedy = "give the path of a tokenizer.json, or train to make one from the text"
@@ -92,7 +92,7 @@ def separator_id(tokenizer: Tokenizer, path: str | Path) -> int:
     `weft.data.document_tokens`.
 
     Raises:
-        InvalidJob: nothing names one, or one that does not exist; ``path`` is in the message.
+        InvalidConfig: nothing names one, or one that does not exist; ``path`` is in the message.
     """
     return tokens_beside(tokenizer, path).separator
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from weft.config.job import InvalidConfig, ConfigError, lookup, suggest
+from weft.config.errors import ConfigError, InvalidConfig, suggest
+from weft.config.reader import lookup
 from weft.data.source_files import File
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -31,7 +32,7 @@ def own_set(path: str) -> File:
     """The function, as a file, whose version is the content of the one that it is written in.
 
     Raises:
-        InvalidJob: it cannot be imported, or is no function.
+        InvalidConfig: it cannot be imported, or is no function.
     """
     function = _function(path)
     try:
@@ -46,7 +47,7 @@ def own_rows(file: File, columns: Sequence[str], after: int = 0) -> Iterator[dic
     """Those of the columns that there are, of the rows after the first ``after`` ones.
 
     Raises:
-        InvalidJob: what the function raises, or a row that is neither text nor a mapping.
+        InvalidConfig: what the function raises, or a row that is neither text nor a mapping.
     """
     number = 0
     try:

@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
 from typing import Any, NamedTuple, TypeVar
 
-from weft.config.job import InvalidConfig, ConfigError, WeftError
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ def parallel_map(
         processes: with 1 the work is done here.
 
     Raises:
-        InvalidJob: what ``work`` raised first; the others are stopped.
+        InvalidConfig: what ``work`` raised first; the others are stopped.
         WeftError: a process was killed.
     """
     if processes == 1:
@@ -112,7 +112,7 @@ def _advance(size: int) -> None:
 
 
 class _Refused(NamedTuple):
-    """What an InvalidJob holds, which does not survive being pickled."""
+    """What an InvalidConfig holds, which does not survive being pickled."""
 
     problems: list[ConfigError]
 

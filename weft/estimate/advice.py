@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.config.job import InvalidConfig, Job
-from weft.config.job import replace as replace_sections
+from weft.config.errors import InvalidConfig
+from weft.config.schema import Job
+from weft.config.schema import replace as replace_sections
 from weft.estimate.analytic import memory_of, step_of
 from weft.estimate.cost import step_seconds
 from weft.estimate.forecast import Forecast, forecast, hardware_of
 from weft.estimate.plan_to_analytic import layout_of, sizes_of
 from weft.plan.devices import Device
-from weft.plan.float8_rules import has_float8
+from weft.plan.float8_rules import supports_float8
 from weft.plan.resolve import Machine, Plan, resolve
 
 # A change that gains less is not worth a line.
@@ -110,7 +111,7 @@ def changes(job: Job, plan: Plan, machine: Machine) -> Iterator[Change]:
     compiled: Change = {} if job.compile.enable else {"compile.enable": True}
     if compiled:
         yield compiled
-    able = plan.compute_dtype == "bfloat16" and has_float8("tensorwise", machine.capability)
+    able = plan.compute_dtype == "bfloat16" and supports_float8("tensorwise", machine.capability)
     if plan.float8 == "none" and able:
         yield compiled | {"precision.float8": "tensorwise"}
     if plan.tp > 1 and not job.parallel.async_tp:

@@ -39,7 +39,7 @@ from weft.estimate.cost import (
     Works,
 )
 from weft.estimate.decoder import Layout, Sizes, layers_of, timetable_of
-from weft.plan.pipeline_schedule import Action, stages_of
+from weft.plan.pipeline_schedule import Action, stage_indices
 
 # Reserved by the caching allocator over what lives: blocks of freed temporaries that nothing of
 # later size fits in.  Measured by replays of traced steps: 1.12 to 1.24.
@@ -227,7 +227,7 @@ def step_of(sizes: Sizes, lay: Layout) -> Step:
     passes = _passes(sizes, lay)
     works = tuple(_stage(sizes, lay, stage, counts, *passes) for stage in range(len(counts)))
     table_of = timetable_of(lay)
-    held = [stages_of(order) for order in table_of.values()]
+    held = [stage_indices(order) for order in table_of.values()]
     table = sizes.vocab * sizes.hidden / lay.tp
     owned = max(sum(counts[s] for s in mine) for mine in held) * sizes.layer_params / lay.tp
     owned += table * max((0 in mine) + (len(counts) - 1 in mine) for mine in held)
@@ -373,7 +373,7 @@ def memory_of(sizes: Sizes, lay: Layout, only: int | None = None) -> dict[str, f
 
 def _memory_of_rank(sizes: Sizes, lay: Layout, order: list[Action]) -> dict[str, float]:
     """`memory_of` the rank of the pipeline that does what ``order`` says."""
-    counts, mine = layers_of(sizes, lay), stages_of(order)
+    counts, mine = layers_of(sizes, lay), stage_indices(order)
     stages = len(counts)
     first, last = 0 in mine, stages - 1 in mine
     table, layer = sizes.vocab * sizes.hidden / lay.tp, sizes.layer_params / lay.tp

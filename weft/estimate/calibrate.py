@@ -22,24 +22,26 @@ from typing import Literal
 
 import tomli_w
 
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import read_json, reading, replace_text
-from weft.config.job import InvalidConfig, Job, ConfigError, read_job
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.estimate.cost import Hardware, Step, step_seconds
 from weft.estimate.forecast import hardware_of, priced, step_of
 from weft.estimate.trace import traces
 from weft.monitor.jsonl import is_number, read_records
 from weft.monitor.run_reader import WARMING, no_run
 from weft.plan.devices import (
-    CPU,
+    CPU_DEVICE,
     GIB,
-    OURS,
+    BUILTIN_CLUSTERS,
     Device,
-    known_clusters,
+    load_clusters,
     read_clusters,
-    user_files,
+    user_cluster_files,
 )
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.plan.stages import align
+from weft.plan.stages import format_columns
 
 What = Literal["software", "launch", "bandwidth"]
 LEAST = 3  # records of a start that are its steady state
@@ -107,7 +109,7 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
         key: of the command line, that named the folder.
 
     Raises:
-        InvalidJob: if it is no run, or there can be no plan of it any more.
+        InvalidConfig: if it is no run, or there can be no plan of it any more.
     """
     if not all((folder / name).is_file() for name in ("job.toml", "environment.json", "plan.json")):
         raise InvalidConfig([no_run(folder, key)])
@@ -121,7 +123,7 @@ def planned_again(folder: Path, key: str) -> tuple[Job, Plan, Machine]:
         if not all(type(size) is int and 0 < size < 1 << 20 for size in (here, world)):
             raise ValueError("local_world_size and world_size must be whole numbers")
     with reading(folder / "environment.json"):
-        name = str(environment["devices"][0]) if device == "cuda" else CPU
+        name = str(environment["devices"][0]) if device == "cuda" else CPU_DEVICE
         memory = int((environment.get("memory_gib") or 0.0) * GIB) or None  # older runs do not tell
     machine = Machine(
         device,
@@ -145,7 +147,7 @@ def read_run(folder: Path) -> Run:
     """A run by what lies in its folder.
 
     Raises:
-        InvalidJob: if it is none, or too short to tell.
+        InvalidConfig: if it is none, or too short to tell.
     """
 
     def missing(rule: str, remedy: str) -> InvalidConfig:
@@ -156,10 +158,10 @@ def read_run(folder: Path) -> Run:
     records = [
         record
         for record in read_records(folder / "metrics.jsonl")
-        if isinstance(record.get("seconds"), dict) and all(is_number(record.get(n)) for n in needed)
+        if isinstance(record.get("time_breakdown"), dict) and all(is_number(record.get(n)) for n in needed)
     ]
     # Of the last start only: an earlier one may have had another layout.
-    starts = [r["seconds"].get("restarting", 0.0) for r in records]
+    starts = [r["time_breakdown"].get("restarting", 0.0) for r in records]
     last = [r for r, start in zip(records, starts, strict=True) if start == starts[-1]][WARMING:]
     if len(last) < LEAST:
         rule = f"has {len(last)} records after the first {WARMING} of its last start"
@@ -184,7 +186,7 @@ def calibrate(run: Run) -> Calibration:
     """Fit the number of the run's device that its step's time hangs on.
 
     Raises:
-        InvalidJob: if no value of it gives the measured time.
+        InvalidConfig: if no value of it gives the measured time.
     """
     plan, job = run.plan, run.job
     of_ranks = traces(job, plan)
@@ -215,7 +217,7 @@ def calibrate(run: Run) -> Calibration:
 
 def shipped(name: str) -> Device:
     """What is known of a device without what was calibrated."""
-    return read_clusters(OURS, *(file for file in user_files()[:-1] if file.is_file()))[0][name]
+    return read_clusters(BUILTIN_CLUSTERS, *(file for file in user_cluster_files()[:-1] if file.is_file()))[0][name]
 
 
 def hangs_on(step: Step, hardware: Hardware) -> What:
@@ -240,13 +242,13 @@ def solve(function: Callable[[float], float], wanted: float, farthest: float) ->
 
 def save(found: Calibration) -> Path:
     """Write a calibration where every later plan finds it; returns the file."""
-    path = user_files()[-1]
+    path = user_cluster_files()[-1]
     entries = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
     entry = {found.what: float(f"{found.value:.4g}"), "calibrated": found.provenance}
     entries.setdefault("devices", {})[found.device] = entry
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, f"{HEAD}\n{tomli_w.dumps(entries)}")
-    known_clusters.cache_clear()
+    load_clusters.cache_clear()
     return path
 
 
@@ -271,7 +273,7 @@ def told(found: Calibration, path: Path) -> str:
         [
             f"{found.device}: {found.what} = {found.value:.4g}{unit}, from {found.provenance}",
             "",
-            *align(head, rows, left={0}),
+            *format_columns(head, rows, left={0}),
             "",
             f"memory of the fullest rank: {memory} ({found.memory / run.memory - 1:+.1%})",
             f"written to {path}; plans for this device go by it until it is removed there",

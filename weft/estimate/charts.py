@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.estimate.cost import Span
 from weft.estimate.forecast import Forecast
 from weft.estimate.op_recorder import Where
@@ -21,11 +21,11 @@ from weft.monitor.html import Section, document
 from weft.plan.devices import GIB
 from weft.plan.placement import (
     AXES,
-    advances,
-    coordinates,
-    groups,
-    nodes_to_show,
-    ranges,
+    describe_repetition,
+    rank_to_coordinates,
+    rank_groups,
+    num_nodes_shown,
+    format_ranges,
 )
 from weft.plan.resolve import Plan
 
@@ -272,7 +272,7 @@ def memory_stack(
 
 def names_of_passes(job: Job, plan: Plan, prediction: Forecast) -> dict[Where, str]:
     """Of each place in the fullest rank's timeline: pass, stage, block."""
-    pp = coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
+    pp = rank_to_coordinates(prediction.rank, plan.sizes, plan.order)["pp"]
     actions = actions_of(plan, pp)
     first_units = [stage.first for stage in plan.pipeline.held[pp]] if plan.pipeline else [0]
     grouped = (
@@ -342,10 +342,10 @@ def rank_chart(plan: Plan) -> Section:
     """The first nodes with their ranks, coloured by their rank of the pipeline."""
     local, world = plan.local_world_size, plan.world_size
     nodes = math.ceil(world / local)
-    shown = nodes_to_show(plan.sizes, local, plan.order, nodes)
+    shown = num_nodes_shown(plan.sizes, local, plan.order, nodes)
     axes = [axis for axis in plan.order if plan.sizes[axis] > 1]
     places = {
-        rank: coordinates(rank, plan.sizes, plan.order) for rank in range(min(world, shown * local))
+        rank: rank_to_coordinates(rank, plan.sizes, plan.order) for rank in range(min(world, shown * local))
     }
     labels = {r: "·".join(str(at[axis]) for axis in axes) for r, at in places.items()}
     width = max(46.0, *(CHARACTER * max(len(t), len(str(r))) + 8 for r, t in labels.items()))
@@ -372,7 +372,7 @@ def rank_chart(plan: Plan) -> Section:
         shapes.append("</g>")
     y = math.ceil(shown / across) * (tall + 10) + 16
     if shown < nodes:
-        more = ", ".join(advances(plan.sizes, local, plan.order, shown))
+        more = ", ".join(describe_repetition(plan.sizes, local, plan.order, shown))
         text = f"{nodes - shown:,} more node{'s' * (nodes - shown > 1)} go on like this: {more}"
         shapes.append(f'<text x="0" y="{y}">{text}</text>')
         y += LINE + 4
@@ -392,10 +392,10 @@ def pipeline_ranks(plan: Plan) -> Iterator[str]:
     if plan.pipeline is None:
         return
     others = [axis for axis in AXES if axis != "pp"]
-    of_ranks = groups(others, plan.sizes, plan.order)
+    of_ranks = rank_groups(others, plan.sizes, plan.order)
     for pp, (name, ranks) in enumerate(zip(plan.pipeline.names, of_ranks, strict=True)):
         nodes = sorted({rank // plan.local_world_size for rank in ranks})
-        yield f"pp {pp} on node{'s' * (len(nodes) > 1)} {ranges(nodes)}: {name}"
+        yield f"pp {pp} on node{'s' * (len(nodes) > 1)} {format_ranges(nodes)}: {name}"
 
 
 # --------------------------------------------------------------------------- shapes

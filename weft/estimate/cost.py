@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from weft.plan.devices import Device, Network
-from weft.plan.pipeline_schedule import Need, PipelineSchedule, executed
+from weft.plan.pipeline_schedule import Dependency, PipelineSchedule, execution_order
 
 # Of a data sheet's memory bandwidth, what streaming kernels reach (STREAM and copies: 0.8 to 0.92).
 STREAMED = 0.85
@@ -295,10 +295,10 @@ def spans(
         ValueError: where actions wait for each other forever.
     """
     home = {action.stage: rank for rank, order in timetable.items() for action in order}
-    ended: dict[Need, float] = {}
+    ended: dict[Dependency, float] = {}
     clock = dict.fromkeys(timetable, 0.0)
     found: list[Span] = []
-    for rank, (stage, kind, m), needs in executed(timetable):
+    for rank, (stage, kind, m), needs in execution_order(timetable):
         start = clock[rank]
         for need in needs:
             start = max(start, ended[need] + (hop if home[need[0]] != rank else 0.0))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.estimate.cost import Overlap, Precision
-from weft.plan.pipeline_schedule import PipelineSchedule, one_stage, timetable
+from weft.plan.pipeline_schedule import PipelineSchedule, single_stage_schedule, build_schedule
 
 
 @dataclass(frozen=True)
@@ -132,5 +132,5 @@ def timetable_of(lay: Layout) -> PipelineSchedule:
         ValueError: where the schedule does not allow the numbers.
     """
     if lay.pp == 1:
-        return one_stage(min(2, lay.microbatches))
-    return timetable(lay.schedule, lay.pp, lay.stages_per_rank, lay.microbatches)
+        return single_stage_schedule(min(2, lay.microbatches))
+    return build_schedule(lay.schedule, lay.pp, lay.stages_per_rank, lay.microbatches)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.estimate.cost import (
     Collective,
     Hardware,

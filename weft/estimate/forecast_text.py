@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.estimate.advice import Advice
 from weft.estimate.forecast import Forecast, name_of
 from weft.estimate.op_recorder import Where
@@ -13,7 +13,7 @@ from weft.estimate.search import SearchResult, named, reasons
 from weft.plan.devices import GIB
 from weft.plan.plan_text import describe_plan
 from weft.plan.resolve import Machine, Plan
-from weft.plan.stages import align
+from weft.plan.stages import format_columns
 
 # Below this part of the capacity left over, "fits" is a close call.
 CLOSE = 0.05
@@ -77,7 +77,7 @@ def memory_table(seen: Forecast) -> list[str]:
     """GiB by category, as lines of text."""
     rows = [[name, f"{size:.2f}"] for name, size in seen.by_category().items()]
     rows.append(["together", f"{seen.needed / GIB:.2f}"])
-    return align(["memory", "GiB"], rows, left={0})
+    return format_columns(["memory", "GiB"], rows, left={0})
 
 
 def time_table(seen: Forecast) -> list[str]:
@@ -92,7 +92,7 @@ def time_table(seen: Forecast) -> list[str]:
         if part >= 0.0005 * total
     ]
     rows.append(["together", f"{1000 * total:,.1f}", ""])
-    return align(["time of a step", "ms", ""], rows, left={0})
+    return format_columns(["time of a step", "ms", ""], rows, left={0})
 
 
 def exchange_table(seen: Forecast) -> list[str]:
@@ -106,7 +106,7 @@ def exchange_table(seen: Forecast) -> list[str]:
         ]
         for axis, each in seen.exchanges.items()
     ]
-    return align(["a rank's exchanges", "collectives", "GiB", "exposed ms"], rows, left={0})
+    return format_columns(["a rank's exchanges", "collectives", "GiB", "exposed ms"], rows, left={0})
 
 
 def beside(left: Sequence[str], right: Sequence[str]) -> list[str]:
@@ -127,7 +127,7 @@ def advised(seen: Forecast, advice: Sequence[Advice]) -> list[str]:
         return []
     head = "what would make it fit" if seen.fits is False else "what would make it faster"
     rows = [[str(each), f"{each.faster:+.0%}", _size(each.bytes)] for each in advice]
-    return align([head, "speed", "memory"], rows, left={0})
+    return format_columns([head, "speed", "memory"], rows, left={0})
 
 
 def search_screen(found: SearchResult) -> str:
@@ -144,7 +144,7 @@ def search_screen(found: SearchResult) -> str:
     ]
     lines = [f"{found.considered:,} layouts considered, the best {len(rows)} traced", ""]
     if rows:
-        lines += align(["", "s a step", "MFU", "GiB", "layout"], rows, left={0, 4})
+        lines += format_columns(["", "s a step", "MFU", "GiB", "layout"], rows, left={0, 4})
         if any(each.candidate.precision != found.precision for each in found.best):
             own = f"precision.float8 = {found.precision}"
             lines.append(f"* the best that computes in the recipe's own precision, {own}")

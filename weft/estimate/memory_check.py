@@ -11,16 +11,17 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import replace_text
-from weft.config.job import MISSING, InvalidConfig, Job, ConfigError
+from weft.config.schema import Job
 from weft.estimate.advice import advise
 from weft.estimate.analytic import memory_of, step_of
 from weft.estimate.cost import step_seconds
 from weft.estimate.forecast import Forecast, device_of, forecast, hardware_of
 from weft.estimate.plan_to_analytic import layout_of, sizes_of
 from weft.monitor.device_memory import EXPECTED
-from weft.plan.devices import CPU, GIB, device_named
-from weft.plan.plan_text import memory_bytes
+from weft.plan.devices import CPU_DEVICE, GIB, get_device
+from weft.plan.plan_text import estimate_memory_bytes
 from weft.plan.resolve import Machine, Plan, resolve
 
 # Of a device's memory: what arithmetic finds to need less is not traced.
@@ -54,14 +55,14 @@ def expect(job: Job, plan: Plan, machine: Machine, force: bool) -> tuple[Expecte
         force: start although it does not fit.
 
     Raises:
-        InvalidJob: if it does not fit; with the cheapest remedy.
+        InvalidConfig: if it does not fit; with the cheapest remedy.
     """
     several = len(plan.node_counts) > 1
     if several:
         ranks = plan.node_counts[0] * plan.local_world_size
         machine = replace(machine, world_size=ranks, local_world_size=plan.local_world_size)
         plan = resolve(job, machine)
-    capacity, rough = machine.memory_of_rank(plan.local_world_size), memory_bytes(job, plan)
+    capacity, rough = machine.memory_of_rank(plan.local_world_size), estimate_memory_bytes(job, plan)
     if capacity is None:
         return None, ""
     if rough is not None and rough < SURE * capacity:
@@ -104,7 +105,7 @@ def problem_of(job: Job, plan: Plan, machine: Machine, seen: Forecast) -> Config
     remedy = "use --force to try it all the same"
     device = device_of(plan, machine)
     # Memory can be saved on a device whose speed nobody knows, too; then no speed is told.
-    for best in advise(job, plan, machine, device or device_named(CPU), seen)[:1]:
+    for best in advise(job, plan, machine, device or get_device(CPU_DEVICE), seen)[:1]:
         slower = f", {-best.faster:.0%} slower" if device and best.faster < -0.005 else ""
         remedy = f"use {best} ({best.bytes / GIB:.1f} GiB{slower}), or --force to try it"
     return ConfigError(

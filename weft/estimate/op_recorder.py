@@ -1,6 +1,6 @@
 """Everything that one rank does in a step, as a list of events.
 
-A `Recorder` watches the operators that a rank runs, on real tensors or on fake ones alike: what
+A `MetricLogger` watches the operators that a rank runs, on real tensors or on fake ones alike: what
 they multiply, read and write, what they say to other ranks, and when memory is taken and given
 back.  Memory is storages, not tensors: a view takes none, and FSDP takes and gives back by
 resizing a storage that stays.
@@ -27,14 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 from weft.parallel.private_hooks import (
-    around_actions,
-    group_of,
-    in_backward,
-    waiting_for_others,
-    watching_resizes,
-    working_out_shardings,
+    wrap_pipeline_actions,
+    find_group_name,
+    is_in_backward,
+    observe_collective_waits,
+    observe_storage_resizes,
+    observe_sharding_propagation,
 )
 
 Block = tuple[int, int]
@@ -282,9 +282,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Any:
         self._open = True
         self._watching = ExitStack()
-        self._watching.enter_context(watching_resizes(self._resize))
+        self._watching.enter_context(observe_storage_resizes(self._resize))
         # Neither of these is the step's: what would be, and gloo's way to do what NCCL does alone.
-        for others in (working_out_shardings, waiting_for_others):
+        for others in (observe_sharding_propagation, observe_collective_waits):
             self._watching.enter_context(others(partial(setattr, self, "_away")))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -355,7 +355,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 known = ", ".join(sorted(set(COLLECTIVES.values())))
                 raise WeftError(f"a plan cannot price the collective {name}; it can: {known}")
             # Of what c10d's operators take first is the output where there are two.
-            call = Call(kind, 0.0, (), tuple(reads), tuple(writes), group_of(args))
+            call = Call(kind, 0.0, (), tuple(reads), tuple(writes), find_group_name(args))
         else:
             mutates = func._schema.is_mutable
             old = {storage for storage, _ in reads}
@@ -409,7 +409,7 @@ def placed(
         for handle in handles:
             stack.callback(handle.remove)
         if engine.schedule is not None:
-            stack.callback(around_actions(engine.schedule, begin))
+            stack.callback(wrap_pipeline_actions(engine.schedule, begin))
         else:
             forward = engine._forward
 
@@ -444,7 +444,7 @@ def _mark_blocks(
 
     def before(number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if in_backward():
+            if is_in_backward():
                 return  # computed again
             enter(place_of(number, len(blocks), period))
             if number == 0 and args[0].requires_grad:
@@ -454,7 +454,7 @@ def _mark_blocks(
 
     def after(number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            if in_backward():
+            if is_in_backward():
                 return
             if number == last:
                 enter(None)  # between two blocks the first one is not over

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.estimate.decoder import Layout, Sizes
 from weft.models import load_family
 from weft.models.llama import DecoderConfig
 from weft.models.moe import MoeConfig
 from weft.plan.devices import Device
-from weft.plan.memory_formula import moment_bytes
-from weft.plan.pipeline_schedule import is_file
+from weft.plan.memory_formula import moment_bytes_per_param
+from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.resolve import Plan
 from weft.train.loss import chunk_tokens
 
@@ -44,7 +44,7 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
     """The plan's layout; None for a pipeline whose order comes from a file."""
     per_rank = 1
     if plan.pipeline is not None:
-        if is_file(plan.pipeline.schedule):
+        if is_schedule_file(plan.pipeline.schedule):
             return None
         per_rank = len(plan.pipeline.stages) // plan.pp
     shards = plan.dp_shard * plan.cp
@@ -73,7 +73,7 @@ def layout_of(job: Job, plan: Plan, device: Device) -> Layout | None:
         sequence_parallel=job.parallel.sequence_parallel,
         tp_overlap="async" if job.parallel.async_tp else "exposed",
         gradient_bytes=4 if plan.reduce_dtype == "float32" else 2,
-        state_bytes=8 + moment_bytes(job, plan.model, load_family(job.model.kind)),
+        state_bytes=8 + moment_bytes_per_param(job, plan.model, load_family(job.model.kind)),
         kept_bytes=4.0 if whole and zero == 3 else 0.0,
         chunked_loss=chunk_tokens(tokens, plan.model.vocab_size // plan.tp) < tokens
         and job.train.objective == "next_token",

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
+from weft.config.errors import WeftError
 from weft.config.files import read_json, reading
-from weft.config.job import Job, WeftError
+from weft.config.schema import Job
 from weft.estimate.calibrate import planned_again
 from weft.estimate.charts import memory_chart, pipeline_chart, rank_chart, summary, time_bar
 from weft.estimate.cost import Span
@@ -24,7 +25,7 @@ from weft.monitor.html import Section, table
 from weft.monitor.run_reader import RunReader
 from weft.monitor.spans import read_spans
 from weft.plan.devices import GIB
-from weft.plan.placement import coordinates
+from weft.plan.placement import rank_to_coordinates
 from weft.plan.resolve import Plan
 
 HEADING = "Predicted and measured"
@@ -161,7 +162,7 @@ def _is_action(args: dict[str, Any]) -> bool:
 def timeline(folder: Path, plan: Plan) -> tuple[int, list[Span]] | None:
     """The last step of which every rank of the first pipeline has noted all actions: its number,
     and the actions, in seconds from the beginning of the first."""
-    places = {rank: coordinates(rank, plan.sizes, plan.order) for rank in range(plan.world_size)}
+    places = {rank: rank_to_coordinates(rank, plan.sizes, plan.order) for rank in range(plan.world_size)}
     pipeline = [
         rank
         for rank, at in places.items()

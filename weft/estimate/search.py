@@ -31,15 +31,16 @@ from datetime import date
 from typing import Any, Literal
 
 import weft
-from weft.config.job import InvalidConfig, Job, ConfigError, to_toml
-from weft.config.job import replace as replace_sections
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.schema import Job, to_toml
+from weft.config.schema import replace as replace_sections
 from weft.estimate.analytic import memory_of, step_of
 from weft.estimate.cost import step_seconds
 from weft.estimate.decoder import Layout, Sizes
 from weft.estimate.forecast import OUTSIDE, Forecast, forecast, hardware_of
 from weft.estimate.plan_to_analytic import layout_of, sizes_of
 from weft.plan.devices import GIB
-from weft.plan.float8_rules import has_float8
+from weft.plan.float8_rules import supports_float8
 from weft.plan.layout import divisors
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.plan.placement import AXES
@@ -146,7 +147,7 @@ def search(
         tell: hears of the progress.
 
     Raises:
-        InvalidJob: if nothing is known of the device, or the twin does not know the model.
+        InvalidConfig: if nothing is known of the device, or the twin does not know the model.
     """
     device = machine.spec
     if device is None or plan.device == "cpu":
@@ -349,7 +350,7 @@ def precisions(job: Job, plan: Plan, machine: Machine) -> list[str]:
     own = job.precision.float8
     if own != "none":
         return [own, "none"]
-    able = plan.compute_dtype == "bfloat16" and has_float8("tensorwise", machine.capability)
+    able = plan.compute_dtype == "bfloat16" and supports_float8("tensorwise", machine.capability)
     return ["none", "tensorwise"] if able else ["none"]
 
 

@@ -32,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import Job
-from weft.config.job import replace as replace_sections
+from weft.config.schema import Job
+from weft.config.schema import replace as replace_sections
 from weft.data.loader import Batch
 from weft.estimate.extrapolate import Expansion, HeterogeneousLayers, Segment, Sizes
 from weft.estimate.op_recorder import (
@@ -41,19 +41,19 @@ from weft.estimate.op_recorder import (
     Block,
     Call,
     Event,
-    Recorder,
     OpTrace,
+    Recorder,
     Where,
     place_of,
     placed,
 )
 from weft.models import load_family
 from weft.optim.optimizer import clip_grad_norm
-from weft.parallel.activation_offload import Moved
+from weft.parallel.activation_offload import OffloadedTensor
 from weft.parallel.mesh import PARAMETER_AXES, Mesh
-from weft.parallel.private_hooks import fake_process_group, ranks_of_group
-from weft.plan.pipeline_schedule import Action, PipelineSchedule, is_file, max_in_flight, stages_of
-from weft.plan.placement import rank_of
+from weft.parallel.private_hooks import fake_process_group, get_group_ranks
+from weft.plan.pipeline_schedule import Action, PipelineSchedule, is_schedule_file, max_pending_backwards, stage_indices
+from weft.plan.placement import coordinates_to_rank
 from weft.plan.resolve import Plan
 from weft.plan.stages import Stage
 from weft.train import setup
@@ -147,8 +147,8 @@ def record_step(
             host.add(recorder.keep(copy))
             return copy
 
-        to_host = Moved.on_host
-        noting = patch.object(Moved, "on_host", staticmethod(noted))
+        to_host = OffloadedTensor.empty_on_host
+        noting = patch.object(OffloadedTensor, "on_host", staticmethod(noted))
         with rare_garbage(), recorder, noting:  # as in training, what is in a cycle stays
             with placed(recorder, built.parts, family.blocks, built.engine, period):
                 loss = built.engine.forward_backward(batches)
@@ -271,10 +271,10 @@ def _traces(job: Job, plan: Plan, small: Plan, period: int) -> list[Trace]:
     found = []
     folded = fold(job, small)
     short_plan = plan
-    if plan.pipeline is None or not is_file(plan.pipeline.schedule):
+    if plan.pipeline is None or not is_schedule_file(plan.pipeline.schedule):
         short_plan = replace(plan, accumulation=min(plan.accumulation, ENOUGH * plan.pp))
     for pp in range(plan.pp):
-        rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
+        rank = coordinates_to_rank(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
         whole = sizes_of(plan, pp, period)
         if folded is not None and plan.pipeline is not None:
             key, shown, at = None, folded[0], 0
@@ -296,7 +296,7 @@ def without_middle(
 ) -> list[Segment]:
     """The order of fewer microbatches as that of a step's first and last ones; but the whole order
     if the short one keeps fewer at once."""
-    if max_in_flight(short) != max_in_flight(order):
+    if max_pending_backwards(short) != max_pending_backwards(order):
         return order
     few, left_out = short_plan.accumulation, plan.accumulation - short_plan.accumulation
     return [(s, kind, count + left_out * (2 * count >= few)) for s, kind, count in short]
@@ -341,7 +341,7 @@ def record_rank(
 ) -> tuple[OpTrace, Sizes, dict[str, Group]]:
     """The step of ``small``, what it has of blocks and microbatches, and the process groups."""
     job = traceable(job, plan)
-    rank = rank_of(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
+    rank = coordinates_to_rank(dict.fromkeys(plan.sizes, 0) | {"pp": pp}, plan.sizes, plan.order)
     # 1F1B waits for a message before it sends the next, but the order that is recorded in its place
     # would hold all to the end.
     keep = plan.pipeline is None or plan.pipeline.schedule != "1F1B"
@@ -437,7 +437,7 @@ def with_any_order(plan: Plan, halves: bool, folder: Path) -> Plan:
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    if len(set(pipeline.ranks)) == len(pipeline.stages) and not is_file(pipeline.schedule):
+    if len(set(pipeline.ranks)) == len(pipeline.stages) and not is_schedule_file(pipeline.schedule):
         return replace(plan, pipeline=replace(pipeline, schedule="GPipe"))
     rows = []
     for rank in range(plan.pp):
@@ -459,7 +459,7 @@ def actions_of(plan: Plan, pp: int) -> dict[Segment, Action]:
     the timetable's action that this is, or is a half of."""
     table = plan.pipeline_schedule
     both = mixed(table)
-    mine = stages_of(table[pp])
+    mine = stage_indices(table[pp])
     counts: Counter[tuple[int, str]] = Counter()
     found: dict[Segment, Action] = {}
     for action in table[pp]:
@@ -491,7 +491,7 @@ def groups_of(recording: OpTrace, mesh: Mesh) -> dict[str, Group]:
     names = {event.call.group for event in recording.events if event.call is not None}
     found = {}
     for name in names - {""}:
-        ranks = ranks_of_group(name)
+        ranks = get_group_ranks(name)
         around = [axis for axis, whole in axes.items() if whole.issuperset(ranks)]
         axis = min(around, key=lambda axis: len(axes[axis]), default="world")
         axis = named.get(name, axis)  # the ranks of two axes may be the same

@@ -11,15 +11,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from weft.config.job import (
-    InvalidConfig,
-    Job,
-    ConfigError,
-    Section,
-    check_section,
-    replace,
-    suggest,
-)
+from weft.config.errors import ConfigError, InvalidConfig, suggest
+from weft.config.reader import check_section
+from weft.config.schema import Job, Section, replace
 from weft.models import llama, mistral, moe, qwen3
 from weft.models.family import Family
 
@@ -37,7 +31,7 @@ def load_family(kind: str) -> Family:
     """The family of that name, or the user's own at ``package.module:attribute``.
 
     Raises:
-        InvalidJob: with a problem of ``model.kind`` if there is none.
+        InvalidConfig: with a problem of ``model.kind`` if there is none.
     """
     if kind in FAMILIES:
         return FAMILIES[kind]

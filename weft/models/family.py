@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from weft.config.job import ConfigError, Section
+from weft.config.errors import ConfigError
+from weft.config.schema import Section
 
 Json = dict[str, Any]
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from weft.config.job import MISSING, ConfigError, check_section
-from weft.models.family import HFMapping, Family, Json
+from weft.config.errors import MISSING, ConfigError
+from weft.config.reader import check_section
+from weft.models.family import Family, HFMapping, Json
 
 # Their field -> ours.
 FIELDS = {

@@ -25,8 +25,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from weft.config.job import Positive, ConfigError, Section, key
-from weft.models.family import HFMapping, Family, Init, TensorParallelSpec, Unit
+from weft.config.errors import ConfigError
+from weft.config.schema import Positive, Section, key
+from weft.models.family import Family, HFMapping, Init, TensorParallelSpec, Unit
 from weft.models.layers import (
     Attention,
     RMSNorm,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.config.job import Positive, key
+from weft.config.schema import Positive, key
 from weft.models import llama
 from weft.models.family import ONLY, HFMapping
 from weft.models.llama import DecoderConfig, PositiveFloat

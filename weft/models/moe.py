@@ -42,7 +42,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from weft.config.job import NonNegative, Positive, ConfigError, key
+from weft.config.errors import ConfigError
+from weft.config.schema import NonNegative, Positive, key
 from weft.models import llama, qwen3
 from weft.models.family import Family, Init, TensorParallelSpec, Unit
 from weft.models.layers import Attention, RMSNorm, SwiGLU, grouped_linear

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from weft.config.job import Positive, key
+from weft.config.schema import Positive, key
 from weft.models import llama
 from weft.models.family import ONLY, HFMapping, TensorParallelSpec, Unit
 from weft.models.layers import Attention, RMSNorm

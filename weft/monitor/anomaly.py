@@ -46,7 +46,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.config.job import ResilienceSection, WeftError
+from weft.config.errors import WeftError
+from weft.config.schema import ResilienceSection
 
 WHAT = ("loss", "gradient norm")
 TO_SIGMA = 1.4826  # a normal distribution's standard deviation, by its median absolute deviation

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 from weft.monitor.layer_stats import watching
 
 NAN = re.compile(r"Function '(\w+)' returned nan values")

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
+from weft.config.errors import WeftError
 from weft.config.files import read_json
-from weft.config.job import Job, WeftError
-from weft.parallel.private_hooks import dump_memory
+from weft.config.schema import Job
+from weft.parallel.private_hooks import dump_memory_snapshot
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 
@@ -89,7 +90,7 @@ def snapshot(folder: Path) -> str:
     """Write what the allocator holds into a run's folder; where it is, for people."""
     path = folder / "traces" / f"out-of-memory-rank-{dist.get_rank()}.pickle"
     try:
-        dump_memory(path)
+        dump_memory_snapshot(path)
     except OSError as error:  # no reason to lose the message that it belongs to
         return f"what the allocator holds could not be written: {error}"
     return f"what the allocator holds is in {path}, for https://pytorch.org/memory_viz"

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import Fault
+from weft.config.schema import Fault
 from weft.monitor.heartbeat import beat
 
 # Every site, in the order in which a step comes by.
@@ -145,8 +145,8 @@ def flip_bit(tensors: Iterable[Any]) -> None:
     """Flip the highest bit of the exponent of the largest element of the first tensor here."""
     import torch
 
-    from weft.parallel.dtensor import local_of
+    from weft.parallel.dtensor import to_local
 
-    local = next(local for tensor in tensors if (local := local_of(tensor)).numel())
+    local = next(local for tensor in tensors if (local := to_local(tensor)).numel())
     place = torch.unravel_index(local.abs().argmax(), local.shape)
     local[place].view(torch.int32).bitwise_xor_(1 << 30)

@@ -41,7 +41,7 @@ class Ledger:
 
 def _seconds(record: Mapping[str, Any] | None, kind: str) -> float:
     """Return what a record says of a kind; 0 where it is damaged."""
-    spent = None if record is None else record.get("seconds")
+    spent = None if record is None else record.get("time_breakdown")
     return _number(spent.get(kind), 0.0) if isinstance(spent, dict) else 0.0
 
 

@@ -114,9 +114,9 @@ def _answer() -> dict[str, Any]:
         done: the last number of each group that is; recent: the last ones, and whether they are
         open.
     """
-    from weft.parallel.private_hooks import collectives
+    from weft.parallel.private_hooks import read_flight_recorder
 
-    found = collectives()
+    found = read_flight_recorder()
     groups = {call.group: _group(call.group) for call in found}
     return {
         "open": [
@@ -134,11 +134,11 @@ def _answer() -> dict[str, Any]:
 
 def _group(name: str) -> tuple[str, list[int]]:
     """What a process group is called for people, and its ranks where they are known."""
-    from weft.parallel.private_hooks import ranks_of_group
+    from weft.parallel.private_hooks import get_group_ranks
 
     called = _axes.get(name, f"group {name}")
     try:
-        ranks = sorted(ranks_of_group(name))
+        ranks = sorted(get_group_ranks(name))
     except (KeyError, RuntimeError, ValueError):
         return called, []  # none of torch's own
     return f"{called} ({ranks_text(ranks)})", ranks

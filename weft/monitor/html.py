@@ -10,7 +10,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 
 STYLE = (resources.files("weft.monitor") / "report.css").read_text("utf-8")
 

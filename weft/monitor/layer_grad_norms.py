@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import l2_norms, local_of
+from weft.parallel.dtensor import l2_norms, to_local
 
 
 class LayerNorms:
@@ -50,7 +50,7 @@ class LayerNorms:
         """Of the gradients that there are now: float32 ``[layers]`` on their device, the same on
         all ranks, and not waited for."""
         grads = [self._none if param.grad is None else param.grad for param in self._params]
-        here = [local_of(grad) for grad in grads]
+        here = [to_local(grad) for grad in grads]
         squares = torch.zeros(len(self.names), device=self._none.device)
         if here:
             norms = l2_norms(here)

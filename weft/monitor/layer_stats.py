@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.config.job import steps_of
+from weft.config.schema import steps_of
 from weft.monitor.jsonl import JsonlFile, is_number, read_records
-from weft.parallel.dtensor import local_of
+from weft.parallel.dtensor import to_local
 
 # In the order in which a step comes by.
 KINDS = ("activation", "gradient", "parameter")
@@ -187,7 +187,7 @@ class LayerStats:
     def _take(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if tells(tensor):
-                self._seen[kind, name] = [(0, sums_of(local_of(tensor)))]
+                self._seen[kind, name] = [(0, sums_of(to_local(tensor)))]
 
     def _gather(self, step: int) -> list[dict[str, Any]]:
         """The rows of a step, on rank 0."""

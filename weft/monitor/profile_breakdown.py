@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from weft.monitor.faults import DOING
-from weft.plan.placement import AXES, coordinates
+from weft.plan.placement import AXES, rank_to_coordinates
 from weft.plan.resolve import Plan
 
 STEP = ("quorum", "step", "forward_backward", "gradients", "record")  # sites, see `DOING`
@@ -150,7 +150,7 @@ def claim(left: Sequence[Interval], wanted: Sequence[Interval]) -> tuple[float, 
 
 def axis_between(ranks: Sequence[int], plan: Plan) -> str:
     """The axis of the mesh along which ``ranks`` differ; `WORLD` if there is not just one."""
-    places = [coordinates(rank, plan.sizes, plan.order) for rank in ranks]
+    places = [rank_to_coordinates(rank, plan.sizes, plan.order) for rank in ranks]
     axes = {axis for axis in AXES if len({place[axis] for place in places}) > 1}
     if axes == {"dp_shard", "cp"}:
         return "dp_shard"  # to parameters the ranks of a sequence are shards

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.config.files import replace_text, write_json
-from weft.config.job import Job, steps_of
+from weft.config.schema import Job, steps_of
 from weft.monitor import profile_breakdown as breakdown
 from weft.monitor import spans
 from weft.monitor.device_memory import expected_of
 from weft.monitor.faults import fault_point as reach
-from weft.parallel.private_hooks import around_collectives, dump_memory, record_memory
+from weft.parallel.private_hooks import wrap_collectives, dump_memory_snapshot, set_memory_history
 from weft.plan.placement import AXES
 from weft.plan.resolve import Plan
 
@@ -89,9 +89,9 @@ class Profile:
         if on_gpu:
             torch.cuda.synchronize(self._device)
             if self._memory:
-                record_memory(on=True)
+                set_memory_history(on=True)
         else:
-            self._marking.enter_context(around_collectives(self._mark))
+            self._marking.enter_context(wrap_collectives(self._mark))
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profiler = profile(activities=activities, profile_memory=self._memory)
         self._profiler.start()
@@ -114,9 +114,9 @@ class Profile:
         profiler.export_chrome_trace(str(self._path))
         if self._device.type == "cuda" and self._memory:
             try:
-                dump_memory(self._folder / f"rank-{self._rank}.memory.pickle")
+                dump_memory_snapshot(self._folder / f"rank-{self._rank}.memory.pickle")
             finally:
-                record_memory(on=False)
+                set_memory_history(on=False)
         return self._path
 
     def _told(self, path: Path) -> dict[str, Any]:

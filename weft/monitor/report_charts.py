@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from weft.monitor.goodput import KINDS
 from weft.monitor.html import Section
-from weft.monitor.run_reader import ROUTINE, Floats, RunReader, Mark, fewer
+from weft.monitor.run_reader import ROUTINE, Floats, Mark, RunReader, fewer
 
 MOST_POINTS = 2000  # of a curve
 MOST_MARKS = 400  # of a run
@@ -33,19 +34,19 @@ CHARTS = {
     "parts": ("Parts of a step", "seconds, stacked"),
     "ledger": ("What the run's time went into", "seconds since it began, stacked"),
     "data_seconds": ("Waiting for data", "seconds of a step"),
-    "expert_load": ("Load of the most loaded expert", "times the mean, in the worst layer"),
+    "moe_max_load": ("Load of the most loaded expert", "times the mean, in the worst layer"),
 }
 STACKED = {"parts", "ledger"}
-# Objects in records, each a chart of its numbers.
+# Numbers whose names begin alike, together a chart.
 GROUPED = {
-    "grad_norms": ("Gradient norm by group", "before clipping"),
-    "source_losses": ("Loss by source", NATS),
-    "source_eval_losses": ("Held-out loss by source", NATS),
-    "metrics": ("What the objective tells", "mean since the last record"),
-    "eval_metrics": ("What the objective tells of held-out text", "mean of the samples"),
-    "ranks.memory_peak_gib": ("Memory over the ranks", "GiB, most so far"),
-    "ranks.compute_seconds": ("Computing over the ranks", "seconds of a step"),
-    "ranks.data_seconds": ("Waiting for data over the ranks", "seconds of a step"),
+    "grad_norm/": ("Gradient norm by group", "before clipping"),
+    "loss/": ("Loss by source", NATS),
+    "eval_loss/": ("Held-out loss by source", NATS),
+    "metrics.": ("What the objective tells", "mean since the last record"),
+    "eval_metrics.": ("What the objective tells of held-out text", "mean of the samples"),
+    "ranks.memory_peak_gib.": ("Memory over the ranks", "GiB, most so far"),
+    "ranks.compute_seconds.": ("Computing over the ranks", "seconds of a step"),
+    "ranks.data_seconds.": ("Waiting for data over the ranks", "seconds of a step"),
 }
 # Of each chart of `CHARTS` the curves: name in the record, label, and style (``exact`` is not
 # smoothed), or the colour of its area.
@@ -58,14 +59,14 @@ CURVES = [
     ("grad_norm", "grad_norm", "", ""),
     ("lr", "lr", "", "exact"),
     ("step_seconds", "step_seconds", "measured", ""),
-    ("step_seconds", "expected_step_seconds", "predicted", "dash"),
+    ("step_seconds", "predicted_step_seconds", "predicted", "dash"),
     ("memory", "memory_peak_gib", "measured", "exact"),
-    ("memory", "expected_memory_gib", "predicted", "dash"),
+    ("memory", "predicted_memory_gib", "predicted", "dash"),
     ("parts", "rest_seconds", "computing and communication", "#7ac27a"),
     ("parts", "data_seconds", "waiting for data", "#f09c58"),
-    *(("ledger", f"seconds.{kind}", kind, colour) for kind, colour in COLOURS.items()),
+    *(("ledger", f"time_breakdown.{kind}", kind, colour) for kind, colour in COLOURS.items()),
     ("data_seconds", "data_seconds", "", ""),
-    ("expert_load", "expert_load", "", ""),
+    ("moe_max_load", "moe_max_load", "", ""),
 ]
 
 
@@ -90,7 +91,7 @@ def charts_of(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
         (group, name, label, "")
         for group in GROUPED
         for name in sorted(there)
-        if (label := name.removeprefix(f"{group}.")) != name
+        if (label := name.removeprefix(group)) != name
         and not (group.startswith("ranks.") and label == "rank")  # whose the most is
     ]
     leave_out = STACKED if len(runs) > 1 else {"data_seconds"}
@@ -105,7 +106,7 @@ def charts_of(runs: Sequence[RunReader]) -> list[dict[str, Any]]:
         if curves and name not in leave_out:
             charts.append(
                 {
-                    "id": name.replace(".", "-"),
+                    "id": re.sub(r"\W", "-", name),
                     "heading": heading,
                     "unit": loss_unit(objectives) if unit == NATS else unit,
                     "stack": name in STACKED,

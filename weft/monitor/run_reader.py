@@ -19,8 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import describe_cause, open_regular, read_json, read_text
-from weft.config.job import InvalidConfig, Job, ConfigError, WeftError, read_job
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.monitor.event_log import read_events
 from weft.monitor.goodput import KINDS, goodput
 from weft.monitor.jsonl import MAX_NUMBER, MAX_STEP, parse_records, read_lines
@@ -57,7 +59,7 @@ def job_of(folder: Path, key: str = "run") -> Job:
     """The job of the run in ``folder``, as it was written there.
 
     Raises:
-        InvalidJob: if it is not the folder of a run, or job.toml is damaged.
+        InvalidConfig: if it is not the folder of a run, or job.toml is damaged.
     """
     if not (folder / "job.toml").is_file():
         raise InvalidConfig([no_run(folder, key)])
@@ -74,14 +76,14 @@ class RunReader:
 
     Attributes:
         columns: of each number in the records, float64 ``[records]``; NaN where there is none.
-            Those of an object in a record are named with dots: ``seconds.productive``.
+            Those of an object in a record are named with dots: ``time_breakdown.productive``.
         steps: of the job; 0: its job.toml does not say.
         damaged: lines of metrics.jsonl that are no records.
         damaged_events: the same of events.jsonl, once `marks` has read it.
         unreadable: why a file cannot be read, by its name.
 
     Raises:
-        InvalidJob: if it is not the folder of a run.
+        InvalidConfig: if it is not the folder of a run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -159,7 +161,7 @@ class RunReader:
 
     def steady(self, name: str) -> float | None:
         """The median over the last start, without its first records if there are others."""
-        values, starts = self.column(name), self.column("seconds.restarting")
+        values, starts = self.column(name), self.column("time_breakdown.restarting")
         values = values[starts == starts[-1]] if len(starts) and starts[-1] >= 0 else values
         values = values[WARMING:] if len(values) > WARMING else values
         values = values[np.isfinite(values)]
@@ -167,7 +169,7 @@ class RunReader:
 
     def seconds(self) -> dict[str, float]:
         """Of the run so far, by kind: see `weft.monitor.goodput`."""
-        return {kind: self.last(f"seconds.{kind}") or 0.0 for kind in KINDS}
+        return {kind: self.last(f"time_breakdown.{kind}") or 0.0 for kind in KINDS}
 
     def goodput(self) -> float | None:
         """The productive share of the seconds so far; None if there are none."""

@@ -19,8 +19,8 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from weft.config.errors import WeftError
 from weft.config.files import describe_cause, replace_bytes
-from weft.config.job import WeftError
 from weft.monitor.html import Section, document, plotly, table
 from weft.monitor.report_charts import COLOURS, charts_of, curves_section, data_of, kept
 from weft.monitor.run_reader import RunReader
@@ -55,7 +55,7 @@ def report_page(
         running: whether the run is, if that is known.
 
     Raises:
-        InvalidJob: if a folder is not that of a run.
+        InvalidConfig: if a folder is not that of a run.
         WeftError: if plotly is not installed, or a run's files cannot be read.
     """
     runs = [run if isinstance(run, RunReader) else RunReader(run) for run in given]

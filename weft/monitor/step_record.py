@@ -76,20 +76,20 @@ class StepRecord:
     mfu_causal: float | None  # the same, of attention only the half that a causal mask needs
     memory_peak_gib: float  # so far, of the fullest rank: see `weft.monitor.device_memory`
     time: float  # seconds since the epoch
-    seconds: dict[str, float]  # of the run, over all its starts: see `weft.monitor.goodput`
-    goodput: float  # the productive share of them
+    time_breakdown: dict[str, float]  # seconds of the whole run by kind: see `weft.monitor.goodput`
+    goodput: float  # productive fraction of time_breakdown
     eval_loss: float | None = None  # of the held-out text, in the loss's unit, where evaluated
     # Steps since the last record that were skipped, taken back, or computed twice.
     anomalies: list[dict[str, Any]] | None = None
-    slow_rank: int | None = None  # which slows all others down, where there is one ...
-    slow_ratio: float | None = None  # ... and how many times as long it needs
-    expected_memory_gib: float | None = None  # what the planner said of memory_peak_gib ...
-    expected_step_seconds: float | None = None  # ... and of step_seconds
+    straggler_rank: int | None = None  # which slows all others down, where there is one ...
+    straggler_slowdown: float | None = None  # ... and how many times as long it needs
+    predicted_memory_gib: float | None = None  # what the planner said of memory_peak_gib ...
+    predicted_step_seconds: float | None = None  # ... and of step_seconds
     # Of several ranks what they need and have, see `rank_stats`.
     ranks: dict[str, dict[str, float]] | None = None
-    grad_norms: dict[str, float] | None = None  # of each layer, before clipping; if asked for
+    layer_grad_norms: dict[str, float] | None = None  # of each layer, before clipping; if asked for
     # Of a mixture of experts: tokens of the most loaded expert over the mean, in the worst layer.
-    expert_load: float | None = None
+    moe_max_load: float | None = None
     # Of a mixture the loss of each source: mean since the last record, and of its held-out text.
     source_losses: dict[str, float] | None = None
     source_eval_losses: dict[str, float] | None = None
@@ -126,7 +126,7 @@ class StepRecord:
             tflops_per_device=tflops,
             mfu=mfu(tflops, peak_flops),
             mfu_causal=mfu(causal, peak_flops),
-            goodput=goodput(values["seconds"]),
+            goodput=goodput(values["time_breakdown"]),
             time=time.time(),
             **values,
         )
@@ -138,8 +138,17 @@ class StepRecord:
         """
         optional = {field.name for field in fields(self) if field.default is None}
         record = {k: v for k, v in asdict(self).items() if k not in optional or v is not None}
+        for name, prefix in FLAT.items():
+            record |= {f"{prefix}/{key}": value for key, value in record.pop(name, {}).items()}
         return dict(only_finite(record))
 
+
+# Fields with a number per source or layer, which become one key each: ``loss/<source>``.
+FLAT = {
+    "source_losses": "loss",
+    "source_eval_losses": "eval_loss",
+    "layer_grad_norms": "grad_norm",
+}
 
 # What of a record trackers plot, under names that their users expect; numbers in a dict get its
 # name and theirs.
@@ -158,11 +167,8 @@ NAMES = {
     "mfu": "speed/mfu",
     "mfu_causal": "speed/mfu_causal",
     "memory_peak_gib": "memory/peak_gib",
-    "expert_load": "train/expert_load",
-    "grad_norms": "grad_norm",
+    "moe_max_load": "train/moe_max_load",
     "ranks": "ranks",
-    "source_losses": "train/loss_of",
-    "source_eval_losses": "eval/loss_of",
     "metrics": "train",
     "eval_metrics": "eval",
 }
@@ -171,7 +177,12 @@ NAMES = {
 def scalars(record: StepRecord) -> dict[str, float]:
     """The numbers of a record by the names of `NAMES`; those without a value are left out."""
     values = record.to_dict()
-    return dict(chain.from_iterable(_flat(name, values.get(key)) for key, name in NAMES.items()))
+    names = {key: name for name in FLAT.values() for key in values if key.startswith(f"{name}/")}
+    found = dict(chain.from_iterable(_flat(name, values.get(key)) for key, name in NAMES.items()))
+    for key, name in names.items():
+        prefix = "grad_norm" if name == "grad_norm" else NAMES[name]
+        found |= dict(_flat(prefix + key.removeprefix(name), values[key]))
+    return found
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.files import append_bytes
-from weft.config.job import Job, flatten
+from weft.config.schema import Job, flatten
 from weft.monitor.step_record import StepRecord, scalars
 
 PROJECT = "weft"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.parallel.mesh import Mesh
-from weft.parallel.private_hooks import in_backward
+from weft.parallel.private_hooks import is_in_backward
 
 
 class Balance:
@@ -53,7 +53,7 @@ class Balance:
         """The loads (none, or one tensor), which are now those of all ranks' tokens."""
         if not self._routers:
             return []
-        return [self._mesh.sum_over_tokens(self.loads_LE)]
+        return [self._mesh.all_reduce_dp_cp(self.loads_LE)]
 
     @torch.no_grad()
     def step(self, bad: Tensor | None = None) -> None:
@@ -95,6 +95,6 @@ class _Count:
 
     def __call__(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
         # Neither an evaluation counts, nor what is computed again for a backward pass.
-        if torch.is_grad_enabled() and not in_backward():
+        if torch.is_grad_enabled() and not is_in_backward():
             chosen = output[0].flatten()
             self.loads_E.scatter_add_(0, chosen, torch.ones_like(chosen))

@@ -46,10 +46,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft.parallel.compile import compiling
-from weft.parallel.dtensor import local_of, shard_offsets
-from weft.parallel.private import compile_each_shape
-from weft.plan.memory_formula import MOMENT_BLOCK
+from weft.parallel.compile import compile_label
+from weft.parallel.dtensor import to_local, shard_offsets
+from weft.parallel.private import disable_recompile_limit
+from weft.plan.memory_formula import MOMENT_BLOCK_SIZE
 
 SMALLEST = 2.0**-126  # second moments below are zero, as are first moments beside them
 OCTAVES = 40  # of the second moment, that a block can span
@@ -94,7 +94,7 @@ class LowPrecisionAdamW(Optimizer):
                 place += 1
                 if param.grad is None:
                     continue
-                state, live = self.state[param], local_of(param).detach()
+                state, live = self.state[param], to_local(param).detach()
                 if not state:
                     state["step"] = torch.zeros((), device=live.device)
                     self._allocate(param, group, state)
@@ -103,7 +103,7 @@ class LowPrecisionAdamW(Optimizer):
                 if live.numel() == 0:  # it counts its steps as the ranks do that hold a part
                     state["step"] += ~(bad.to(live.device) > 0)
                     continue
-                first, second = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+                first, second = to_local(state["exp_avg"]), to_local(state["exp_avg_sq"])
                 moments: tuple[Tensor, ...] = (first, second)
                 update: Callable[..., None] = _update
                 if isinstance(first, Packed) and isinstance(second, Packed):
@@ -113,7 +113,7 @@ class LowPrecisionAdamW(Optimizer):
                 _run(
                     update,
                     live,
-                    local_of(param.grad),
+                    to_local(param.grad),
                     *moments,
                     state["step"],
                     bad.to(live.device),
@@ -134,11 +134,11 @@ class LowPrecisionAdamW(Optimizer):
                 state = self.state.get(param)
                 if not state:
                     continue
-                device = local_of(param).device
+                device = to_local(param).device
                 state["step"] = state["step"].to(device)
-                loaded = [local_of(state[key]).to(device) for key in ("exp_avg", "exp_avg_sq")]
+                loaded = [to_local(state[key]).to(device) for key in ("exp_avg", "exp_avg_sq")]
                 self._allocate(param, group, state)
-                first, second = (local_of(state[key]) for key in ("exp_avg", "exp_avg_sq"))
+                first, second = (to_local(state[key]) for key in ("exp_avg", "exp_avg_sq"))
                 if not (isinstance(first, Packed) and isinstance(second, Packed)):
                     first.copy_(loaded[0])
                     second.copy_(loaded[1])
@@ -155,20 +155,20 @@ class LowPrecisionAdamW(Optimizer):
         Raises:
             ValueError: if the layout cuts rows into parts that are no whole blocks.
         """
-        live = local_of(param)
+        live = to_local(param)
         first: Tensor
         second: Tensor
         packs = group.get("low_precision", True) and is_packed(param.shape)
         if self.states == "8bit" and packs:
             *rows, columns = live.shape
-            if columns % MOMENT_BLOCK:
+            if columns % MOMENT_BLOCK_SIZE:
                 raise ValueError(
                     f"optim.state_dtype 8bit: a rank's {columns} columns of a parameter of "
-                    f"{tuple(param.shape)} are no whole blocks of {MOMENT_BLOCK}"
+                    f"{tuple(param.shape)} are no whole blocks of {MOMENT_BLOCK_SIZE}"
                 )
             # Both with `zeros`, by which a trace knows states from what is computed.
             codes = torch.zeros(live.shape, dtype=torch.uint8, device=live.device)
-            shape = (*rows, columns // MOMENT_BLOCK)
+            shape = (*rows, columns // MOMENT_BLOCK_SIZE)
             ranges = torch.zeros(shape, dtype=torch.int16, device=live.device)
             second = Packed(codes, ranges)
             codes = torch.zeros(live.shape, dtype=torch.int8, device=live.device)
@@ -195,7 +195,7 @@ def _as(param: Tensor, local: Tensor) -> Tensor:
 
 def is_packed(shape: Sequence[int]) -> bool:
     """Return True if a parameter of that whole shape has rows of whole blocks."""
-    return len(shape) >= 2 and shape[-1] % MOMENT_BLOCK == 0
+    return len(shape) >= 2 and shape[-1] % MOMENT_BLOCK_SIZE == 0
 
 
 # --------------------------------------------------------------------------- eight bits
@@ -257,7 +257,7 @@ class Packed(Tensor):
 
 def unpack_second(codes: Tensor, ranges: Tensor) -> Tensor:
     """Return the second moments that codes stand for: float32."""
-    blocks = codes.view(*ranges.shape, MOMENT_BLOCK).float()
+    blocks = codes.view(*ranges.shape, MOMENT_BLOCK_SIZE).float()
     bottom, fine = (ranges >> 3).float().unsqueeze(-1), (ranges & 7).float().unsqueeze(-1)
     values = (bottom + (blocks - 1) * (-fine).exp2()).exp2()
     return values.where(blocks > 0, 0.0).view(codes.shape)
@@ -270,7 +270,7 @@ def pack_second(values: Tensor, chance: Tensor, codes: Tensor, ranges: Tensor) -
         values: float32, none negative.
         chance: int32, uniform from 0 to 2^16 - 1: which of two neighboring codes it becomes.
     """
-    blocks = values.view(*ranges.shape, MOMENT_BLOCK)
+    blocks = values.view(*ranges.shape, MOMENT_BLOCK_SIZE)
     there = blocks >= SMALLEST
     logs = blocks.where(there, 1.0).log2()
     some = there.any(-1, keepdim=True)
@@ -338,7 +338,7 @@ def _run(update: Callable[..., None], param: Tensor, *args: Any) -> None:
     if param.device.type == "cpu":
         update(param, *args)
         return
-    with compile_each_shape(), compiling("the optimizer's update"):
+    with disable_recompile_limit(), compile_label("the optimizer's update"):
         _compiled(update)(param, *args)
 
 

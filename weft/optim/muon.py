@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import local_of, shard_offsets
-from weft.parallel.private import flat_group
+from weft.parallel.dtensor import to_local, shard_offsets
+from weft.parallel.private import get_flat_group
 
 STEPS = 5
 # Of the quintic iteration: steepest at zero, while singular values end between 0.68 and 1.21.
@@ -72,7 +72,7 @@ class Muon(torch.optim.AdamW):
             directions = [self._direction(param) for param in exchange.params]
             for param, update in zip(exchange.params, exchange.run(directions), strict=True):
                 lr: Any = of[param]["lr"]
-                live = local_of(param).detach()
+                live = to_local(param).detach()
                 if (bad := getattr(self, "found_inf", None)) is not None:
                     lr = lr * (1 - bad.to(live.device))
                 live.mul_(1 - lr * of[param]["weight_decay"])
@@ -81,10 +81,10 @@ class Muon(torch.optim.AdamW):
     def _direction(self, param: Tensor) -> Tensor:
         """Momentum, looking ahead; zeros where nothing may change."""
         assert param.grad is not None
-        grad, state = local_of(param.grad), self.state[param]
+        grad, state = to_local(param.grad), self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        buffer = local_of(state["momentum_buffer"])
+        buffer = to_local(state["momentum_buffer"])
         if (bad := getattr(self, "found_inf", None)) is None:
             buffer.lerp_(grad, 1 - self.momentum)
             return grad.lerp(buffer, self.momentum)
@@ -114,7 +114,7 @@ def _group_of(param: Tensor) -> dist.ProcessGroup | None:
     axes = [name for name in names if name != "dp_replicate" and mesh[name].size() > 1]
     if len(axes) < 2:
         return mesh.get_group(axes[0]) if axes else None
-    return flat_group(mesh, tuple(axes))
+    return get_flat_group(mesh, tuple(axes))
 
 
 def _exchanges(params: list[Any]) -> list[_Exchange]:
@@ -130,7 +130,7 @@ class _Exchange:
     def __init__(self, params: list[Any], group: dist.ProcessGroup | None) -> None:
         self.params, self.group = params, group
         size = 1 if group is None else group.size()
-        own = [(shard_offsets(param), list(local_of(param).shape)) for param in params]
+        own = [(shard_offsets(param), list(to_local(param).shape)) for param in params]
         self.pieces = [own]
         if group is not None:
             self.pieces = [own] * size

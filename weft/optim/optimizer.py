@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft.config.job import OptimSection
+from weft.config.schema import OptimSection
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.muon import Muon
-from weft.parallel.dtensor import l2_norms, local_of
-from weft.parallel.private import skip_where
+from weft.parallel.dtensor import l2_norms, to_local
+from weft.parallel.private import set_found_inf
 
 # (parameter groups, the section) -> optimizer.  The groups carry their own weight_decay, the names
 # of their parameters, whether they are the matrices of the blocks, and whether these or stacks of
@@ -91,7 +91,7 @@ def masked_step(optimizer: Optimizer, bad: torch.Tensor) -> None:
     Parameters, moments and step counts keep their bits.  A fused optimizer looks at the flag on the
     device; for any other the host waits.
     """
-    if skip_where(optimizer, bad) or not bad:
+    if set_found_inf(optimizer, bad) or not bad:
         optimizer.step()
 
 
@@ -170,6 +170,6 @@ def clip(params: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) ->
     # which would stall the device.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     grads = [param.grad for param in params if param.grad is not None]
-    here = [local_of(grad) for grad in grads]
+    here = [to_local(grad) for grad in grads]
     if here:
         torch._foreach_mul_(here, scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from weft.config.job import OptimSection
+from weft.config.schema import OptimSection
 
 # (share of the steps after warm-up that is done; the section) -> share of the peak rate; in [0, 1]
 Decay = Callable[[float, OptimSection], float]

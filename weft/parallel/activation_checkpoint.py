@@ -36,19 +36,19 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from weft.config.job import ActivationCheckpointSection
-from weft.parallel.dtensor import local_of
-from weft.parallel.private import limit_activations
+from weft.config.schema import ActivationCheckpointSection
+from weft.parallel.dtensor import to_local
+from weft.parallel.private import set_activation_memory_budget
 
 # Operators by name, as some exist on some devices or with some packages only.
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm")
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm")
 ATTENTION = (
     "aten::_scaled_dot_product_",
     "aten::_flash_attention",
     "aten::_efficient_attention",
     "flex_attention",
 )
-EXCHANGES = ("_c10d_functional::", "c10d_functional::", "weft::")
+COLLECTIVES = ("_c10d_functional::", "c10d_functional::", "weft::")
 
 # Of these, what is done again: what is gathered is as large as all ranks' parts together, and to
 # wait for what is there takes no time.
@@ -57,10 +57,10 @@ GATHERS = ("all_gather_into_tensor", "wait_tensor")
 # Floating-point operations in the time that moves a byte: of an H100 in bfloat16, 989 TFLOP/s and
 # 3.35 TB/s (NVIDIA H100 SXM data sheet).  Only the order of operators hangs on it.
 FLOPS_PER_BYTE = 295
-EXCHANGE = 8  # how much slower a byte comes from another GPU: 450 GB/s of NVLink, same source
+COLLECTIVE_COST = 8  # how much slower a byte comes from another GPU: 450 GB/s of NVLink, same source
 
 # Whether the n-th call (from 0) of an operator of that name in a block is kept.
-Keep = Callable[[str, int], bool]
+SavePolicy = Callable[[str, int], bool]
 
 
 def apply_activation_checkpoint(
@@ -73,7 +73,7 @@ def apply_activation_checkpoint(
         compiled: whether they will be; then the compiler chooses what a budget pays for.
     """
     if compiled:
-        limit_activations(
+        set_activation_memory_budget(
             activation_checkpoint.memory_budget if activation_checkpoint.mode == "budget" else 1.0
         )
         if activation_checkpoint.mode == "budget":
@@ -86,11 +86,11 @@ def apply_activation_checkpoint(
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no dropout
     if activation_checkpoint.mode == "selective":
         how["context_fn"] = partial(
-            _contexts, partial(_dear, activation_checkpoint.recompute_every_n_matmuls)
+            _selective_contexts, partial(_should_save, activation_checkpoint.recompute_every_n_matmuls)
         )
     elif activation_checkpoint.mode == "budget":
-        budget = Budget(activation_checkpoint.memory_budget)
-        how["context_fn"], first = partial(_contexts, budget.keeps), budget.first_call
+        budget = MemoryBudget(activation_checkpoint.memory_budget)
+        how["context_fn"], first = partial(_selective_contexts, budget.keeps), budget.trace_first_call
 
     # One method for all blocks: so the compiler sees that they are alike, and compiles once.
     def forward(self: Any, *args: Any) -> Any:
@@ -103,13 +103,13 @@ def apply_activation_checkpoint(
         block.forward = MethodType(forward, block)
 
 
-def _dear(products: int, name: str, call: int) -> bool:
-    if name.startswith(PRODUCTS):
+def _should_save(products: int, name: str, call: int) -> bool:
+    if name.startswith(MATMULS):
         return products == 0 or (call + 1) % products != 0
-    return name.startswith(ATTENTION) or (name.startswith(EXCHANGES) and not name.endswith(GATHERS))
+    return name.startswith(ATTENTION) or (name.startswith(COLLECTIVES) and not name.endswith(GATHERS))
 
 
-def _contexts(keep: Keep) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _selective_contexts(keep: SavePolicy) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     # torch 2.11 asks in the forward pass and when it is done again: each counts for itself.
     calls: Counter[tuple[bool, str]] = Counter()
 
@@ -125,22 +125,22 @@ def _contexts(keep: Keep) -> tuple[AbstractContextManager[None], AbstractContext
 
 def is_parameter(tensor: Tensor) -> bool:
     """Or a view of one, or one in float8."""
-    if _wraps(tensor):
+    if _is_wrapper(tensor):
         return True
     owner = tensor if tensor._base is None else tensor._base
     return owner.is_leaf and owner.requires_grad
 
 
-def frozen_storages(block: nn.Module) -> set[int]:
+def frozen_param_storages(block: nn.Module) -> set[int]:
     """Of the parameters that are not trained: by itself a tensor does not tell that it is one."""
-    frozen = (local_of(param.data) for param in block.parameters() if not param.requires_grad)
+    frozen = (to_local(param.data) for param in block.parameters() if not param.requires_grad)
     return {param.untyped_storage()._cdata for param in frozen}
 
 
 # --------------------------------------------------------------------------- a budget
 
 
-class _Op(NamedTuple):
+class _OpCost(NamedTuple):
     """A call of an operator that makes something new."""
 
     key: tuple[str, int]  # its name, and which call of it in the block
@@ -148,7 +148,7 @@ class _Op(NamedTuple):
     work: float  # in the time that moves a byte
 
 
-class Budget:
+class MemoryBudget:
     """Which operators' results are kept, chosen from what the first block does when first called.
 
     All blocks are alike.  Whatever is not kept is computed again from what is, so each operator
@@ -161,15 +161,15 @@ class Budget:
         self._kept: set[tuple[str, int]] | None = None
 
     def keeps(self, name: str, call: int) -> bool:
-        """As `Keep`; nothing before the choice."""
+        """As `SavePolicy`; nothing before the choice."""
         return (name, call) in (self._kept or ())
 
-    def first_call(self, forward: Any, block: nn.Module, args: tuple[Any, ...]) -> Any:
+    def trace_first_call(self, forward: Any, block: nn.Module, args: tuple[Any, ...]) -> Any:
         """Watch the first call, choose, and return (what comes of it,); None from then on."""
         if self._kept is not None or not torch.is_grad_enabled():
             return None
         given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
-        given |= frozen_storages(block)
+        given |= frozen_param_storages(block)
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Budget:
                 saved[storage._cdata] = storage.nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), _Watch() as ops:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), _OpTracer() as ops:
             out = forward(block, *args)
         room = self._share * sum(saved.values())
         self._kept = set()
@@ -189,12 +189,12 @@ class Budget:
         return (out,)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator whose result could be kept."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[int, _Op] = {}  # by the storage of the result
+        self.made: dict[int, _OpCost] = {}  # by the storage of the result
         self._calls: Counter[str] = Counter()
         self._alive: list[Any] = []
 
@@ -204,40 +204,40 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name()
         key = name, self._calls[name]
         self._calls[name] += 1
-        read = list(_plain(tree_leaves((args, kwargs))))
+        read = list(_plain_tensors(tree_leaves((args, kwargs))))
         here = {x.untyped_storage()._cdata for x in read}
         if func._schema.is_mutable:
             for place in here:  # what is kept must not change
                 self.made.pop(place, None)
             return out
-        results = list(_plain(tree_leaves(out)))
+        results = list(_plain_tensors(tree_leaves(out)))
         new = [x for x in results if x.untyped_storage()._cdata not in here]
         if new:
             size = sum(x.nbytes for x in new)
             work = size + sum(x.nbytes for x in read)
-            if name.startswith(EXCHANGES):
-                work *= EXCHANGE
-            op = _Op(key, size, max(work, _flops(name, read, results[0]) / FLOPS_PER_BYTE))
+            if name.startswith(COLLECTIVES):
+                work *= COLLECTIVE_COST
+            op = _OpCost(key, size, max(work, _count_flops(name, read, results[0]) / FLOPS_PER_BYTE))
             self.made[new[0].untyped_storage()._cdata] = op
         return out
 
 
-def _wraps(value: object) -> bool:
+def _is_wrapper(value: object) -> bool:
     return bool(is_traceable_wrapper_subclass(value))
 
 
-def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
+def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among ``values``, of one with a scale its parts."""
     for value in values:
-        if _wraps(value):
-            yield from _plain(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        if _is_wrapper(value):
+            yield from _plain_tensors(getattr(value, name) for name in value.__tensor_flatten__()[0])
         elif isinstance(value, Tensor):
             yield value
 
 
-def _flops(name: str, read: list[Tensor], out: Tensor) -> float:
+def _count_flops(name: str, read: list[Tensor], out: Tensor) -> float:
     """Of a matrix product or causal attention; 0 for what is bound by memory."""
-    if name.startswith(PRODUCTS):
+    if name.startswith(MATMULS):
         return 2.0 * out.numel() * next(x for x in read if x.dim() == out.dim()).shape[-1]
     if name.startswith(ATTENTION):  # [B, H, T, K]: half of two products with all keys
         return 2.0 * out.numel() * read[1].shape[-2]

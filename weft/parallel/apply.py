@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.models import Family
 from weft.parallel.activation_checkpoint import apply_activation_checkpoint
-from weft.parallel.activation_offload import apply_offload
-from weft.parallel.compile import compile_blocks
-from weft.parallel.context_parallel import apply_context
-from weft.parallel.data_parallel import shard
-from weft.parallel.expert_parallel import apply_experts
+from weft.parallel.activation_offload import apply_activation_offload
+from weft.parallel.compile import apply_compile
+from weft.parallel.context_parallel import apply_context_parallel
+from weft.parallel.data_parallel import apply_fsdp
+from weft.parallel.expert_parallel import apply_expert_parallel
 from weft.parallel.float8 import apply_float8
-from weft.parallel.lora import apply_lora, with_adapters
+from weft.parallel.lora import apply_lora, add_adapter_sharding
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import enable_async_tp
-from weft.parallel.tensor_parallel import apply_tensor, take_parts_outside
-from weft.plan.float8_rules import float8_matrices
+from weft.parallel.tensor_parallel import apply_tensor_parallel, materialize_local_weights
+from weft.plan.float8_rules import find_float8_matrices
 from weft.plan.resolve import Plan
 
 
-def build_parts(job: Job, plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]:
+def build_model_parts(job: Job, plan: Plan, mesh: Mesh, family: Family) -> list[nn.Module]:
     """This rank's parts of the model on the meta device, laid out: one, or one for each of its
     pipeline stages.  Parameter names are those of the whole model.
 
@@ -36,18 +36,18 @@ def build_parts(job: Job, plan: Plan, mesh: Mesh, family: Family) -> list[nn.Mod
     already divided by the number of valid tokens of the whole step.
     """
     parts = []
-    for units in _ranges(plan, mesh):
+    for units in _unit_ranges(plan, mesh):
         with torch.device("meta"):
             model = family.build(plan.model)
         if units is not None:
             assert family.keep is not None
             family.keep(model, units)
-        apply(model, job, plan, mesh, family)
+        parallelize_model(model, job, plan, mesh, family)
         parts.append(model)
     return parts
 
 
-def _ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
+def _unit_ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
     """The units of each of this rank's parts; None: all of them."""
     if plan.pipeline is None:
         return [None]
@@ -56,23 +56,23 @@ def _ranges(plan: Plan, mesh: Mesh) -> list[range | None]:
     return [range(stage.first, stage.end) for stage in stages]
 
 
-def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) -> None:
+def parallelize_model(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) -> None:
     """Lay out ``model`` (on the meta device) in place."""
     parallel, activation_checkpoint, compile = job.parallel, job.activation_checkpoint, job.compile
     blocks = family.blocks(model)
     # First what exchanges modules, which what comes after would be lost with.
     if plan.float8 != "none":
-        matrices = float8_matrices(job.precision, plan.model, family, plan.tp)
+        matrices = find_float8_matrices(job.precision, plan.model, family, plan.tp)
         names = [matrix.name for matrix in matrices]
         apply_float8(model, plan.float8, names, plan.float8_emulated)
     sharding = family.sharding
     if job.lora.rank:
         apply_lora(model, blocks, job.lora, getattr(torch, plan.compute_dtype))
-        sharding = with_adapters(sharding)
+        sharding = add_adapter_sharding(sharding)
     # Then what cuts single operators: the rest wraps around whatever they are then.
     if plan.tp > 1:
         config: Any = plan.model
-        apply_tensor(
+        apply_tensor_parallel(
             model,
             mesh.params["tp"],
             sharding,
@@ -81,9 +81,9 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
         )
     routed = family.routed(model) if family.routed is not None else []
     if mesh.experts is not None:
-        apply_experts([layer.experts for layer in routed], mesh.experts)
+        apply_expert_parallel([layer.experts for layer in routed], mesh.experts)
     if mesh.context is not None:
-        apply_context(
+        apply_context_parallel(
             model,
             mesh.context,
             parallel.cp_method,
@@ -99,19 +99,19 @@ def apply(model: nn.Module, job: Job, plan: Plan, mesh: Mesh, family: Family) ->
     if compile.enable:
         if plan.tp > 1:
             for block in blocks:
-                take_parts_outside(block)
+                materialize_local_weights(block)
         # Dynamo cannot follow the exchanges of a context, nor groups of a size that tokens decide;
         # what is around them is compiled.
         for layer in routed:
             layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
-        compile_blocks(blocks, compile.cache_dir, whole=mesh.context is None and not routed)
+        apply_compile(blocks, compile.cache_dir, whole=mesh.context is None and not routed)
     if activation_checkpoint.offload:
-        apply_offload(blocks, activation_checkpoint.offload_prefetch)
+        apply_activation_offload(blocks, activation_checkpoint.offload_prefetch)
     # Last, since it decides when parameters exist at all.  One rank in float32 is the plain
     # model: nothing to gather, nothing to cast.
     wrapped = plan.world_size > 1 or plan.compute_dtype != "float32" or parallel.cpu_offload
     if wrapped and not plan.canonical:
-        shard(
+        apply_fsdp(
             model,
             blocks,
             mesh.params["dp_replicate", "dp_shard"],

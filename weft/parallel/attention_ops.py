@@ -32,7 +32,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-class Mask(NamedTuple):
+class BlockMask(NamedTuple):
     """Which query of a block may look at which key, and which may look at none.
 
     Attributes:
@@ -44,13 +44,13 @@ class Mask(NamedTuple):
     blind_B1Q: Tensor
 
 
-def block_mask(allowed_BQS: Tensor) -> Mask:
-    """The `Mask` of a bool ``[B, Q, S]``."""
-    return Mask(allowed_BQS.unsqueeze(1), ~allowed_BQS.any(dim=-1).unsqueeze(1))
+def build_block_mask(allowed_BQS: Tensor) -> BlockMask:
+    """The `BlockMask` of a bool ``[B, Q, S]``."""
+    return BlockMask(allowed_BQS.unsqueeze(1), ~allowed_BQS.any(dim=-1).unsqueeze(1))
 
 
 def attend_block(
-    q_BQHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool, mask: Mask | None
+    q_BQHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool, mask: BlockMask | None
 ) -> tuple[Tensor, Tensor]:
     """Attention of ``Q`` queries to ``S`` keys and nothing else.
 
@@ -69,7 +69,7 @@ def attend_block(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=causal, attn_mask=None if mask is None else _bias(mask, q)
         )
-    elif _flash(q, mask):
+    elif _can_use_flash(q, mask):
         out, lse = _cuda_flash(q, k, v, causal)
     else:
         out, lse = _cuda_efficient(q, k, v, causal, mask)
@@ -87,7 +87,7 @@ def attend_block_backward(
     out_BQHK: Tensor,
     lse_BHQ: Tensor,
     causal: bool,
-    mask: Mask | None,
+    mask: BlockMask | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one block adds to the gradients of its queries, keys and values.
 
@@ -105,7 +105,7 @@ def attend_block_backward(
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse_BHQ, 0.0, causal, attn_mask=bias
         )
-    elif _flash(q, mask):
+    elif _can_use_flash(q, mask):
         grads = _cuda_flash_backward(grad, q, k, v, out, lse_BHQ, causal)
     else:
         grads = _cuda_efficient_backward(grad, q, k, v, out, lse_BHQ, causal, mask)
@@ -113,7 +113,7 @@ def attend_block_backward(
     return dq, dk, dv
 
 
-def _bias(mask: Mask, q: Tensor, align: int = 1) -> Tensor:
+def _bias(mask: BlockMask, q: Tensor, align: int = 1) -> Tensor:
     """0 where allowed and -inf elsewhere, ``[B, 1, Q, S]``, with rows ``align`` elements apart."""
     num_keys = mask.allowed_B1QS.shape[-1]
     padded = F.pad(mask.allowed_B1QS, (0, -num_keys % align))
@@ -123,7 +123,7 @@ def _bias(mask: Mask, q: Tensor, align: int = 1) -> Tensor:
 # ------------------------------------------------------------------ CUDA, in [B, heads, tokens, K]
 
 
-def _flash(q: Tensor, mask: Mask | None) -> bool:
+def _can_use_flash(q: Tensor, mask: BlockMask | None) -> bool:
     return mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
 
 
@@ -157,9 +157,9 @@ def _cuda_flash_backward(
 
 
 def _cuda_efficient(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: BlockMask | None
 ) -> tuple[Tensor, Tensor]:
-    k, v = (_one_head_each(x, q.shape[1]) for x in (k, v))
+    k, v = (_repeat_kv(x, q.shape[1]) for x in (k, v))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, _cuda_bias(mask, q), True, is_causal=causal
     )
@@ -174,10 +174,10 @@ def _cuda_efficient_backward(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    mask: Mask | None,
+    mask: BlockMask | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
-    k, v = (_one_head_each(x, q.shape[1]) for x in (k, v))
+    k, v = (_repeat_kv(x, q.shape[1]) for x in (k, v))
     unused = q.new_empty((), dtype=torch.int64)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad,
@@ -199,12 +199,12 @@ def _cuda_efficient_backward(
     return dq, dk, dv
 
 
-def _one_head_each(x: Tensor, num_heads: int) -> Tensor:
+def _repeat_kv(x: Tensor, num_heads: int) -> Tensor:
     """Key or value heads, repeated for the query heads that share them."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-def _cuda_bias(mask: Mask | None, q: Tensor) -> Tensor | None:
+def _cuda_bias(mask: BlockMask | None, q: Tensor) -> Tensor | None:
     if mask is None:
         return None
     bias = _bias(mask, q, align=16)

@@ -23,16 +23,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.parallel.attention_ops import Mask, attend_block, attend_block_backward, block_mask
+from weft.parallel.attention_ops import BlockMask, attend_block, attend_block_backward, build_block_mask
 from weft.parallel.private import is_fake
 
 
-def pieces_of(cp_rank: int, cp_size: int, balance: bool) -> list[int]:
+def chunks_of_rank(cp_rank: int, cp_size: int, balance: bool) -> list[int]:
     """The pieces of a row that a rank holds, out of ``2 * cp_size``, or ``cp_size`` unbalanced."""
     return [cp_rank, 2 * cp_size - 1 - cp_rank] if balance else [cp_rank]
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Some of this rank's queries, and some of the keys that one source has for them.
 
     Attributes:
@@ -45,12 +45,12 @@ class Block(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
-    mask: Mask | None = None
+    mask: BlockMask | None = None
 
 
 # By source.  In the first block that a query is in, it sees at least itself: from then on its
 # log-sum-exp is finite.
-Blocks = list[list[Block]]
+BlocksBySource = list[list[AttentionBlock]]
 
 
 class DocumentBlocks:
@@ -60,49 +60,49 @@ class DocumentBlocks:
     and be compiled anew for every pattern of documents.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: BlocksBySource) -> None:
         self.blocks = blocks
 
 
-def ring_blocks(rank: int, size: int, num_local: int, balance: bool) -> Blocks:
+def ring_blocks(rank: int, size: int, num_local: int, balance: bool) -> BlocksBySource:
     """The blocks of one rank where each rank of the ring is a source, with its L tokens.
 
     Raises:
         ValueError: if a rank cannot have two equal pieces.
     """
-    half = _piece_width(num_local, size, balance)
+    half = _chunk_size(num_local, size, balance)
     everything, first, second = slice(0, num_local), slice(0, half), slice(half, num_local)
 
-    def of(source: int) -> list[Block]:
+    def of(source: int) -> list[AttentionBlock]:
         if source == rank:
             # Both pieces at once: the second is later than the first, as in a row.
-            return [Block(everything, everything, causal=True)]
+            return [AttentionBlock(everything, everything, causal=True)]
         if source < rank:
             # Its first piece is earlier than both of ours, its second later than both.
-            return [Block(everything, first if balance else everything, causal=False)]
+            return [AttentionBlock(everything, first if balance else everything, causal=False)]
         # Its pieces lie between ours.
-        return [Block(second, everything, causal=False)] if balance else []
+        return [AttentionBlock(second, everything, causal=False)] if balance else []
 
     return [of(source) for source in range(size)]
 
 
-def gathered_blocks(rank: int, size: int, num_local: int, balance: bool) -> Blocks:
+def allgather_blocks(rank: int, size: int, num_local: int, balance: bool) -> BlocksBySource:
     """The blocks of one rank where the only source is the whole row, in order.
 
     Raises:
         ValueError: if a rank cannot have two equal pieces.
     """
-    width = _piece_width(num_local, size, balance)
+    width = _chunk_size(num_local, size, balance)
     blocks = []
-    for i, piece in enumerate(pieces_of(rank, size, balance)):
+    for i, piece in enumerate(chunks_of_rank(rank, size, balance)):
         queries, start = slice(i * width, (i + 1) * width), piece * width
-        blocks.append(Block(queries, slice(start, start + width), causal=True))
+        blocks.append(AttentionBlock(queries, slice(start, start + width), causal=True))
         if start:
-            blocks.append(Block(queries, slice(0, start), causal=False))
+            blocks.append(AttentionBlock(queries, slice(0, start), causal=False))
     return [blocks]
 
 
-def _piece_width(num_local: int, size: int, balance: bool) -> int:
+def _chunk_size(num_local: int, size: int, balance: bool) -> int:
     if balance and num_local % 2:
         raise ValueError(
             f"{num_local} tokens per rank cannot be cut in a head and a tail; make train.seq_len "
@@ -111,7 +111,7 @@ def _piece_width(num_local: int, size: int, balance: bool) -> int:
     return num_local // 2 if balance else num_local
 
 
-def within_documents(blocks: Blocks, own_BL: Tensor, sources: list[Tensor]) -> Blocks:
+def restrict_to_documents(blocks: BlocksBySource, own_BL: Tensor, sources: list[Tensor]) -> BlocksBySource:
     """``blocks`` confined to documents.
 
     Args:
@@ -129,19 +129,19 @@ def within_documents(blocks: Blocks, own_BL: Tensor, sources: list[Tensor]) -> B
         # Asked for all blocks at once, because on a GPU it waits for the device.
         flags = torch.stack([torch.stack((x.any(), x.all())) for x in same])
         found = [(bool(some), bool(every)) for some, every in flags.tolist()]
-    confined: Blocks = [[] for _ in blocks]
+    confined: BlocksBySource = [[] for _ in blocks]
     for (source, block), same_BQS, (some, every) in zip(flat, same, found, strict=True):
         if every:
             confined[source].append(block)
         elif some:
             allowed_BQS = same_BQS.tril() if block.causal else same_BQS
-            mask = block_mask(allowed_BQS)
+            mask = build_block_mask(allowed_BQS)
             confined[source].append(block._replace(causal=False, mask=mask))
     return confined
 
 
-def add_block(
-    q_BLHK: Tensor, kv_ESGK: Tensor, block: Block, out_BLHK: Tensor, lse_BHL: Tensor
+def accumulate_block(
+    q_BLHK: Tensor, kv_ESGK: Tensor, block: AttentionBlock, out_BLHK: Tensor, lse_BHL: Tensor
 ) -> None:
     """Merge a block into ``out_BLHK`` and ``lse_BHL`` (float32, at the start 0 and -inf)."""
     queries, keys = block.queries, block.keys
@@ -157,11 +157,11 @@ def add_block(
     old_BHQ.copy_(sum_BHQ)
 
 
-def add_block_gradients(
+def accumulate_block_backward(
     grad_BLHK: Tensor,
     saved: tuple[Tensor, Tensor, Tensor],
     kv_ESGK: Tensor,
-    block: Block,
+    block: AttentionBlock,
     dq_BLHK: Tensor,
     dkv_ESGK: Tensor,
 ) -> None:
@@ -187,15 +187,15 @@ def add_block_gradients(
         total_BSGK += part_BSGK
 
 
-def accumulator(x: Tensor) -> Tensor:
+def zeros_float32(x: Tensor) -> Tensor:
     """An accumulator of the shape of ``x``, in float32 at least."""
     return torch.zeros_like(
         x, dtype=torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format
     )
 
 
-def no_keys(q_BLHK: Tensor) -> tuple[Tensor, Tensor]:
+def init_output_and_lse(q_BLHK: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp before the first block."""
-    out_BLHK = accumulator(q_BLHK)
+    out_BLHK = zeros_float32(q_BLHK)
     num_rows, num_local, num_heads, _ = q_BLHK.shape
     return out_BLHK, out_BLHK.new_full((num_rows, num_heads, num_local), -torch.inf)

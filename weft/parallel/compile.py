@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.parallel.private import num_captured_graphs, on_compiling, recompile_reasons
+from weft.parallel.private import num_captured_graphs, register_compile_callbacks, collect_recompile_reasons
 
 
-def compile_blocks(blocks: Sequence[nn.Module], cache: str, whole: bool = True) -> None:
+def apply_compile(blocks: Sequence[nn.Module], cache: str, whole: bool = True) -> None:
     """Compile the forward pass of each block when it is first called, in place.
 
     Args:
@@ -33,20 +33,20 @@ def compile_blocks(blocks: Sequence[nn.Module], cache: str, whole: bool = True) 
         block.forward = torch.compile(block.forward, fullgraph=whole)
 
 
-NOTHING_COMPILED = (
+NO_GRAPH_CAPTURED = (
     "compile.enable=true has no effect: torch.compile captured no graph of any block in the first "
     "step, so the blocks run as they are. Set compile.enable to false, or leave out what breaks "
     "the graph: parallel.cp, activation_checkpoint.mode, or operators of the model's own"
 )
 
 
-def tell_compiling(say: Callable[[str], None]) -> Callable[[], int]:
+def log_compilation(say: Callable[[str], None]) -> Callable[[], int]:
     """From now on tell whenever something is compiled: how long it took, and why it was again.
 
     Returns:
         How many graphs of blocks were captured since.
     """
-    began, reasons, graphs, before = 0.0, recompile_reasons(), 0, 0
+    began, reasons, graphs, before = 0.0, collect_recompile_reasons(), 0, 0
 
     def start() -> None:
         nonlocal began, before
@@ -54,32 +54,32 @@ def tell_compiling(say: Callable[[str], None]) -> Callable[[], int]:
 
     def end(backward: bool) -> None:
         nonlocal graphs
-        graphs += 0 if _subject[-1] else num_captured_graphs() - before
+        graphs += 0 if _labels[-1] else num_captured_graphs() - before
         what = f"the {'backward' if backward else 'forward'} pass of a block"
         why = f", again: {reasons[-1]}" if reasons else ""
         if why.endswith("grad_mode"):
             why = " for evaluation"
         reasons.clear()
-        say(f"compiled {_subject[-1] or what} in {time.monotonic() - began:.1f} s{why}")
+        say(f"compiled {_labels[-1] or what} in {time.monotonic() - began:.1f} s{why}")
 
-    on_compiling(start, end)
+    register_compile_callbacks(start, end)
     return lambda: graphs
 
 
-_subject = [""]
+_labels = [""]
 
 
 @contextmanager
-def compiling(what: str) -> Iterator[None]:
+def compile_label(what: str) -> Iterator[None]:
     """What is compiled in this context is no block, but ``what``."""
-    _subject.append(what)
+    _labels.append(what)
     try:
         yield
     finally:
-        _subject.pop()
+        _labels.pop()
 
 
-def graph_break(error: BaseException) -> str:
+def describe_graph_break(error: BaseException) -> str:
     """Why a block is not one graph, if that is what an error says; else nothing."""
     if type(error).__module__ != "torch._dynamo.exc":  # which takes a second to import
         return ""

@@ -49,35 +49,35 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from weft.parallel.block_attention import (
-    Blocks,
+    BlocksBySource,
     DocumentBlocks,
-    accumulator,
-    add_block,
-    add_block_gradients,
-    gathered_blocks,
-    no_keys,
-    pieces_of,
+    zeros_float32,
+    accumulate_block,
+    accumulate_block_backward,
+    allgather_blocks,
+    init_output_and_lse,
+    chunks_of_rank,
     ring_blocks,
-    within_documents,
+    restrict_to_documents,
 )
 from weft.parallel.private import all_gather, reduce_scatter, run_function
 
-Method = Literal["ring", "allgather", "ulysses"]
+CPMethod = Literal["ring", "allgather", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 MakeMask = Callable[[Tensor], Any]
 
 
-def apply_context(
+def apply_context_parallel(
     model: nn.Module,
     group: dist.ProcessGroup,
-    method: Method,
+    method: CPMethod,
     balance: bool,
     *,
     compiled: bool,
 ) -> None:
     """Give ``model`` attention over all ranks of ``group``, in place.
 
-    Afterwards every rank calls the model on its own tokens of each row, as `cut` takes them,
+    Afterwards every rank calls the model on its own tokens of each row, as `shard_sequence` takes them,
     *with their positions*: a rank cannot tell them from its tokens.
 
     Each submodule with an attribute ``attend``, called as ``attend(q_BLHK, k_BLGK, v_BLGK,
@@ -110,8 +110,8 @@ def apply_context(
 
     functions: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
         "ring": (attend_ring, mask_ring),
-        "allgather": (attend_gathered, mask_gathered),
-        "ulysses": (attend_exchanged, mask_exchanged),
+        "allgather": (attend_allgather, mask_allgather),
+        "ulysses": (attend_ulysses, mask_ulysses),
     }
     attend, mask = functions[method]
 
@@ -132,7 +132,7 @@ def apply_context(
 # --------------------------------------------------------------------------- who holds what
 
 
-def cut(x_BT: Tensor, cp_rank: int, cp_size: int, balance: bool) -> Tensor:
+def shard_sequence(x_BT: Tensor, cp_rank: int, cp_size: int, balance: bool) -> Tensor:
     """One rank's tokens of each row.
 
     Args:
@@ -151,11 +151,11 @@ def cut(x_BT: Tensor, cp_rank: int, cp_size: int, balance: bool) -> Tensor:
             f"{cp_size} ranks; make train.seq_len a multiple of {num_pieces}"
         )
     pieces = x_BT.chunk(num_pieces, dim=1)
-    return torch.cat([pieces[i] for i in pieces_of(cp_rank, cp_size, balance)], dim=1)
+    return torch.cat([pieces[i] for i in chunks_of_rank(cp_rank, cp_size, balance)], dim=1)
 
 
-def join(x_CBL: Tensor, balance: bool) -> Tensor:
-    """Whole rows ``[B, T, ...]`` of what all ranks hold, ``[C, B, L, ...]``: undoes `cut`."""
+def unshard_sequence(x_CBL: Tensor, balance: bool) -> Tensor:
+    """Whole rows ``[B, T, ...]`` of what all ranks hold, ``[C, B, L, ...]``: undoes `shard_sequence`."""
     if not balance:
         return torch.cat(x_CBL.unbind(), dim=1)
     heads, tails = x_CBL.chunk(2, dim=2)
@@ -165,7 +165,7 @@ def join(x_CBL: Tensor, balance: bool) -> Tensor:
 # --------------------------------------------------------------------------- ring
 
 
-class Shift:
+class RingShift:
     """A tensor on its way to the next rank, and the one that comes from the rank before."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -195,16 +195,16 @@ class RingAttention(torch.autograd.Function):
         q_BLHK: Tensor,
         k_BLGK: Tensor,
         v_BLGK: Tensor,
-        blocks: Blocks,
+        blocks: BlocksBySource,
         group: dist.ProcessGroup,
     ) -> Tensor:
         rank, size = group.rank(), group.size()
-        out_BLHK, lse_BHL = no_keys(q_BLHK)
+        out_BLHK, lse_BHL = init_output_and_lse(q_BLHK)
         kv_ELGK = torch.cat((k_BLGK, v_BLGK))
         for step in range(size):
-            coming = Shift(kv_ELGK, group) if step < size - 1 else None
+            coming = RingShift(kv_ELGK, group) if step < size - 1 else None
             for block in blocks[(rank - step) % size]:
-                add_block(q_BLHK, kv_ELGK, block, out_BLHK, lse_BHL)
+                accumulate_block(q_BLHK, kv_ELGK, block, out_BLHK, lse_BHL)
             if coming:
                 kv_ELGK = coming.wait()
         out_BLHK = out_BLHK.to(q_BLHK.dtype)
@@ -217,19 +217,19 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
         q_BLHK, k_BLGK, v_BLGK, *whole = ctx.saved_tensors
         rank, size = ctx.group.rank(), ctx.group.size()
-        dq_BLHK = accumulator(q_BLHK)
+        dq_BLHK = zeros_float32(q_BLHK)
         kv_ELGK = torch.cat((k_BLGK, v_BLGK))
         grad_BLHK = grad_BLHK.contiguous()
-        coming_gradient: Shift | None = None
+        coming_gradient: RingShift | None = None
         for step in range(size):
-            coming = Shift(kv_ELGK, ctx.group) if step < size - 1 else None
-            dkv_ELGK = accumulator(kv_ELGK)
+            coming = RingShift(kv_ELGK, ctx.group) if step < size - 1 else None
+            dkv_ELGK = zeros_float32(kv_ELGK)
             for block in ctx.blocks[(rank - step) % size]:
-                add_block_gradients(grad_BLHK, (q_BLHK, *whole), kv_ELGK, block, dq_BLHK, dkv_ELGK)
+                accumulate_block_backward(grad_BLHK, (q_BLHK, *whole), kv_ELGK, block, dq_BLHK, dkv_ELGK)
             # What the ranks before had to add to the same gradient travelled meanwhile.
             if coming_gradient:
                 dkv_ELGK += coming_gradient.wait()
-            coming_gradient = Shift(dkv_ELGK, ctx.group)
+            coming_gradient = RingShift(dkv_ELGK, ctx.group)
             if coming:
                 kv_ELGK = coming.wait()
         assert coming_gradient
@@ -247,7 +247,7 @@ def attend_ring(
     v_BLGK: Tensor,
     mask: DocumentBlocks | None,
 ) -> Tensor:
-    """The *ring* ``attend``; see `apply_context`."""
+    """The *ring* ``attend``; see `apply_context_parallel`."""
     if mask is None:
         blocks = ring_blocks(group.rank(), group.size(), q_BLHK.shape[1], balance)
     else:
@@ -260,13 +260,13 @@ def mask_ring(
 ) -> DocumentBlocks:
     """The blocks of `attend_ring`, within documents."""
     blocks = ring_blocks(group.rank(), group.size(), documents_BL.shape[1], balance)
-    return DocumentBlocks(within_documents(blocks, documents_BL, list(gather(documents_BL, group))))
+    return DocumentBlocks(restrict_to_documents(blocks, documents_BL, list(all_gather_stacked(documents_BL, group))))
 
 
 # --------------------------------------------------------------------------- allgather
 
 
-def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[C, ...]``: the tensors of all ranks, without a gradient."""
     gathered = x.new_empty((group.size(), *x.shape))
     # gloo wants one after the other in the first dim, not a dim of their own.
@@ -274,12 +274,12 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def gather_rows(k_BLGK: Tensor, v_BLGK: Tensor, group: dist.ProcessGroup, balance: bool) -> Tensor:
+def all_gather_kv(k_BLGK: Tensor, v_BLGK: Tensor, group: dist.ProcessGroup, balance: bool) -> Tensor:
     """Keys and values of whole rows, ``[2 B, T, G, K]``."""
-    return join(gather(torch.cat((k_BLGK, v_BLGK)), group), balance)
+    return unshard_sequence(all_gather_stacked(torch.cat((k_BLGK, v_BLGK)), group), balance)
 
 
-class GatheredAttention(torch.autograd.Function):
+class AllGatherAttention(torch.autograd.Function):
     """Gathers keys and values anew in backward, rather than keep whole rows of every layer."""
 
     @staticmethod
@@ -288,14 +288,14 @@ class GatheredAttention(torch.autograd.Function):
         q_BLHK: Tensor,
         k_BLGK: Tensor,
         v_BLGK: Tensor,
-        blocks: Blocks,
+        blocks: BlocksBySource,
         group: dist.ProcessGroup,
         balance: bool,
     ) -> Tensor:
-        out_BLHK, lse_BHL = no_keys(q_BLHK)
-        kv_ETGK = gather_rows(k_BLGK, v_BLGK, group, balance)
+        out_BLHK, lse_BHL = init_output_and_lse(q_BLHK)
+        kv_ETGK = all_gather_kv(k_BLGK, v_BLGK, group, balance)
         for block in blocks[0]:
-            add_block(q_BLHK, kv_ETGK, block, out_BLHK, lse_BHL)
+            accumulate_block(q_BLHK, kv_ETGK, block, out_BLHK, lse_BHL)
         out_BLHK = out_BLHK.to(q_BLHK.dtype)
         ctx.save_for_backward(q_BLHK, k_BLGK, v_BLGK, out_BLHK, lse_BHL)
         ctx.blocks, ctx.group, ctx.balance = blocks, group, balance
@@ -306,20 +306,20 @@ class GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_BLHK: Tensor) -> tuple[Tensor | None, ...]:
         q_BLHK, k_BLGK, v_BLGK, *whole = ctx.saved_tensors
         size = ctx.group.size()
-        kv_ETGK = gather_rows(k_BLGK, v_BLGK, ctx.group, ctx.balance)
-        dq_BLHK, dkv_ETGK = accumulator(q_BLHK), accumulator(kv_ETGK)
+        kv_ETGK = all_gather_kv(k_BLGK, v_BLGK, ctx.group, ctx.balance)
+        dq_BLHK, dkv_ETGK = zeros_float32(q_BLHK), zeros_float32(kv_ETGK)
         grad_BLHK = grad_BLHK.contiguous()
         for block in ctx.blocks[0]:
-            add_block_gradients(grad_BLHK, (q_BLHK, *whole), kv_ETGK, block, dq_BLHK, dkv_ETGK)
+            accumulate_block_backward(grad_BLHK, (q_BLHK, *whole), kv_ETGK, block, dq_BLHK, dkv_ETGK)
         # To each rank what belongs to its tokens, added up in float32.
-        parts_CELGK = torch.stack([cut(dkv_ETGK, rank, size, ctx.balance) for rank in range(size)])
+        parts_CELGK = torch.stack([shard_sequence(dkv_ETGK, rank, size, ctx.balance) for rank in range(size)])
         dkv_ELGK = torch.empty_like(parts_CELGK[0])
         reduce_scatter(dkv_ELGK, parts_CELGK.flatten(0, 1), group=ctx.group)
         dk_BLGK, dv_BLGK = dkv_ELGK.to(k_BLGK.dtype).chunk(2)
         return dq_BLHK.to(q_BLHK.dtype), dk_BLGK, dv_BLGK, None, None, None
 
 
-def attend_gathered(
+def attend_allgather(
     _: Attend,
     group: dist.ProcessGroup,
     balance: bool,
@@ -328,27 +328,27 @@ def attend_gathered(
     v_BLGK: Tensor,
     mask: DocumentBlocks | None,
 ) -> Tensor:
-    """The *allgather* ``attend``; see `apply_context`."""
+    """The *allgather* ``attend``; see `apply_context_parallel`."""
     if mask is None:
-        blocks = gathered_blocks(group.rank(), group.size(), q_BLHK.shape[1], balance)
+        blocks = allgather_blocks(group.rank(), group.size(), q_BLHK.shape[1], balance)
     else:
         blocks = mask.blocks
-    return run_function(GatheredAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group, balance)
+    return run_function(AllGatherAttention, q_BLHK, k_BLGK, v_BLGK, blocks, group, balance)
 
 
-def mask_gathered(
+def mask_allgather(
     _: MakeMask, group: dist.ProcessGroup, balance: bool, documents_BL: Tensor
 ) -> DocumentBlocks:
-    """The blocks of `attend_gathered`, within documents."""
-    blocks = gathered_blocks(group.rank(), group.size(), documents_BL.shape[1], balance)
-    rows_BT = join(gather(documents_BL, group), balance)
-    return DocumentBlocks(within_documents(blocks, documents_BL, [rows_BT]))
+    """The blocks of `attend_allgather`, within documents."""
+    blocks = allgather_blocks(group.rank(), group.size(), documents_BL.shape[1], balance)
+    rows_BT = unshard_sequence(all_gather_stacked(documents_BL, group), balance)
+    return DocumentBlocks(restrict_to_documents(blocks, documents_BL, [rows_BT]))
 
 
 # --------------------------------------------------------------------------- ulysses
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Part s of rank r becomes part r of rank s: its own inverse, so its own backward."""
 
     @staticmethod
@@ -360,10 +360,10 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None]:
-        return run_function(Exchange, grad_C, ctx.group), None
+        return run_function(AllToAll, grad_C, ctx.group), None
 
 
-def attend_exchanged(
+def attend_ulysses(
     attend: Attend,
     group: dist.ProcessGroup,
     balance: bool,
@@ -372,7 +372,7 @@ def attend_exchanged(
     v_BLGK: Tensor,
     mask: Any,
 ) -> Tensor:
-    """The *ulysses* ``attend``; see `apply_context`.
+    """The *ulysses* ``attend``; see `apply_context_parallel`.
 
     Raises:
         ValueError: if the ranks cannot share the query heads evenly.
@@ -395,16 +395,16 @@ def attend_exchanged(
             for parts in zip(*(x.chunk(size, dim=2) for x in heads), strict=True)
         ]
     )
-    rows_BThK = join(run_function(Exchange, shares_CBLhK, group), balance)
+    rows_BThK = unshard_sequence(run_function(AllToAll, shares_CBLhK, group), balance)
     q_BThK, k_BTgK, v_BTgK = torch.split(rows_BThK, [x.shape[2] // size for x in heads], dim=2)
     out_BThK = attend(q_BThK, k_BTgK, v_BTgK, mask)
-    out_CBLhK = torch.stack([cut(out_BThK, rank, size, balance) for rank in range(size)])
-    heads_CBLhK = run_function(Exchange, out_CBLhK, group)
+    out_CBLhK = torch.stack([shard_sequence(out_BThK, rank, size, balance) for rank in range(size)])
+    heads_CBLhK = run_function(AllToAll, out_CBLhK, group)
     return heads_CBLhK.movedim(0, 2).flatten(2, 3)
 
 
-def mask_exchanged(
+def mask_ulysses(
     mask: MakeMask, group: dist.ProcessGroup, balance: bool, documents_BL: Tensor
 ) -> Any:
     """The model's own mask, of whole rows."""
-    return mask(join(gather(documents_BL, group), balance))
+    return mask(unshard_sequence(all_gather_stacked(documents_BL, group), balance))

@@ -53,21 +53,21 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.config.job import ParallelSection
-from weft.parallel.dtensor import local_of
-from weft.parallel.hierarchical_gather import check_divides, two_stages
+from weft.config.schema import ParallelSection
+from weft.parallel.dtensor import to_local
+from weft.parallel.hierarchical_gather import check_divides, build_hierarchical_gather
 from weft.parallel.private import (
-    gather_with,
-    resharding_over,
-    sharding_bytes,
-    split_axis,
+    move_fsdp_hooks,
+    use_reshard_mesh,
+    allow_integer_params,
+    unflatten_axis,
     use_symmetric_memory,
 )
 
 # --------------------------------------------------------------------------- sharding
 
 
-def shard(
+def apply_fsdp(
     model: nn.Module,
     blocks: list[nn.Module],
     mesh: DeviceMesh,
@@ -111,7 +111,7 @@ def shard(
         # A process group numbers its ranks in ascending order, and FSDP its shards as the group,
         # where DTensor goes by the mesh.
         raise ValueError(f"the ranks of a shard group must ascend along the mesh, not {ranks}")
-    options = _policies(parallel, mesh.device_type, compute_dtype, reduce_dtype)
+    options = _fsdp_policies(parallel, mesh.device_type, compute_dtype, reduce_dtype)
 
     def over(mesh: DeviceMesh) -> DeviceMesh:
         assert mesh.mesh_dim_names is not None
@@ -122,7 +122,7 @@ def shard(
     spread = {param for module in apart for param in module.parameters()}
     left = {param for block in blocks for param in block.parameters() if param.numel() >= least}
     left |= spread
-    with sharding_bytes(), _resharding(shard_mesh, reshard_after_forward, blocks) as reshard_blocks:
+    with allow_integer_params(), _reshard_context(shard_mesh, reshard_after_forward, blocks) as reshard_blocks:
         # The root first, with all that is not left to the blocks.  It is needed at both ends of
         # the forward pass (embedding and head), so it stays gathered: the place for parameters
         # too small to be worth a gather.  The blocks that use them have no hooks for them, and so
@@ -131,14 +131,14 @@ def shard(
         fully_shard(model, reshard_after_forward=False, ignored_params=left, **options)
         # Over some of the ranks FSDP reshards by rows alone.
         anyhow = isinstance(reshard_blocks, bool)
-        options["shard_placement_fn"] = _evenly(shard_mesh.size()) if anyhow and experts else None
+        options["shard_placement_fn"] = _choose_shard_dim(shard_mesh.size()) if anyhow and experts else None
         for block in blocks:
-            inside = _inside(block, apart)
+            inside = _submodules_in(block, apart)
             for module in inside:
                 assert expert_mesh is not None
                 mine = options | {"mesh": over(expert_mesh)}
                 if anyhow:
-                    mine["shard_placement_fn"] = _evenly(expert_mesh.size(1))
+                    mine["shard_placement_fn"] = _choose_shard_dim(expert_mesh.size(1))
                 fully_shard(module, reshard_after_forward=reshard_blocks, **mine)
             taken = {param for param in block.parameters() if param.numel() < least}
             fully_shard(
@@ -148,10 +148,10 @@ def shard(
                 **options,
             )
             for module in inside:
-                gather_with(module, block)
+                move_fsdp_hooks(module, block)
 
-    gather = two_stages(shard_mesh, node_size) if parallel.hierarchical_gather else None
-    for unit in _units(model):
+    gather = build_hierarchical_gather(shard_mesh, node_size) if parallel.hierarchical_gather else None
+    for unit in _fsdp_modules(model):
         # A factor of one needs plain sums: gloo has no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -159,13 +159,13 @@ def shard(
             unit.set_custom_all_gather(gather)
         if parallel.symmetric_memory:
             use_symmetric_memory(unit)
-        unit.stays_gathered = unit is model or reshard_blocks is False
+        unit.keeps_unsharded = unit is model or reshard_blocks is False
     _set_prefetch(
-        model, [[block, *_inside(block, apart)] for block in blocks], parallel.fsdp_prefetch
+        model, [[block, *_submodules_in(block, apart)] for block in blocks], parallel.fsdp_prefetch
     )
 
 
-def _policies(
+def _fsdp_policies(
     parallel: ParallelSection, device: str, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> dict[str, Any]:
     """What every unit computes and reduces in, and where its shards lie."""
@@ -184,12 +184,12 @@ def _policies(
     }
 
 
-def _inside(block: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+def _submodules_in(block: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
     held = set(block.modules())
     return [module for module in modules if module in held]
 
 
-def _evenly(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+def _choose_shard_dim(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     """Cut a stack of matrices by experts, or by rows where only those divide.
 
     128 experts on 256 ranks are cut by rows: half of the shards would be padding otherwise.  No row
@@ -197,18 +197,18 @@ def _evenly(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     """
 
     def placement(param: nn.Parameter) -> Shard | None:
-        even = [dim for dim, size in enumerate(local_of(param).shape[:-1]) if size % ranks == 0]
+        even = [dim for dim, size in enumerate(to_local(param).shape[:-1]) if size % ranks == 0]
         return Shard(even[0]) if param.dim() == 3 and even else None
 
     return placement
 
 
-def _units(model: nn.Module) -> Iterator[Any]:
+def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 @contextmanager
-def _resharding(
+def _reshard_context(
     mesh: DeviceMesh, reshard_after_forward: bool | int, blocks: list[nn.Module]
 ) -> Iterator[bool | int]:
     """The context to call `fully_shard` in, and what to say to it.
@@ -225,8 +225,8 @@ def _resharding(
     if any(isinstance(param, DTensor) for block in blocks for param in block.parameters()):
         rule = "FSDP cannot reshard tensor-parallel weights over fewer ranks"
         raise ValueError(f"reshard_after_forward = {ranks}: {rule}; use True or False")
-    smaller = split_axis(mesh, (mesh.size() // ranks, ranks), ("copies", "kept"))
-    with resharding_over(smaller):
+    smaller = unflatten_axis(mesh, (mesh.size() // ranks, ranks), ("copies", "kept"))
+    with use_reshard_mesh(smaller):
         yield ranks
 
 
@@ -255,7 +255,7 @@ def set_gradient_sync(model: nn.Module, last: bool, mode: Literal["microbatch", 
     """Say what the next backward pass does with gradients; call it before every one.
 
     Args:
-        model: what `shard` was given; any other is left alone.
+        model: what `apply_fsdp` was given; any other is left alone.
         last: whether it is the last microbatch of the step.
         mode: *step*: gradients add up on every rank, and the last backward pass reduces them.
             *microbatch*: every one reduce-scatters inside the shard group, the last one also
@@ -267,8 +267,8 @@ def set_gradient_sync(model: nn.Module, last: bool, mode: Literal["microbatch", 
         return
     model.set_requires_gradient_sync(last or mode == "microbatch")
     model.set_requires_all_reduce(last)
-    for unit in _units(model):
-        if unit.stays_gathered:
+    for unit in _fsdp_modules(model):
+        if unit.keeps_unsharded:
             # Gathered at the end of one microbatch and needed by the next: one gather a step.
             unit.set_reshard_after_backward(last, recurse=False)
 
@@ -279,5 +279,5 @@ def reshard(model: nn.Module) -> None:
     Until then the model's parameters are the gathered ones, in the compute dtype, which the
     optimizer does not know and a checkpoint must not hold.
     """
-    for unit in _units(model):
+    for unit in _fsdp_modules(model):
         unit.reshard()

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from weft.parallel.private import is_strided
+from weft.parallel.private import is_strided_shard
 
-NORM_PIECE = 1 << 12  # elements
+NORM_CHUNK = 1 << 12  # elements
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -35,10 +35,10 @@ def l2_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 def _norm_on_cpu(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
-    cut = len(flat) // NORM_PIECE * NORM_PIECE
+    cut = len(flat) // NORM_CHUNK * NORM_CHUNK
     if cut == 0:
         return _norm_of_rows(flat)
-    pieces = (flat[:cut].view(-1, NORM_PIECE), flat[cut:].view(1, -1))
+    pieces = (flat[:cut].view(-1, NORM_CHUNK), flat[cut:].view(1, -1))
     return _norm_of_rows(torch.cat([_norm_of_rows(rows) for rows in pieces]))
 
 
@@ -47,7 +47,7 @@ def _norm_of_rows(x: Tensor) -> Tensor:
     return norm
 
 
-def part_of_whole(
+def from_local(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """The DTensor of ``shape`` of which ``local`` is this rank's part; nothing is exchanged."""
@@ -69,10 +69,10 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
     axes = [a for a, placement in enumerate(param.placements) if not placement.is_replicate()]
     # A strided shard is FSDP's cut of what tensor parallelism has cut before on the same dim,
     # although its axis stands to the left: it comes after the others.
-    for axis in sorted(axes, key=lambda axis: is_strided(param.placements[axis])):
+    for axis in sorted(axes, key=lambda axis: is_strided_shard(param.placements[axis])):
         placement: Any = param.placements[axis]
         # Other layouts need their own arithmetic: refuse rather than guess.
-        assert type(placement) is Shard or is_strided(placement), f"no rule for {placement}"
+        assert type(placement) is Shard or is_strided_shard(placement), f"no rule for {placement}"
         dim = placement.dim
         chunk = -(-sizes[dim] // mesh.size(axis))  # as torch.chunk cuts
         begin = min(coordinate[axis] * chunk, sizes[dim])
@@ -81,7 +81,7 @@ def shard_offsets(param: torch.Tensor) -> list[int]:
     return offsets
 
 
-def flat_index(
+def iter_flat_indices(
     local: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], elements: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """``local``, the box at ``offsets`` of a whole of ``shape``, in parts of so many elements.

@@ -43,14 +43,14 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from weft.models.layers import sizes_of
 from weft.models.moe import Experts, Permute
-from weft.parallel.dtensor import part_of_whole
-from weft.parallel.private import is_fake, run_function, traceable
+from weft.parallel.dtensor import from_local
+from weft.parallel.private import is_fake, run_function, c10d_functional
 
 # Axes on which FSDP does not gather an expert's weights.
-OWN_AXES = {"ep", "tp"}
+EXPERT_WEIGHT_AXES = {"ep", "tp"}
 
 
-def apply_experts(layers: Iterable[Experts], mesh: DeviceMesh) -> None:
+def apply_expert_parallel(layers: Iterable[Experts], mesh: DeviceMesh) -> None:
     """Cut experts (on the meta device) over the axis ``ep`` of ``mesh``, in place.
 
     Args:
@@ -59,11 +59,11 @@ def apply_experts(layers: Iterable[Experts], mesh: DeviceMesh) -> None:
     """
     for experts in layers:
         for module in list(experts.children()):
-            _cut(module, mesh)
-        experts.forward = partial(_exchanging, experts.forward, mesh.get_group("ep"))  # type: ignore[method-assign]
+            _shard_expert_weight(module, mesh)
+        experts.forward = partial(_forward_with_all_to_all, experts.forward, mesh.get_group("ep"))  # type: ignore[method-assign]
 
 
-def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
+def _shard_expert_weight(module: nn.Module, mesh: DeviceMesh) -> None:
     """The module's weight: cut over ``ep`` by experts, and as it was over ``tp``."""
     whole: Any = module._parameters["weight"]
     placements: list[Placement] = [Shard(0)]
@@ -72,7 +72,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
         placements += whole.placements
         local, cut_over = whole.to_local().data, mesh["ep", "tp"]
     mine = local.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")].contiguous()
-    param = part_of_whole(mine, cut_over, placements, whole.shape)
+    param = from_local(mine, cut_over, placements, whole.shape)
     # Of a class that tensor parallelism has exchanged, the one before: `weight` is told here.
     kind = type(module) if not isinstance(whole, DTensor) else type(module).__mro__[1]
     module.__class__ = type(kind.__name__, (kind,), {"weight": property(_local_weight)})
@@ -81,12 +81,12 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def _local_weight(self: Any) -> Tensor:
     param = self._parameters["weight"]
-    if isinstance(param, DTensor) and set(param.device_mesh.mesh_dim_names or ()) <= OWN_AXES:
+    if isinstance(param, DTensor) and set(param.device_mesh.mesh_dim_names or ()) <= EXPERT_WEIGHT_AXES:
         return param.to_local()
     return cast(Tensor, param)  # sharded by FSDP: not gathered for computing
 
 
-def _exchanging(
+def _forward_with_all_to_all(
     forward: Callable[[Tensor, Tensor], Tensor],
     group: dist.ProcessGroup,
     rows_RD: Tensor,
@@ -96,7 +96,7 @@ def _exchanging(
     size = group.size()
     each = [len(counts_E) // size] * size
     counts_PL = _all_to_all(counts_E, each, each, group).view(size, -1)
-    sent, received = _sizes(counts_E.view(size, -1).sum(1), counts_PL.sum(1), len(rows_RD))
+    sent, received = _split_sizes(counts_E.view(size, -1).sum(1), counts_PL.sum(1), len(rows_RD))
     rows_QD = run_function(_AllToAll, rows_RD, received, sent, group)
     # They come by rank, and for each by expert; a row's place among the P x L groups is found from
     # where those end.
@@ -111,7 +111,7 @@ def _exchanging(
     return run_function(_AllToAll, rows_QD, sent, received, group)
 
 
-def _sizes(sent_P: Tensor, received_P: Tensor, rows: int) -> tuple[list[int], list[int]]:
+def _split_sizes(sent_P: Tensor, received_P: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Rows that go to each rank and come from it, on the host."""
     if is_fake(sent_P):
         return sizes_of(sent_P, rows), sizes_of(received_P, rows)
@@ -123,8 +123,8 @@ def _all_to_all(
     x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Rows from and to each rank, so many."""
-    out = traceable.all_to_all_single(x.contiguous(), received, sent, group.group_name)
-    return cast(Tensor, traceable.wait_tensor(out))
+    out = c10d_functional.all_to_all_single(x.contiguous(), received, sent, group.group_name)
+    return cast(Tensor, c10d_functional.wait_tensor(out))
 
 
 class _AllToAll(torch.autograd.Function):

@@ -22,7 +22,7 @@ be gathered: torchao answers with a tensor subclass that is then every rank's pa
 whoever saves, compares, fills or updates parameters has to reckon with.  Here the shard stays a
 plain tensor, and its answers, which are torchao's, hang on it.  They are given as bytes
 (uint8), since gloo has no float8.  Scales need the largest magnitude over all shards: one maximum
-for all weights (`Gathers`), before the first gather of each pass through the model and not after
+for all weights (`Float8AllGather`), before the first gather of each pass through the model and not after
 the optimizer's step, so that whatever has changed the weights (a step, a skipped one, a
 checkpoint, a replica) needs not tell.  A weight that does not divide evenly is gathered as ever.
 
@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.parallel.private import gather_as, quiet_import, sharded_parameters
+from weft.parallel.private import set_all_gather_hooks, import_quietly, iter_sharded_parameters
 
 
 def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate: bool) -> None:
@@ -72,14 +72,14 @@ def apply_float8(model: nn.Module, recipe: str, names: Collection[str], emulate:
 def _converter(recipe: str, emulate: bool) -> Callable[[Any], nn.Module]:
     """What makes of a linear layer one that multiplies in float8, with the same weight."""
     if recipe == "mxfp8":
-        return partial(quiet_import("weft.parallel.mxfp8").MXLinear, emulate=emulate)
-    float8 = quiet_import("torchao.float8")
+        return partial(import_quietly("weft.parallel.mxfp8").MXLinear, emulate=emulate)
+    float8 = import_quietly("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, emulate=emulate, round_scales_to_power_of_2=True)
     return partial(float8.convert_to_float8_training, config=config)
 
 
-class Gathers:
+class Float8AllGather:
     """How FSDP gathers the float8 weights of a model's parts, from when parameters have memory."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
@@ -87,10 +87,10 @@ class Gathers:
 
         self._shards: list[Any] = []
         self._group: dist.ProcessGroup | None = None
-        for param in sharded_parameters(parts):
+        for param in iter_sharded_parameters(parts):
             if isinstance(param.module, Float8Linear) and param.even:
-                shard = _Shard(param.local, param.module)
-                gather_as(param, shard.before, shard.after)
+                shard = _Float8Shard(param.local, param.module)
+                set_all_gather_hooks(param, shard.before, shard.after)
                 self._shards.append(shard)
                 self._group = param.group
 
@@ -109,7 +109,7 @@ class Gathers:
             shard.weight._precomputed_scale = scale
 
 
-class _Shard:
+class _Float8Shard:
     """How this rank's shard of a weight is gathered."""
 
     def __init__(self, local: Tensor, module: Any) -> None:

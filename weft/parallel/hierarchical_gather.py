@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.parallel.private import all_gather, split_axis
+from weft.parallel.private import all_gather, unflatten_axis
 
 
 def check_divides(name: str, number: int, degree: int) -> None:
@@ -29,7 +29,7 @@ def check_divides(name: str, number: int, degree: int) -> None:
         raise ValueError(f"{name} = {number}: does not divide the {degree} ranks of a shard group")
 
 
-def two_stages(mesh: DeviceMesh, node_size: int | None) -> TwoStageGather | None:
+def build_hierarchical_gather(mesh: DeviceMesh, node_size: int | None) -> HierarchicalAllGather | None:
     """The gather for a shard group that spans nodes, else None.
 
     Every rank of the world calls this, with its own shard group.
@@ -44,10 +44,10 @@ def two_stages(mesh: DeviceMesh, node_size: int | None) -> TwoStageGather | None
     if node_size is None or node_size >= mesh.size():
         return None
     check_divides("node_size", node_size, mesh.size())
-    return TwoStageGather(mesh, node_size) if node_size > 1 else None
+    return HierarchicalAllGather(mesh, node_size) if node_size > 1 else None
 
 
-class TwoStageGather:
+class HierarchicalAllGather:
     """The gather of one shard group, as FSDP calls it.
 
     It has the methods of FSDP's private ``AllGather``, whose instance it need not be.
@@ -61,7 +61,7 @@ class TwoStageGather:
             node_size: K; divides its size.
         """
         self.shape = (mesh.size() // node_size, node_size)
-        nodes = split_axis(mesh, self.shape, ("node", "place"))
+        nodes = unflatten_axis(mesh, self.shape, ("node", "place"))
         self.whole, self.across, self.inside = mesh.get_group(), *nodes.get_all_groups()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -92,12 +92,12 @@ class TwoStageGather:
 
         first = dist.all_gather(list(rows_NKC[:, place]), input_tensor, self.across, async_op)
         if async_op:
-            return _Chain(first, inside)
+            return _ChainedWork(first, inside)
         inside()
         return None
 
 
-class _Chain(dist.Work):
+class _ChainedWork(dist.Work):
     """An operation under way, and what is to follow it when it is waited for.
 
     So the stage between nodes, the slow one, overlaps with what is done until then.

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from weft.models.family import Init
-from weft.parallel.dtensor import flat_index, local_of, shard_offsets
-from weft.parallel.quantize import keep_numbers, numbers_of
+from weft.parallel.dtensor import iter_flat_indices, to_local, shard_offsets
+from weft.parallel.quantize import store_float32, float32_buffer
 
 # Elements that are computed at a time: bounds the temporaries to a few hundred MiB.
-CHUNK = 1 << 22
+CHUNK_ELEMENTS = 1 << 22
 TRUNCATE_AT = 3.0  # standard deviations
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -49,18 +49,18 @@ def init_params(
     """
     for name, param in params:
         init = init_of(name)
-        values = numbers_of(param)
-        local = local_of(values)
+        values = float32_buffer(param)
+        local = to_local(values)
         stream = _mix_int((seed << 32) ^ zlib.crc32(name.encode()))
         if init.kind in ("ones", "zeros"):
             local.fill_(init.kind == "ones")
         else:
-            for part, uniform in _uniform(local, shard_offsets(values), values.shape, stream):
-                part.copy_(_spread(uniform, init, values.shape))
-        keep_numbers(param, values)
+            for part, uniform in _uniform_chunks(local, shard_offsets(values), values.shape, stream):
+                part.copy_(_transform(uniform, init, values.shape))
+        store_float32(param, values)
 
 
-def _spread(uniform: torch.Tensor, init: Init, shape: torch.Size) -> torch.Tensor:
+def _transform(uniform: torch.Tensor, init: Init, shape: torch.Size) -> torch.Tensor:
     """What becomes of even numbers between -1 and 1 in a parameter of ``shape``.
 
     Even ones between +-1 / sqrt(inputs), or std * N(0, 1) cut at `TRUNCATE_AT`.
@@ -71,11 +71,11 @@ def _spread(uniform: torch.Tensor, init: Init, shape: torch.Size) -> torch.Tenso
     return torch.erfinv(uniform * edge) * math.sqrt(2.0) * init.std
 
 
-def _uniform(
+def _uniform_chunks(
     local: torch.Tensor, offsets: list[int], shape: torch.Size, stream: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Some rows of ``local``, and as many numbers between -1 and 1, in float64."""
-    for part, index in flat_index(local, offsets, shape, CHUNK):
+    for part, index in iter_flat_indices(local, offsets, shape, CHUNK_ELEMENTS):
         bits = _mix(index * _GOLDEN + stream)
         # The 53 highest bits, centred in their interval: strictly inside (0, 1).
         yield part, 2.0 * ((_shift_right(bits, 11).double() + 0.5) * 2.0**-53) - 1.0

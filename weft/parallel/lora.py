@@ -25,16 +25,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from weft.config.job import LoraSection
+from weft.config.schema import LoraSection
 from weft.models.family import Init, TensorParallelSpec
-from weft.parallel.quantize import linear
-from weft.plan.lora_plan import BLOCK, BYTES, is_target, scaling
-from weft.plan.matrices import linear_layers
+from weft.parallel.quantize import quantized_linear
+from weft.plan.lora_plan import QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES, is_target, lora_scaling
+from weft.plan.matrices import find_linear_layers
 
-INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}
+ADAPTER_INIT = {"lora_A": Init("fan_in"), "lora_B": Init("zeros")}
 
 # How A and B are cut, by how W is; others as W.
-SHARDING = {
+ADAPTER_SHARDING = {
     "column": (TensorParallelSpec("summed"), TensorParallelSpec("column")),
     "heads": (TensorParallelSpec("summed"), TensorParallelSpec("heads")),
     "row": (TensorParallelSpec("row"), TensorParallelSpec("summed")),
@@ -50,7 +50,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` to ``[..., outputs]``."""
-        out = linear(x, self.weight, self.bias)
+        out = quantized_linear(x, self.weight, self.bias)
         if self.lora_A is None:
             return out
         low: Tensor = self.lora_A(x)
@@ -67,13 +67,13 @@ def apply_lora(
         blocks: modules of ``model``.
         dtype: of what is computed, in which frozen weights are kept.
     """
-    layers = linear_layers(model, blocks)
+    layers = find_linear_layers(model, blocks)
     quantized = set(layers.values()) if section.quantize != "none" else set()
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             frozen = param.data.to(dtype)
             if module in quantized and name == "weight":
-                shape = (param.shape[0], param.shape[1] // BLOCK, BYTES[section.quantize])
+                shape = (param.shape[0], param.shape[1] // QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES[section.quantize])
                 frozen = torch.empty(shape, dtype=torch.uint8, device=param.device)
             module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
     for name, layer in layers.items():
@@ -85,21 +85,21 @@ def apply_lora(
             device = layer.weight.device
             layer.lora_A = nn.Linear(inputs, rank, bias=False, device=device)
             layer.lora_B = nn.Linear(rank, outputs, bias=False, device=device)
-            layer.scaling = scaling(section)
+            layer.scaling = lora_scaling(section)
 
 
-def with_adapters(sharding: Mapping[str, TensorParallelSpec]) -> dict[str, TensorParallelSpec]:
+def add_adapter_sharding(sharding: Mapping[str, TensorParallelSpec]) -> dict[str, TensorParallelSpec]:
     """The family's SHARDING, and that of its adapters."""
     found = dict(sharding)
     for pattern, split in sharding.items():
         if split.weight is not None:
             as_w = TensorParallelSpec(split.weight)
-            a, b = SHARDING.get(split.weight, (as_w, as_w))
+            a, b = ADAPTER_SHARDING.get(split.weight, (as_w, as_w))
             found |= {f"{pattern}.lora_A": a, f"{pattern}.lora_B": b}
     return found
 
 
-def init_with_adapters(name: str, others: Callable[[str], Init]) -> Init:
+def adapter_init(name: str, others: Callable[[str], Init]) -> Init:
     """How the parameter of that name starts; ``others`` knows those of the family."""
     module = name.split(".")[-2] if "." in name else name
-    return INIT[module] if module in INIT else others(name)
+    return ADAPTER_INIT[module] if module in ADAPTER_INIT else others(name)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.plan.placement import AXES, coordinates
+from weft.plan.placement import AXES, rank_to_coordinates
 from weft.plan.resolve import Plan
 
 # An axis is always a mesh's; a dim is always a tensor's.
@@ -47,7 +47,7 @@ class Mesh:
         """The process group of this rank along one of `PARAMETER_AXES`."""
         return self.params.get_group(axis)
 
-    def sum_over_tokens(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_dp_cp(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` added up in place over all ranks that see other tokens than this one."""
         for axis in ("dp_shard", "dp_replicate"):
             if (group := self.group(axis)).size() > 1:
@@ -55,7 +55,7 @@ class Mesh:
         return value
 
 
-def axes_of_groups(mesh: Mesh) -> dict[str, str]:
+def axis_by_group_name(mesh: Mesh) -> dict[str, str]:
     """The mesh's axis of each process group of this rank, by the group's name."""
     groups = {str(dist.group.WORLD.group_name): "all ranks"} if dist.group.WORLD else {}
     for axis in PARAMETER_AXES:
@@ -71,7 +71,7 @@ def axes_of_groups(mesh: Mesh) -> dict[str, str]:
 
 def build_mesh(plan: Plan) -> Mesh:
     """The mesh of ``plan`` over the default process group, in which all ranks take part."""
-    ranks = _ranks(plan)
+    ranks = _rank_grid(plan)
     shape = (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp, plan.tp)
     params = DeviceMesh(plan.device, ranks.reshape(shape), mesh_dim_names=PARAMETER_AXES)
     context = None
@@ -82,10 +82,10 @@ def build_mesh(plan: Plan) -> Mesh:
     if plan.ep > 1:
         cut = ranks.reshape(*shape[:2], -1, plan.ep, plan.tp)
         experts = DeviceMesh(plan.device, cut, mesh_dim_names=EXPERT_AXES)
-    return Mesh(params, context, coordinates(dist.get_rank(), plan.sizes, plan.order), experts)
+    return Mesh(params, context, rank_to_coordinates(dist.get_rank(), plan.sizes, plan.order), experts)
 
 
-def _ranks(plan: Plan) -> torch.Tensor:
+def _rank_grid(plan: Plan) -> torch.Tensor:
     """Every rank at its place: int64, a dim for each of `AXES`."""
     order: Sequence[str] = plan.order
     ranks = torch.arange(plan.world_size).reshape([plan.sizes[axis] for axis in order])

@@ -20,7 +20,7 @@ from torchao.prototype.mx_formats.config import (
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-BLOCK = 32
+BLOCK_SIZE = 32
 E4M3 = torch.float8_e4m3fn  # for gradients, too: a scale for 32 of them leaves enough range
 
 
@@ -40,6 +40,6 @@ class MXLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         rounding = ScaleCalculationMode.RCEIL  # scales are rounded up: nothing saturates
         out: Tensor = mx_mm.apply(
-            input, self.weight, E4M3, E4M3, E4M3, BLOCK, *self.kernels, rounding, False
+            input, self.weight, E4M3, E4M3, E4M3, BLOCK_SIZE, *self.kernels, rounding, False
         )
         return out if self.bias is None else out + self.bias

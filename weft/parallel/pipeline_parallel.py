@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.parallel.private import (
-    gather_for_split_backward,
+    unshard_for_split_backward,
+    set_max_active_stages,
+    enable_recv_grad,
+    reduce_scatter_each_microbatch,
+    load_schedule,
     skip_self_p2p_init,
-    keeping_gathered,
-    receive_for_backward,
-    reduce_each_microbatch,
-    schedule_from_file,
 )
-from weft.plan.pipeline_schedule import is_file
+from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.resolve import Plan
 
 
-def build_schedule(
+def build_pipeline_schedule(
     parts: list[nn.Module],
     plan: Plan,
     group: dist.ProcessGroup,
@@ -85,15 +85,15 @@ def build_schedule(
     ]
     for each in stages:
         skip_self_p2p_init(each)
-        receive_for_backward(each)
-        gather_for_split_backward(each)
+        enable_recv_grad(each)
+        unshard_for_split_backward(each)
         if plan.gradient_sync == "microbatch":
-            reduce_each_microbatch(each)
+            reduce_scatter_each_microbatch(each)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     keeps = plan.reshard_after_forward is False
-    with keeping_gathered(len(stages)) if keeps else nullcontext():
-        if is_file(pipeline.schedule):
-            return schedule_from_file(pipeline.schedule, stages, plan.accumulation, **options)
+    with set_max_active_stages(len(stages)) if keeps else nullcontext():
+        if is_schedule_file(pipeline.schedule):
+            return load_schedule(pipeline.schedule, stages, plan.accumulation, **options)
         kind = get_schedule_class(pipeline.schedule)
         single = len(stages) == 1 and pipeline.schedule in ("GPipe", "1F1B")
         return kind(stages[0] if single else stages, plan.accumulation, **options)

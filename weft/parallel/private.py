@@ -48,10 +48,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 # Collectives that stay in the graph under torch.compile, where the pass for asynchronous tensor
 # parallelism looks for them.  The public ones break the graph.
-traceable = torch.ops._c10d_functional
+c10d_functional = torch.ops._c10d_functional
 
 
-def on_compiling(start: Callable[[], None], end: Callable[[bool], None]) -> None:
+def register_compile_callbacks(start: Callable[[], None], end: Callable[[bool], None]) -> None:
     """Call back when torch.compile begins to compile something, and when it has done so.
 
     Args:
@@ -72,7 +72,7 @@ def num_captured_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def recompile_reasons() -> list[str]:
+def collect_recompile_reasons() -> list[str]:
     """A list that gets, from now on, why each function is compiled again, in a line."""
     found: list[str] = []
 
@@ -88,14 +88,14 @@ def recompile_reasons() -> list[str]:
     return found
 
 
-def compile_each_shape() -> AbstractContextManager[None]:
+def disable_recompile_limit() -> AbstractContextManager[None]:
     """In this context torch.compile does not give up on a function with many shapes."""
     from torch._dynamo.utils import disable_cache_limit
 
     return disable_cache_limit()
 
 
-def limit_activations(share: float) -> None:
+def set_activation_memory_budget(share: float) -> None:
     """Let torch.compile keep no more than a share of the activations for the backward pass."""
     from torch._functorch import config
 
@@ -128,7 +128,7 @@ def use_symmetric_memory(unit: Any) -> None:
         unit.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def listening_store(host: str, port: int, serve: bool, size: int | None = None) -> Any:
+def create_tcp_store(host: str, port: int, serve: bool, size: int | None = None) -> Any:
     """torch's TCPStore, which listens on the interface of ``host`` alone.
 
     By itself it listens on every interface, where anybody could write into it.  The argument for a
@@ -151,7 +151,7 @@ def listening_store(host: str, port: int, serve: bool, size: int | None = None) 
     return TCPStore(host, port, size, is_master=serve, wait_for_workers=False, **more)
 
 
-def gloo_group(place: str, rank: int, size: int, address: str, timeout: timedelta) -> Any:
+def create_gloo_group(place: str, rank: int, size: int, address: str, timeout: timedelta) -> Any:
     """A gloo process group that stands by itself, and listens on one interface.
 
     It is not among torch's groups, so it ends when it is let go of, which its peers see, and can
@@ -178,7 +178,7 @@ def gloo_group(place: str, rank: int, size: int, address: str, timeout: timedelt
 # --------------------------------------------------------------------------- optimizers
 
 
-def skip_where(optimizer: Any, bad: Tensor) -> bool:
+def set_found_inf(optimizer: Any, bad: Tensor) -> bool:
     """Let the next step of a fused optimizer change nothing if ``bad``, on the device, is true.
 
     What torch's GradScaler uses, and tells by the same attribute whether there is such a thing.
@@ -205,7 +205,7 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def quiet_import(module: str) -> Any:
+def import_quietly(module: str) -> Any:
     """A module of torchao, or one that imports it, without what it warns of while it is imported.
 
     That is every kernel that it has for other hardware, and torch's next version.
@@ -222,22 +222,22 @@ def is_quantized(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "codes")
 
 
-def flat_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+def get_flat_group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The ranks along several axes of a mesh.  All ranks of the world call it: it makes groups."""
     return mesh[axes]._flatten().get_group()
 
 
-def is_strided(placement: Placement) -> bool:
+def is_strided_shard(placement: Placement) -> bool:
     """Whether it is what FSDP gives to a parameter cut twice on one dim."""
     return type(placement).__name__ == "_StridedShard"
 
 
-def split_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def unflatten_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A mesh of one axis as one of several.  All ranks of the world call it: it makes groups."""
     return mesh._unflatten(0, sizes, names)
 
 
-def resharding_over(smaller: DeviceMesh) -> AbstractContextManager[None]:
+def use_reshard_mesh(smaller: DeviceMesh) -> AbstractContextManager[None]:
     """In this context `fully_shard` takes ``smaller`` (copies, kept) to reshard over some ranks.
 
     By itself it makes a mesh for every block, which costs process groups (pytorch#153302) and
@@ -247,7 +247,7 @@ def resharding_over(smaller: DeviceMesh) -> AbstractContextManager[None]:
     return patch_attribute(module, "DeviceMesh", lambda *args: smaller)
 
 
-def sharding_bytes() -> AbstractContextManager[None]:
+def allow_integer_params() -> AbstractContextManager[None]:
     """Inside, `fully_shard` takes frozen parameters of whole numbers, too.
 
     FSDP of torch 2.11 makes every parameter one that learns before it looks whether it does.
@@ -260,7 +260,7 @@ def sharding_bytes() -> AbstractContextManager[None]:
     return patch_attribute(module, "nn", SimpleNamespace(Module=nn.Module, Parameter=parameter))
 
 
-def gather_with(inner: nn.Module, outer: nn.Module) -> None:
+def move_fsdp_hooks(inner: nn.Module, outer: nn.Module) -> None:
     """Let FSDP gather the unit ``inner`` when the unit ``outer``, which runs it, is called, and
     free it when that is done.
 
@@ -276,7 +276,7 @@ def gather_with(inner: nn.Module, outer: nn.Module) -> None:
     state._post_forward_hook_handle = outer.register_forward_hook(state._post_forward)
 
 
-class Sharded(NamedTuple):
+class ShardedParameter(NamedTuple):
     """A parameter as FSDP keeps it on this rank."""
 
     module: nn.Module  # that has it
@@ -285,7 +285,7 @@ class Sharded(NamedTuple):
     group: dist.ProcessGroup  # of the ranks that hold shards
 
 
-def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[Sharded]:
+def iter_sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[ShardedParameter]:
     """Every parameter that FSDP shards, once it has its memory."""
     for module in (module for part in parts for module in part.modules()):
         if not isinstance(module, FSDPModule):
@@ -297,10 +297,10 @@ def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[Sharded]:
                 even = rows % size == 0 and param.fsdp_placement.dim == 0
                 local = param.sharded_param._local_tensor
                 holder = param._module_info.module
-                yield Sharded(holder, local, even, param.shard_mesh.get_group())
+                yield ShardedParameter(holder, local, even, param.shard_mesh.get_group())
 
 
-def gather_as(sharded: Sharded, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+def set_all_gather_hooks(sharded: ShardedParameter, before: Callable[..., Any], after: Callable[..., Any]) -> None:
     """Let FSDP gather a parameter by two functions; before the first forward pass.
 
     They are its ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for at a
@@ -314,7 +314,7 @@ def gather_as(sharded: Sharded, before: Callable[..., Any], after: Callable[...,
 # --------------------------------------------------------------------------- pipelines
 
 
-def schedule_from_file(path: str, stages: list[Any], microbatches: int, **options: Any) -> Any:
+def load_schedule(path: str, stages: list[Any], microbatches: int, **options: Any) -> Any:
     """A schedule whose order is a CSV file: only the private runtime takes one."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -324,7 +324,7 @@ def schedule_from_file(path: str, stages: list[Any], microbatches: int, **option
     return schedule
 
 
-def keeping_gathered(stages: int) -> AbstractContextManager[None]:
+def set_max_active_stages(stages: int) -> AbstractContextManager[None]:
     """Schedules made inside keep the weights of so many stages gathered at once.
 
     Else it is three, and of more those whose turn is far are freed, and gathered again for it.
@@ -337,7 +337,7 @@ def keeping_gathered(stages: int) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def forward_only(schedule: Any) -> Iterator[None]:
+def use_forward_only_order(schedule: Any) -> Iterator[None]:
     """Inside, the schedule's order is its forward passes alone.
 
     Its own ``eval`` runs the training order and leaves out what is backward, which fails where a
@@ -351,7 +351,7 @@ def forward_only(schedule: Any) -> Iterator[None]:
         return
     forwards = {
         rank: private._add_unshard_reshard(
-            [action for action in _parts(order) if action.computation_type.value == "F"]
+            [action for action in _split_overlapped_actions(order) if action.computation_type.value == "F"]
         )
         for rank, order in schedule.pipeline_order.items()
     }
@@ -363,7 +363,7 @@ def forward_only(schedule: Any) -> Iterator[None]:
         yield
 
 
-def _parts(order: Iterable[Any]) -> Iterator[Any]:
+def _split_overlapped_actions(order: Iterable[Any]) -> Iterator[Any]:
     """The actions of one rank, one that overlaps two as both."""
     for action in order:
         if action is not None:
@@ -384,7 +384,7 @@ def skip_self_p2p_init(stage: Any) -> None:
         ]
 
 
-def receive_for_backward(stage: Any) -> None:
+def enable_recv_grad(stage: Any) -> None:
     """Let what a pipeline stage receives have gradients, even if an evaluation comes first.
 
     A stage of torch 2.11 makes the tensors that it receives into at its first pass, and decides
@@ -404,7 +404,7 @@ def receive_for_backward(stage: Any) -> None:
     stage._prepare_forward_infra = prepare_for_backward
 
 
-def gather_for_split_backward(stage: Any) -> None:
+def unshard_for_split_backward(stage: Any) -> None:
     """Gather a pipeline stage's parameters before each half of a split backward pass.
 
     Both halves (input gradients, then weight gradients) find the leaves of the autograd graph
@@ -425,7 +425,7 @@ def gather_for_split_backward(stage: Any) -> None:
     stage.backward_maybe_with_nosync = gather_and_run_backward
 
 
-def reduce_each_microbatch(stage: Any) -> None:
+def reduce_scatter_each_microbatch(stage: Any) -> None:
     """Let a pipeline stage reduce-scatter its gradients after every microbatch but the last.
 
     A schedule reduces once, after the last: until then whole gradients add up on every rank, in

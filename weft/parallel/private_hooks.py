@@ -22,7 +22,7 @@ from weft.parallel.private import patch_attribute
 # --------------------------------------------------------------------------- the Flight Recorder
 
 
-class Collective(NamedTuple):
+class CollectiveRecord(NamedTuple):
     """One that was begun; its number counts those of its group, or what this rank sent in it."""
 
     group: str
@@ -33,7 +33,7 @@ class Collective(NamedTuple):
     p2p: bool
 
 
-def collectives() -> list[Collective]:
+def read_flight_recorder() -> list[CollectiveRecord]:
     """What this process's Flight Recorder holds, in order: the last 2,000 or so.
 
     Sending and receiving are not among them with gloo.  There is no public way to ask it.
@@ -44,11 +44,11 @@ def collectives() -> list[Collective]:
     # A build for CUDA has one recorder for NCCL and one for the others.
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if ask := getattr(c10d, dump, None):
-            found += collectives_in(json.loads(ask()))
+            found += parse_flight_recorder(json.loads(ask()))
     return found
 
 
-def collectives_in(dump: Mapping[str, Any]) -> list[Collective]:
+def parse_flight_recorder(dump: Mapping[str, Any]) -> list[CollectiveRecord]:
     """Those of a Flight Recorder's dump, which torch writes as JSON and, of itself, as a pickle."""
     found = []
     for entry in dump.get("entries", []):
@@ -57,11 +57,11 @@ def collectives_in(dump: Mapping[str, Any]) -> list[Collective]:
         is_open = not entry["retired"] and entry["state"] != "completed"
         group = str(entry["process_group"][0])
         sizes, p2p = entry["input_sizes"], entry["is_p2p"]
-        found.append(Collective(group, number, name, sizes, is_open, p2p))
+        found.append(CollectiveRecord(group, number, name, sizes, is_open, p2p))
     return found
 
 
-def record_flights(prefix: str) -> None:
+def configure_flight_recorder(prefix: str) -> None:
     """Let the Flight Recorder record, and NCCL leave what it holds in ``prefix`` + RANK when a
     collective takes too long; before there is a process group.
 
@@ -80,12 +80,12 @@ def record_flights(prefix: str) -> None:
 # --------------------------------------------------------------------------- a step
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
-def watching_resizes(
+def observe_storage_resizes(
     told: Callable[[torch.UntypedStorage, int], None],
 ) -> AbstractContextManager[None]:
     """Inside, ``told`` hears of every storage that was resized, and how many bytes it had: FSDP
@@ -102,10 +102,10 @@ def watching_resizes(
     return patch_attribute(storage, "resize_", resize_)
 
 
-Around = Callable[..., AbstractContextManager[Any]]
+ContextFactory = Callable[..., AbstractContextManager[Any]]
 
 
-def around_actions(schedule: Any, around: Around) -> Callable[[], None]:
+def wrap_pipeline_actions(schedule: Any, around: ContextFactory) -> Callable[[], None]:
     """From now on actions of a pipeline's schedule run in ``around(place, kind, microbatch)``.
 
     Args:
@@ -139,20 +139,20 @@ def around_actions(schedule: Any, around: Around) -> Callable[[], None]:
     return undo
 
 
-def working_out_shardings(told: Callable[[bool], None]) -> AbstractContextManager[None]:
+def observe_sharding_propagation(told: Callable[[bool], None]) -> AbstractContextManager[None]:
     """Inside, ``told`` hears when DTensor begins (True) and ends to run an operator on tensors of
     global shape, which are not there, to see what comes of it."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    return _told_of(ShardingPropagator, "_propagate_tensor_meta_non_cached", told)
+    return _observe_calls(ShardingPropagator, "_propagate_tensor_meta_non_cached", told)
 
 
-def waiting_for_others(told: Callable[[bool], None]) -> AbstractContextManager[None]:
+def observe_collective_waits(told: Callable[[bool], None]) -> AbstractContextManager[None]:
     """Inside, ``told`` hears when a collective begins (True) and ends to be waited for."""
-    return _told_of(dist.Work, "wait", told)
+    return _observe_calls(dist.Work, "wait", told)
 
 
-def _told_of(owner: Any, name: str, told: Callable[[bool], None]) -> AbstractContextManager[None]:
+def _observe_calls(owner: Any, name: str, told: Callable[[bool], None]) -> AbstractContextManager[None]:
     original = getattr(owner, name)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -166,7 +166,7 @@ def _told_of(owner: Any, name: str, told: Callable[[bool], None]) -> AbstractCon
 
 
 @contextmanager
-def around_collectives(around: Around) -> Iterator[None]:
+def wrap_collectives(around: ContextFactory) -> Iterator[None]:
     """Inside, collectives that Python starts, and the waits for them, happen in ``around(ranks)``.
 
     Args:
@@ -226,18 +226,18 @@ COLLECTIVES = (
 )
 
 
-def record_memory(on: bool) -> None:
+def set_memory_history(on: bool) -> None:
     """Note from now on, or not any more, where in the code a GPU's memory is taken."""
     torch.cuda.memory._record_memory_history("all" if on else None)
 
 
-def dump_memory(path: Path) -> None:
+def dump_memory_snapshot(path: Path) -> None:
     """What a GPU's memory is taken by, for https://pytorch.org/memory_viz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
-def group_of(args: Iterable[Any]) -> str:
+def find_group_name(args: Iterable[Any]) -> str:
     """The name of the process group in a collective's arguments: an object, or the last text."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
@@ -245,7 +245,7 @@ def group_of(args: Iterable[Any]) -> str:
     return str([arg for arg in args if isinstance(arg, str)][-1])
 
 
-def ranks_of_group(name: str) -> list[int]:
+def get_group_ranks(name: str) -> list[int]:
     """The ranks of a process group, by its name."""
     from torch.distributed import distributed_c10d
 
@@ -274,26 +274,26 @@ def fake_process_group(rank: int, world_size: int, keep_sent: bool) -> Iterator[
     # each is asked by itself.  In torch 2.11 they greet their neighbours instead.
     owner: Any = pipelines._PipelineSchedule
     name = "_warmup_p2p"
-    silent: Any = _shapes_are_known
+    silent: Any = _set_static_shapes
     if not hasattr(owner, name):
-        owner, name, silent = PipelineStage, "_get_init_p2p_neighbors_ops", _nobody_to_greet
+        owner, name, silent = PipelineStage, "_get_init_p2p_neighbors_ops", _no_p2p_ops
     isend = dist.isend
 
-    def kept(tensor: Tensor, *args: Any, **options: Any) -> _Sending:
-        return _Sending(tensor, isend(tensor, *args, **options))
+    def kept(tensor: Tensor, *args: Any, **options: Any) -> _PendingSend:
+        return _PendingSend(tensor, isend(tensor, *args, **options))
 
     with ExitStack() as stack:
-        stack.callback(forget_meshes)
+        stack.callback(clear_mesh_cache)
         stack.callback(dist.destroy_process_group)
         stack.enter_context(patch_attribute(owner, name, silent))
-        stack.enter_context(patch_attribute(dist, "all_gather_object", _others_have_the_same))
+        stack.enter_context(patch_attribute(dist, "all_gather_object", _all_gather_own_object))
         if keep_sent:
             for module in (dist, distributed_c10d):
                 stack.enter_context(patch_attribute(module, "isend", kept))
         yield
 
 
-class _Sending(NamedTuple):
+class _PendingSend(NamedTuple):
     """A message under way, and what is sent."""
 
     tensor: Tensor
@@ -303,15 +303,15 @@ class _Sending(NamedTuple):
         return self.work.wait(*args)
 
 
-def _others_have_the_same(objects: list[Any], own: Any, group: Any = None) -> None:
+def _all_gather_own_object(objects: list[Any], own: Any, group: Any = None) -> None:
     objects[:] = [own] * len(objects)
 
 
-def _nobody_to_greet(stage: Any) -> list[Any]:
+def _no_p2p_ops(stage: Any) -> list[Any]:
     return []
 
 
-def _shapes_are_known(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+def _set_static_shapes(schedule: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
     from torch.distributed.pipelining import schedules
 
     modes: Any = schedules
@@ -320,7 +320,7 @@ def _shapes_are_known(schedule: Any, stages: list[Any], has_backward: bool, p2p_
         stage._inference_mode = modes.InferenceMode.STATIC
 
 
-def forget_meshes() -> None:
+def clear_mesh_cache() -> None:
     """Make DTensor forget the meshes that it has seen.
 
     It takes equal meshes for the same, and would communicate in the process groups of the first.

@@ -30,12 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.dtensor import local_of, part_of_whole
+from weft.parallel.dtensor import to_local, from_local
 from weft.parallel.private import is_fake, run_function
-from weft.plan.lora_plan import BLOCK, BYTES
+from weft.plan.lora_plan import QUANT_BLOCK_SIZE, QUANT_BLOCK_BYTES
 
-SCALE = 4  # bytes
-AT_ONCE = 1 << 24  # numbers that are quantised at a time
+SCALE_BYTES = 4  # bytes
+CHUNK_ELEMENTS = 1 << 24  # numbers that are quantised at a time
 
 # Quantiles of the normal distribution, with an exact zero: arXiv:2305.14314, appendix E.
 NF4 = (
@@ -58,13 +58,13 @@ NF4 = (
 )
 
 
-def pack(values_OI: Tensor, kind: str) -> Tensor:
+def quantize_matrix(values_OI: Tensor, kind: str) -> Tensor:
     """The bytes of a matrix, uint8 ``[O, I / 64, BYTES[kind]]``; see above.
 
     Args:
         values_OI: float32, finite; ``I`` is a multiple of 64.
     """
-    blocks_ONB = values_OI.float().view(len(values_OI), -1, BLOCK)
+    blocks_ONB = values_OI.float().view(len(values_OI), -1, QUANT_BLOCK_SIZE)
     scales_ON1 = blocks_ONB.abs().amax(dim=2, keepdim=True)
     scaled_ONB = blocks_ONB / torch.where(scales_ON1 == 0, 1.0, scales_ON1)
     if kind == "int8":
@@ -77,80 +77,80 @@ def pack(values_OI: Tensor, kind: str) -> Tensor:
     return torch.cat((codes, scales_ON1.contiguous().view(torch.uint8)), dim=2)
 
 
-def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_matrix(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix ``[O, I]`` that the bytes stand for, rounded to ``dtype``."""
-    codes = packed[..., :-SCALE]
-    scales_ON1 = packed[..., -SCALE:].contiguous().view(torch.float32)
-    if packed.shape[2] == BYTES["int8"]:
+    codes = packed[..., :-SCALE_BYTES]
+    scales_ON1 = packed[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    if packed.shape[2] == QUANT_BLOCK_BYTES["int8"]:
         values_ONB = codes.view(torch.int8) * (scales_ON1 / 127)
     else:
-        values_ONB = F.embedding(codes.int(), _pairs(packed.device)).flatten(2) * scales_ON1
+        values_ONB = F.embedding(codes.int(), _nf4_table(packed.device)).flatten(2) * scales_ON1
     matrix_OI: Tensor = values_ONB.flatten(1).to(dtype)
     return matrix_OI
 
 
-_PAIRS: dict[torch.device, Tensor] = {}
+_nf4_tables: dict[torch.device, Tensor] = {}
 
 
-def _pairs(device: torch.device) -> Tensor:
+def _nf4_table(device: torch.device) -> Tensor:
     """What each byte of nf4 stands for: float32 ``[256, 2]``."""
-    if device in _PAIRS:  # else each use would wait for a copy to the device
-        return _PAIRS[device]
+    if device in _nf4_tables:  # else each use would wait for a copy to the device
+        return _nf4_tables[device]
     pairs = torch.tensor([[high, low] for high in NF4 for low in NF4], device=device)
     if not torch.compiler.is_compiling() and not is_fake(pairs):
-        _PAIRS[device] = pairs
+        _nf4_tables[device] = pairs
     return pairs
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
         ctx.save_for_backward(packed)
-        return F.linear(x, unpack(packed, x.dtype))
+        return F.linear(x, dequantize_matrix(packed, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (packed,) = ctx.saved_tensors
-        return grad @ unpack(packed, grad.dtype), None
+        return grad @ dequantize_matrix(packed, grad.dtype), None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a frozen weight, as it is or packed."""
     if weight.dtype != torch.uint8:
         return F.linear(x, weight, bias)
-    out = run_function(_Product, x, weight)
+    out = run_function(_QuantizedLinear, x, weight)
     return out if bias is None else out + bias
 
 
 # --------------------------------------------------------------------------- filling
 
 
-def numbers_of(param: Tensor) -> Tensor:
+def float32_buffer(param: Tensor) -> Tensor:
     """Where the float32 numbers of a parameter go, cut as it is: its own memory if it is of
-    float32, else memory for them, uninitialised, which `keep_numbers` takes."""
+    float32, else memory for them, uninitialised, which `store_float32` takes."""
     if param.dtype == torch.float32:
         return param.data
-    shape, local = param.shape, local_of(param)
+    shape, local = param.shape, to_local(param)
     sizes = local.shape
     if param.dtype == torch.uint8:
-        shape, sizes = (torch.Size((x[0], x[1] * BLOCK)) for x in (shape, sizes))
+        shape, sizes = (torch.Size((x[0], x[1] * QUANT_BLOCK_SIZE)) for x in (shape, sizes))
     numbers = torch.empty(sizes, dtype=torch.float32, device=local.device)
     if not isinstance(param, DTensor):
         return numbers
-    return part_of_whole(numbers, param.device_mesh, param.placements, shape)
+    return from_local(numbers, param.device_mesh, param.placements, shape)
 
 
 @torch.no_grad()
-def keep_numbers(param: Tensor, numbers: Tensor) -> None:
+def store_float32(param: Tensor, numbers: Tensor) -> None:
     """Round what lies in ``numbers_of(param)`` into ``param``."""
     if param.dtype == torch.float32:
         return
-    local, here = local_of(param), local_of(numbers)
+    local, here = to_local(param), to_local(numbers)
     if param.dtype != torch.uint8:
         local.copy_(here)
         return
-    kind = next(kind for kind, size in BYTES.items() if size == param.shape[2])
-    rows = max(1, AT_ONCE // max(1, here.shape[1]))
+    kind = next(kind for kind, size in QUANT_BLOCK_BYTES.items() if size == param.shape[2])
+    rows = max(1, CHUNK_ELEMENTS // max(1, here.shape[1]))
     for first in range(0, here.shape[0], rows):
         some = slice(first, first + rows)
-        local[some] = pack(here[some], kind)
+        local[some] = quantize_matrix(here[some], kind)

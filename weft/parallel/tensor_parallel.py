@@ -39,11 +39,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from weft.models.family import TensorParallelSpec
-from weft.parallel.dtensor import part_of_whole
-from weft.parallel.private import run_function, traceable
+from weft.parallel.dtensor import from_local
+from weft.parallel.private import run_function, c10d_functional
 
 
-def apply_tensor(
+def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
     sharding: Mapping[str, TensorParallelSpec],
@@ -61,8 +61,8 @@ def apply_tensor(
         ValueError: if a module with parameters has no entry in ``sharding``.
     """
     # Into a region of matrix products, and out of it.
-    functions = (_Gather, _Scatter) if sequence_parallel else (_CopyToTP, _ReduceFromTP)
-    enter, leave = (_Hook(function, mesh.get_group()) for function in functions)
+    functions = (_GatherSequence, _ReduceScatterSequence) if sequence_parallel else (_CopyToTP, _ReduceFromTP)
+    enter, leave = (_CollectiveHook(function, mesh.get_group()) for function in functions)
     for name, module in list(model.named_modules()):
         split = next((s for pattern, s in sharding.items() if fnmatchcase(name, pattern)), None)
         if split is None:
@@ -70,7 +70,7 @@ def apply_tensor(
                 raise ValueError(f"no pattern of SHARDING matches {name!r}, which has parameters")
             continue
         if split.weight is not None:
-            _cut_weight(module, split, mesh, num_kv_heads, sequence_parallel)
+            _shard_weight(module, split, mesh, num_kv_heads, sequence_parallel)
         if split.before == "gather":
             module.register_forward_pre_hook(enter)
         if split.after == "gather":
@@ -79,7 +79,7 @@ def apply_tensor(
             module.register_forward_hook(leave)
 
 
-def _cut_weight(
+def _shard_weight(
     module: nn.Module,
     split: TensorParallelSpec,
     mesh: DeviceMesh,
@@ -106,7 +106,7 @@ def _cut_weight(
     local = whole.data
     if isinstance(placement, Shard):
         local = local.chunk(tp, dim=placement.dim)[rank].contiguous()
-    cut = part_of_whole(local, mesh, [placement], whole.shape)
+    cut = from_local(local, mesh, [placement], whole.shape)
     module.register_parameter("weight", nn.Parameter(cut, requires_grad=whole.requires_grad))
 
     def weight(self: Any) -> Tensor:
@@ -122,11 +122,11 @@ def _cut_weight(
     kind_of_module = type(module)
     members: dict[str, Any] = {"weight": property(weight), "part": None}
     if split.weight == "vocabulary":
-        members["forward"] = _look_up(rank * local.shape[0])
+        members["forward"] = _vocab_parallel_forward(rank * local.shape[0])
     module.__class__ = type(kind_of_module.__name__, (kind_of_module,), members)
 
 
-def take_parts_outside(block: nn.Module) -> None:
+def materialize_local_weights(block: nn.Module) -> None:
     """Let ``block`` make local tensors of its weights before its forward pass, not within.
 
     So a compiled forward pass sees plain tensors.  Of a DTensor it would keep the mesh as well,
@@ -146,7 +146,7 @@ def take_parts_outside(block: nn.Module) -> None:
     block.register_forward_hook(after, always_call=True)
 
 
-def _look_up(first: int) -> Any:
+def _vocab_parallel_forward(first: int) -> Any:
     """The forward of an embedding whose table begins at row ``first``: zeros for other ids."""
 
     def forward(self: nn.Module, tokens_BT: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _look_up(first: int) -> Any:
 # --------------------------------------------------------------------------- exchanges
 
 
-class _Hook:
+class _CollectiveHook:
     """Exchanges the output of a module; as a pre-hook, its first argument."""
 
     def __init__(self, function: type[torch.autograd.Function], group: dist.ProcessGroup) -> None:
@@ -175,21 +175,21 @@ class _Hook:
         return run_function(self.function, output, self.group)
 
 
-def _gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
-    stacked = traceable.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name)
-    return torch.cat(traceable.wait_tensor(stacked).chunk(size), dim=1)
+    stacked = c10d_functional.all_gather_into_tensor(x_BTD.contiguous(), size, group.group_name)
+    return torch.cat(c10d_functional.wait_tensor(stacked).chunk(size), dim=1)
 
 
-def _scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
     stacked = torch.cat(x_BTD.chunk(size, dim=1))
-    out = traceable.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
-    return traceable.wait_tensor(out)  # type: ignore[no-any-return]
+    out = c10d_functional.reduce_scatter_tensor(stacked, "sum", size, group.group_name)
+    return c10d_functional.wait_tensor(out)  # type: ignore[no-any-return]
 
 
-def _add(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return traceable.wait_tensor(traceable.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return c10d_functional.wait_tensor(c10d_functional.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
 
 
 class _Collective(torch.autograd.Function):
@@ -198,28 +198,28 @@ class _Collective(torch.autograd.Function):
         ctx.group = inputs[1]
 
 
-class _Gather(_Collective):
+class _GatherSequence(_Collective):
     """Slices of the sequence to the whole; gradients of the whole, added up, to slices."""
 
     @staticmethod
     def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _gather(x_BTD, group)
+        return _all_gather(x_BTD, group)
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad_BTD, ctx.group), None
+        return _reduce_scatter(grad_BTD, ctx.group), None
 
 
-class _Scatter(_Collective):
+class _ReduceScatterSequence(_Collective):
     """Parts of the whole, added up, to slices of the sequence; and back."""
 
     @staticmethod
     def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _scatter(x_BTD, group)
+        return _reduce_scatter(x_BTD, group)
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_BTD, ctx.group), None
+        return _all_gather(grad_BTD, ctx.group), None
 
 
 class _CopyToTP(_Collective):
@@ -231,7 +231,7 @@ class _CopyToTP(_Collective):
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return _add(grad_BTD, ctx.group), None
+        return _all_reduce(grad_BTD, ctx.group), None
 
 
 class _ReduceFromTP(_Collective):
@@ -239,7 +239,7 @@ class _ReduceFromTP(_Collective):
 
     @staticmethod
     def forward(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _add(x_BTD, group)
+        return _all_reduce(x_BTD, group)
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
@@ -249,7 +249,7 @@ class _ReduceFromTP(_Collective):
 # --------------------------------------------------------------------------- loss
 
 
-def vocabulary_cross_entropy(
+def vocab_parallel_cross_entropy(
     logits_BTV: Tensor, targets_BT: Tensor, ignore: int, group: dist.ProcessGroup
 ) -> Tensor:
     """Cross-entropy of each token in nats, of logits whose vocabulary is cut over ``group``.
@@ -264,10 +264,10 @@ def vocabulary_cross_entropy(
     Returns:
         float32 (B, T), the same on every rank of ``group``; 0 where there is no loss.
     """
-    return run_function(_CrossEntropy, logits_BTV, targets_BT, ignore, group)
+    return run_function(_VocabParallelCrossEntropy, logits_BTV, targets_BT, ignore, group)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_BTV: Tensor, targets_BT: Tensor, ignore: int, group: dist.ProcessGroup

@@ -43,15 +43,15 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as checked
 
-from weft.config.job import MISSING, InvalidConfig, ConfigError, suggest
+from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
 
 T = TypeVar("T")
 
 GIB = 2**30
-OURS = Path(__file__).with_name("clusters.toml")
+BUILTIN_CLUSTERS = Path(__file__).with_name("clusters.toml")
 
 
-def user_files() -> tuple[Path, Path]:
+def user_cluster_files() -> tuple[Path, Path]:
     """What the user writes, and what weft has measured; whether they are there or not."""
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "weft"
     return folder / "clusters.toml", folder / "calibrated.toml"
@@ -74,11 +74,11 @@ class Link:
     peer_access: bool = False
 
 
-def _points(achieved: Any) -> Any:
+def _pairs_from_table(achieved: Any) -> Any:
     return list(achieved.items()) if isinstance(achieved, dict) else achieved
 
 
-def _with_bf16(achieved: Mapping[str, float]) -> Mapping[str, float]:
+def _require_bf16(achieved: Mapping[str, float]) -> Mapping[str, float]:
     if "bf16" not in achieved:
         raise ValueError("lacks bf16, which every device computes in")
     return achieved
@@ -93,7 +93,7 @@ class Network:
     # Rising numbers of nodes, each with its fraction; in a file a table of them.
     achieved: Annotated[
         tuple[tuple[PositiveInt, PositiveFloat], ...],
-        BeforeValidator(_points),
+        BeforeValidator(_pairs_from_table),
         AfterValidator(lambda points: tuple(sorted(points))),
     ] = Field(min_length=1)
 
@@ -121,7 +121,7 @@ class Device:
     bandwidth: PositiveFloat
     link: Link
     network: Network
-    achieved: Annotated[Mapping[str, PositiveFloat], AfterValidator(_with_bf16)]
+    achieved: Annotated[Mapping[str, PositiveFloat], AfterValidator(_require_bf16)]
     flash: tuple[PositiveFloat, PositiveFloat]  # causal attention, forward and backward
     attention: tuple[PositiveFloat, PositiveFloat]
     bf16: NonNegativeFloat = 0.0
@@ -144,16 +144,16 @@ class Device:
 
 
 # What was measured of one device says nothing of those that are like it.
-OWN = ("like", "software", "calibrated", "launch")
+NOT_INHERITED = ("like", "software", "calibrated", "launch")
 
 
-class _Entries:
+class _ClusterTables:
     """What files say, by table and name, and what is wrong with it."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         """
         Raises:
-            InvalidJob: if a file cannot be read.
+            InvalidConfig: if a file cannot be read.
         """
         self.tables: dict[str, dict[str, Any]] = {"devices": {}, "links": {}, "networks": {}}
         self.problems: list[ConfigError] = []
@@ -214,16 +214,16 @@ class _Entries:
             self.complain("devices", name, "like", like, "is no other device", remedy)
             return {"link": None, **entry}  # that is enough of it; no TOML has this value
         taken = self.complete(like, (*above, name))
-        return {k: v for k, v in taken.items() if k not in OWN} | entry
+        return {k: v for k, v in taken.items() if k not in NOT_INHERITED} | entry
 
 
 def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
     """Devices and networks of files; each may change and add to what came before it.
 
     Raises:
-        InvalidJob: with everything that is wrong in them.
+        InvalidConfig: with everything that is wrong in them.
     """
-    read = _Entries(files)
+    read = _ClusterTables(files)
     tables = read.tables
     links = {n: read.made(Link, "links", n, entry) for n, entry in tables["links"].items()}
     networks = {n: read.made(Network, "networks", n, e) for n, e in tables["networks"].items()}
@@ -257,47 +257,47 @@ def read_clusters(*files: Path) -> tuple[dict[str, Device], dict[str, Network]]:
 
 
 @lru_cache(maxsize=1)
-def known_clusters() -> tuple[dict[str, Device], dict[str, Network]]:
+def load_clusters() -> tuple[dict[str, Device], dict[str, Network]]:
     """What ships with weft, changed by the user's files."""
-    return read_clusters(OURS, *(file for file in user_files() if file.is_file()))
+    return read_clusters(BUILTIN_CLUSTERS, *(file for file in user_cluster_files() if file.is_file()))
 
 
-def device_named(name: str) -> Device:
+def get_device(name: str) -> Device:
     """The device of a name of a cluster."""
-    return known_clusters()[0][name]
+    return load_clusters()[0][name]
 
 
 # A name that a cluster of processors may have; there is no telling their memory.
-CPU = "CPU"
+CPU_DEVICE = "CPU"
 
 # More than the largest cluster that there is, and few enough to reckon with in seconds.
-MOST_DEVICES = 2**20
+MAX_DEVICES = 2**20
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 FLOP/s of the device that the driver calls ``device_name``, or None."""
-    device = device_called(device_name)
+    device = match_device(device_name)
     return device.bf16 or None if device else None
 
 
-BOARDS = {"pcie", "nvl", "laptop", "max", "ti", "super", "d"}
+BOARD_WORDS = {"pcie", "nvl", "laptop", "max", "ti", "super", "d"}
 
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"\w+", name.lower()))
 
 
-def device_called(driver_name: str, memory_bytes: int | None = None) -> Device | None:
+def match_device(driver_name: str, memory_bytes: int | None = None) -> Device | None:
     """The device that a driver calls so, by the longest name whose words are in it; of equals the
     one of that memory.  None if it is not known."""
-    known = known_clusters()[0]
+    known = load_clusters()[0]
     if driver_name in known:
         return known[driver_name]
     plain = {name: re.sub(r" \d+GB$", "", name) for name in known}
     words = _words(driver_name)
     found = [name for name in known if _words(plain[name]) <= words]
     # Another board of the same chip is another device.
-    found = [name for name in found if _words(name) & BOARDS == words & BOARDS]
+    found = [name for name in found if _words(name) & BOARD_WORDS == words & BOARD_WORDS]
     found = [name for name in found if len(plain[name]) == max(len(plain[n]) for n in found)]
     size = (memory_bytes or 0) / GIB
     near = sorted(found, key=lambda name: abs(known[name].memory_gib - size))
@@ -326,7 +326,7 @@ class Cluster:
 
     @cached_property
     def device(self) -> Device:
-        return device_named(self.device_name)
+        return get_device(self.device_name)
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.devices}x{self.device_name.replace(' ', '-')}"
@@ -348,26 +348,26 @@ def parse_cluster(text: str, key: str = "run.cluster") -> Cluster | ConfigError:
         remedy = "NODESxDEVICESxNAME, such as 64x8xH100"
         return ConfigError(key, text, "is not a cluster", remedy)
     nodes, devices = int(match[1]), int(match[2])
-    if not 1 <= nodes * devices <= MOST_DEVICES:
+    if not 1 <= nodes * devices <= MAX_DEVICES:
         return ConfigError(
-            key, text, f"has {nodes * devices:,} devices", f"use 1 to {MOST_DEVICES:,}"
+            key, text, f"has {nodes * devices:,} devices", f"use 1 to {MAX_DEVICES:,}"
         )
-    by_plain = {_plain(name): name for name in known_clusters()[0]}
-    name = by_plain.get(_plain(match[3]))
+    by_plain = {_normalize(name): name for name in load_clusters()[0]}
+    name = by_plain.get(_normalize(match[3]))
     if name is None:
-        return ConfigError(key, text, f"{match[3]!r} is not a known device", _nearest(match[3]))
+        return ConfigError(key, text, f"{match[3]!r} is not a known device", _suggest_device(match[3]))
     return Cluster(nodes, devices, name)
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()
 
 
-def _nearest(name: str) -> str:
+def _suggest_device(name: str) -> str:
     """The devices that may be meant: those that begin like that, or else are written alike."""
-    plain = {_plain(known): known.replace(" ", "-") for known in known_clusters()[0]}
-    near = [shown for known, shown in plain.items() if known.startswith(_plain(name))]
-    near = near or [plain[k] for k in difflib.get_close_matches(_plain(name), plain, n=3)]
+    plain = {_normalize(known): known.replace(" ", "-") for known in load_clusters()[0]}
+    near = [shown for known, shown in plain.items() if known.startswith(_normalize(name))]
+    near = near or [plain[k] for k in difflib.get_close_matches(_normalize(name), plain, n=3)]
     if not near:
         return f"known: {', '.join(plain.values())}"
     return f"did you mean {' or '.join(near)}?"

@@ -21,19 +21,20 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from weft.config.job import Job, PrecisionSection, ConfigError
+from weft.config.errors import ConfigError
+from weft.config.schema import Job, PrecisionSection
 from weft.models import Family
 from weft.plan.layout import ParallelDims
-from weft.plan.matrices import Matrix, matrices_of
+from weft.plan.matrices import Matrix, list_matrices
 from weft.plan.pipeline_schedule import find_schedule
 
 
-def multiple_of(recipe: str) -> int:
+def required_multiple(recipe: str) -> int:
     """What must divide the sides of a matrix, and the tokens of a product."""
     return 32 if recipe == "mxfp8" else 16
 
 
-def float8_matrices(section: PrecisionSection, model: Any, family: Family, tp: int) -> list[Matrix]:
+def find_float8_matrices(section: PrecisionSection, model: Any, family: Family, tp: int) -> list[Matrix]:
     """The matrices of the whole model that are multiplied in float8, with the sides that a
     tensor-parallel rank has, in the order of the model.
 
@@ -42,27 +43,27 @@ def float8_matrices(section: PrecisionSection, model: Any, family: Family, tp: i
     """
     if section.float8 == "none":
         return []
-    return _chosen(section, _possible(section.float8, model, family, tp))
+    return _select_matrices(section, _convertible_matrices(section.float8, model, family, tp))
 
 
-def _possible(recipe: str, model: Any, family: Family, tp: int) -> list[Matrix]:
+def _convertible_matrices(recipe: str, model: Any, family: Family, tp: int) -> list[Matrix]:
     """Those whose sides allow it."""
-    unit = multiple_of(recipe)
-    every = matrices_of(model, family, tp)
+    unit = required_multiple(recipe)
+    every = list_matrices(model, family, tp)
     return [matrix for matrix in every if matrix.outputs % unit == matrix.inputs % unit == 0]
 
 
-def _chosen(section: PrecisionSection, possible: list[Matrix]) -> list[Matrix]:
+def _select_matrices(section: PrecisionSection, possible: list[Matrix]) -> list[Matrix]:
     """Of those that are possible the ones that are worth it, and not left out by name."""
     return [
         matrix
         for matrix in possible
-        if (section.float8_small or not _too_small(section.float8, matrix))
+        if (section.float8_small or not _is_too_small(section.float8, matrix))
         and not any(fnmatchcase(matrix.name, pattern) for pattern in section.float8_exclude)
     ]
 
 
-def _too_small(recipe: str, matrix: Matrix) -> bool:
+def _is_too_small(recipe: str, matrix: Matrix) -> bool:
     _, outputs, inputs = matrix
     if recipe == "tensorwise":
         return inputs <= 4096 and outputs <= 1024
@@ -72,7 +73,7 @@ def _too_small(recipe: str, matrix: Matrix) -> bool:
 # --------------------------------------------------------------------------- rules
 
 
-def has_float8(recipe: str, capability: tuple[int, int]) -> bool:
+def supports_float8(recipe: str, capability: tuple[int, int]) -> bool:
     """Whether a GPU of that compute capability multiplies so; (0, 0) is one that is unknown."""
     return capability[0] == 10 if recipe == "mxfp8" else capability >= (8, 9)
 
@@ -101,8 +102,8 @@ def check_float8(
             key, recipe, rule, "use precision.compute_dtype bfloat16, or none", depends
         )
 
-    possible = _possible(recipe, model, family, degrees.tp)
-    unit = multiple_of(recipe)
+    possible = _convertible_matrices(recipe, model, family, degrees.tp)
+    unit = required_multiple(recipe)
     for pattern in section.float8_exclude if possible else ():
         if not any(fnmatchcase(matrix.name, pattern) for matrix in possible):
             rule = "matches none of the matrices that could be in float8"
@@ -113,7 +114,7 @@ def check_float8(
         rule = f"no matrix of a block has sides that are multiples of {unit}"
         rule += f" over tp = {degrees.tp}" if degrees.tp > 1 else ""
         yield ConfigError(key, recipe, rule, "use none, or other sizes", ("parallel.tp",))
-    elif not _chosen(section, possible):
+    elif not _select_matrices(section, possible):
         rule = f"none of {len(possible)} matrices is left: too small to gain, or in float8_skip"
         remedy = "use none, or precision.float8_small true to try it all the same"
         yield ConfigError(key, recipe, rule, remedy, ("precision.float8_exclude",))

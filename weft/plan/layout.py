@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.job import Job, ParallelSection, ConfigError
+from weft.config.errors import ConfigError
+from weft.config.schema import Job, ParallelSection
 from weft.models import Family
 from weft.plan.placement import AXES
 
@@ -49,7 +50,7 @@ class ParallelDims:
         return self.dp * self.pp * self.cp * self.tp
 
 
-def fixed(parallel: ParallelSection) -> int:
+def ranks_per_shard(parallel: ParallelSection) -> int:
     """Ranks of one shard: the product of all degrees but ``dp_shard``."""
     return parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
 
@@ -63,7 +64,7 @@ def resolve_degrees(
     """
     problems = []
     depends = ("run.nproc_per_node", *DEGREE_KEYS)
-    unit = fixed(parallel)
+    unit = ranks_per_shard(parallel)
     automatic = isinstance(parallel.dp_shard, str)
     shard = max(1, world // unit) if isinstance(parallel.dp_shard, str) else parallel.dp_shard
     asked = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "dp_replicate")}
@@ -99,10 +100,10 @@ def check_layout(
     job: Job, model: Any, family: Family, degrees: ParallelDims
 ) -> Iterator[ConfigError]:
     """Every reason why this model cannot be laid out so; the pipeline has its own rules."""
-    yield from _check_tensor(job, model, family, degrees)
-    yield from _check_context(job, model, degrees)
+    yield from _check_tensor_parallel(job, model, family, degrees)
+    yield from _check_context_parallel(job, model, degrees)
     yield from _check_sharding(job, degrees)
-    yield from _check_experts(job, model, family, degrees)
+    yield from _check_expert_parallel(job, model, family, degrees)
     if degrees.pp == 1 and job.pipeline.layers_per_stage:
         rule = "there is no pipeline"
         remedy = "leave it out, or use parallel.pp above 1"
@@ -115,13 +116,13 @@ def check_layout(
         )
 
 
-def _check_tensor(
+def _check_tensor_parallel(
     job: Job, model: Any, family: Family, degrees: ParallelDims
 ) -> Iterator[ConfigError]:
     tp, parallel = degrees.tp, job.parallel
     name = f"{job.model.kind}-{job.model.preset}"
     if parallel.async_tp:
-        yield from _check_async(job, degrees)
+        yield from _check_async_tp(job, degrees)
     if tp == 1:
         return
     if not family.sharding:
@@ -151,13 +152,13 @@ def _check_tensor(
         rule = f"does not divide over tp = {tp}" + (
             f" within cp = {degrees.cp}" if degrees.cp > 1 else ""
         )
-        unit = tp * degrees.cp * _pieces(job.parallel)
+        unit = tp * degrees.cp * _chunks_per_rank(job.parallel)
         remedy = f"use {format_choices(nearest_divisors(job.train.seq_len, unit))}, or parallel.sequence_parallel false"
         depends = ("parallel.tp", "parallel.cp")
         yield ConfigError("train.seq_len", job.train.seq_len, rule, remedy, depends)
 
 
-def _check_async(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
+def _check_async_tp(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     key = "parallel.async_tp"
     if degrees.tp == 1:
         yield ConfigError(key, True, "there is no tensor parallelism", "use parallel.tp above 1")
@@ -169,12 +170,12 @@ def _check_async(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
         yield ConfigError(key, True, rule, "use parallel.sequence_parallel true")
 
 
-def _pieces(parallel: ParallelSection) -> int:
+def _chunks_per_rank(parallel: ParallelSection) -> int:
     """Pieces of a sequence on each context-parallel rank."""
     return 2 if parallel.cp > 1 and parallel.cp_load_balance else 1
 
 
-def _check_context(job: Job, model: Any, degrees: ParallelDims) -> Iterator[ConfigError]:
+def _check_context_parallel(job: Job, model: Any, degrees: ParallelDims) -> Iterator[ConfigError]:
     cp, parallel, seq_len = degrees.cp, job.parallel, job.train.seq_len
     if cp == 1:
         return
@@ -182,7 +183,7 @@ def _check_context(job: Job, model: Any, degrees: ParallelDims) -> Iterator[Conf
         rule = f"the family {job.model.kind} tells no num_heads"
         yield ConfigError("parallel.cp", cp, rule, "use 1")
         return
-    unit = cp * _pieces(parallel)
+    unit = cp * _chunks_per_rank(parallel)
     if seq_len % unit:
         pieces = f"into the {unit} pieces of cp = {cp}, balanced" if unit > cp else f"by cp = {cp}"
         rule = f"does not divide {pieces}"
@@ -215,7 +216,7 @@ def _check_sharding(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
         yield ConfigError("parallel.dp_replicate", parallel.dp_replicate, rule, "leave it out")
 
 
-def _check_experts(
+def _check_expert_parallel(
     job: Job, model: Any, family: Family, degrees: ParallelDims
 ) -> Iterator[ConfigError]:
     key, ep, parallel = "parallel.ep", degrees.ep, job.parallel

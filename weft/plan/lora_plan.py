@@ -9,14 +9,15 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from weft.config.job import Job, LoraSection, ConfigError, suggest
+from weft.config.errors import ConfigError, suggest
+from weft.config.schema import Job, LoraSection
 from weft.models import Family
 from weft.plan.layout import ParallelDims
-from weft.plan.matrices import cut_of, matrices_of
+from weft.plan.matrices import weight_split, list_matrices
 from weft.plan.pipeline_plan import PipelinePlan
 
-BLOCK = 64  # numbers of a row that share a scale where a matrix is quantised
-BYTES = {"nf4": 32 + 4, "int8": 64 + 4}  # of a block and its scale: see weft.parallel.quantize
+QUANT_BLOCK_SIZE = 64  # numbers of a row that share a scale where a matrix is quantised
+QUANT_BLOCK_BYTES = {"nf4": 32 + 4, "int8": 64 + 4}  # of a block and its scale: see weft.parallel.quantize
 
 
 def is_target(name: str, section: LoraSection) -> bool:
@@ -24,13 +25,13 @@ def is_target(name: str, section: LoraSection) -> bool:
     return not section.targets or name.rpartition(".")[2] in section.targets
 
 
-def scaling(section: LoraSection) -> float:
+def lora_scaling(section: LoraSection) -> float:
     """What the adapters' output is multiplied by; with the root: rsLoRA, arXiv:2312.03732."""
     rank = section.rank
     return section.alpha / (math.sqrt(rank) if section.rank_stabilized else rank)
 
 
-class Trained(NamedTuple):
+class TrainingCost(NamedTuple):
     """What LoRA makes of a model."""
 
     params: int  # that are trained
@@ -39,7 +40,7 @@ class Trained(NamedTuple):
     causal_flops_per_token: float
 
 
-def trained(section: LoraSection, model: Any, family: Family, seq_len: int) -> Trained:
+def training_cost(section: LoraSection, model: Any, family: Family, seq_len: int) -> TrainingCost:
     """What is trained of a model, and the FLOPs of a token: forward and backward.
 
     A frozen weight is multiplied by twice, forward and for the gradient of its input, and not a
@@ -54,25 +55,25 @@ def trained(section: LoraSection, model: Any, family: Family, seq_len: int) -> T
         family.flops_per_token(model, tokens) for tokens in (seq_len, (seq_len + 1) // 2)
     )
     if not section.rank:
-        return Trained(family.num_params(model), 0, whole, half)
-    matrices = matrices_of(model, family)
+        return TrainingCost(family.num_params(model), 0, whole, half)
+    matrices = list_matrices(model, family)
     params = sum(
         section.rank * (m.outputs + m.inputs) for m in matrices if is_target(m.name, section)
     )
     quantized = sum(m.outputs * m.inputs for m in matrices) * (section.quantize != "none")
     # Without attention: 6 for each weight that a token is multiplied by.
     change = 6.0 * params - family.flops_per_token(model, 0) / 3
-    return Trained(params, quantized, whole + change, half + change)
+    return TrainingCost(params, quantized, whole + change, half + change)
 
 
-class Frozen(NamedTuple):
+class FrozenWeights(NamedTuple):
     """What memory needs to know of a model whose own weights are not trained, but adapters are."""
 
     weight_bytes: float  # of a weight, on the mean
     trained: float  # parameters of adapters for each weight
 
 
-def frozen_of(job: Job, model: Any, family: Family, compute_bytes: int) -> Frozen | None:
+def frozen_weights(job: Job, model: Any, family: Family, compute_bytes: int) -> FrozenWeights | None:
     """None if all weights are trained.
 
     Args:
@@ -81,10 +82,10 @@ def frozen_of(job: Job, model: Any, family: Family, compute_bytes: int) -> Froze
     """
     if not job.lora.rank:
         return None
-    lora, params = trained(job.lora, model, family, job.train.seq_len), family.num_params(model)
+    lora, params = training_cost(job.lora, model, family, job.train.seq_len), family.num_params(model)
     small = lora.quantized / params
-    packed = BYTES.get(job.lora.quantize, 0) / BLOCK
-    return Frozen(small * packed + (1 - small) * compute_bytes, lora.params / params)
+    packed = QUANT_BLOCK_BYTES.get(job.lora.quantize, 0) / QUANT_BLOCK_SIZE
+    return FrozenWeights(small * packed + (1 - small) * compute_bytes, lora.params / params)
 
 
 def check_lora(
@@ -98,7 +99,7 @@ def check_lora(
                 rule = "says nothing while all weights are trained"
                 yield ConfigError(f"lora.{key}", value, rule, "use lora.rank 16", ("lora.rank",))
         return
-    matrices = matrices_of(model, family)
+    matrices = list_matrices(model, family)
     kinds = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
     if not matrices:
         rule = f"the blocks of {job.model.kind} have no linear layer of torch.nn"
@@ -114,15 +115,15 @@ def check_lora(
     if section.quantize != "none":
         for kind in kinds:
             matrix = next(m for m in matrices if m.name.rpartition(".")[2] == kind)
-            cut = degrees.tp if cut_of(matrix.name, family) == "row" else 1
-            if matrix.inputs % (cut * BLOCK):
+            cut = degrees.tp if weight_split(matrix.name, family) == "row" else 1
+            if matrix.inputs % (cut * QUANT_BLOCK_SIZE):
                 over = f" over tp = {cut} ranks" if cut > 1 else ""
-                rule = f"{kind} has {matrix.inputs} inputs{over}: no whole blocks of {BLOCK}"
+                rule = f"{kind} has {matrix.inputs} inputs{over}: no whole blocks of {QUANT_BLOCK_SIZE}"
                 remedy = "use none, or other sizes"
                 yield ConfigError("lora.quantize", section.quantize, rule, remedy, ("parallel.tp",))
 
 
-def check_stages(job: Job, pipeline: PipelinePlan | None) -> Iterator[ConfigError]:
+def check_lora_stages(job: Job, pipeline: PipelinePlan | None) -> Iterator[ConfigError]:
     """Yield what a pipeline of adapters lacks.
 
     torch computes gradients of the first stage's output, which must have something to train, and

@@ -20,7 +20,7 @@ class Matrix(NamedTuple):
     inputs: int
 
 
-def linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Linear]:
+def find_linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Linear]:
     """The linear layers of the blocks of a model or a part of it, by name.
 
     Not those of a class of their own, whose forward would be lost to the one that replaces it.
@@ -33,7 +33,7 @@ def linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn
     }
 
 
-def matrices_of(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
+def list_matrices(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
     """Every linear layer of the blocks of the whole model, with the sides that a rank has of it.
 
     Args:
@@ -44,9 +44,9 @@ def matrices_of(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
     with torch.device("meta"):
         whole = family.build(model)
     found = []
-    for name, layer in linear_layers(whole, family.blocks(whole)).items():
+    for name, layer in find_linear_layers(whole, family.blocks(whole)).items():
         outputs, inputs = layer.weight.shape
-        cut = cut_of(name, family)
+        cut = weight_split(name, family)
         if cut == "heads":  # ranks may share one
             outputs //= min(tp, model.num_kv_heads)
         elif cut == "row":
@@ -57,7 +57,7 @@ def matrices_of(model: Any, family: Family, tp: int = 1) -> list[Matrix]:
     return found
 
 
-def cut_of(name: str, family: Family) -> str | None:
+def weight_split(name: str, family: Family) -> str | None:
     """How tensor parallelism cuts the weight of a module: see `weft.models.family.TensorParallelSpec`."""
     split = next((s for p, s in family.sharding.items() if fnmatchcase(name, p)), None)
     return split.weight if split is not None else None

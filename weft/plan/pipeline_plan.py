@@ -6,26 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import Job, ConfigError
+from weft.config.errors import ConfigError
+from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.layout import ParallelDims, format_choices
 from weft.plan.pipeline_schedule import (
     SCHEDULES,
-    Schedule,
     PipelineSchedule,
+    ScheduleSpec,
     find_schedule,
-    in_flight,
-    is_file,
-    num_microbatches_of,
-    rank_of_stages,
-    read_csv,
-    timetable,
+    max_in_flight,
+    is_schedule_file,
+    num_scheduled_microbatches,
+    stage_index_to_rank,
+    read_schedule_csv,
+    build_schedule,
 )
-from weft.plan.stages import Stage, check_layers, cut_stages
+from weft.plan.stages import Stage, check_layers_per_stage, split_into_stages
 
 # With as many microbatches as this many times the ranks, or more, less than a fifth is bubble.
-ENOUGH = 4
-MOST_ROWS = 4096  # of a microbatch that is looked at unasked
+MIN_MICROBATCHES_PER_RANK = 4
+MAX_AUTO_MICROBATCH_SIZE = 4096  # of a microbatch that is looked at unasked
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class PipelinePlan:
         return ["; ".join(stage.name for stage in mine) for mine in self.held]
 
 
-def num_microbatches(local_batch: int, microbatch: int) -> int:
+def count_microbatches(local_batch: int, microbatch: int) -> int:
     """Forward passes of one rank; the last may have fewer rows."""
     return -(-local_batch // microbatch)
 
@@ -79,28 +80,28 @@ def resolve_pipeline(
     """
     pp = degrees.pp
     problems = list(_check_model(job, model, family, pp))
-    schedule, table, found = _find(job, pp)
+    schedule, table, found = _load_schedule(job, pp)
     problems += found
     if found:
         return None, 1, problems
-    per_rank, found = _stages_per_rank(job, schedule, table, pp)
+    per_rank, found = _resolve_stages_per_rank(job, schedule, table, pp)
     problems += found
-    num_stages = pp * per_rank if table is None else len(rank_of_stages(table))
-    microbatch, found = _microbatch(job, schedule, table, local_batch, pp, num_stages)
+    num_stages = pp * per_rank if table is None else len(stage_index_to_rank(table))
+    microbatch, found = _resolve_microbatch_size(job, schedule, table, local_batch, pp, num_stages)
     problems += found
     units = family.units(model, job.train.seq_len) if family.units else []
-    problems += _check_stages(job, len(units) - 2, num_stages) if units else []
+    problems += _check_stage_count(job, len(units) - 2, num_stages) if units else []
     if problems:
         return None, microbatch, problems
 
     if table is None:
         assert schedule is not None
-        count = num_microbatches(local_batch, microbatch)
-        table = timetable(schedule.name, pp, per_rank, count)
-    flying = in_flight(table)
+        count = count_microbatches(local_batch, microbatch)
+        table = build_schedule(schedule.name, pp, per_rank, count)
+    flying = max_in_flight(table)
     # Tensor parallelism divides every unit alike; activations also by the context.
     tokens = microbatch * job.train.seq_len / (degrees.cp * degrees.tp)
-    stages = cut_stages(
+    stages = split_into_stages(
         units,
         in_flight=flying,
         bytes_per_param=bytes_per_param / degrees.tp,
@@ -109,7 +110,7 @@ def resolve_pipeline(
         layers=job.pipeline.layers_per_stage,
     )
     name = schedule.name if schedule else job.pipeline.schedule
-    plan = PipelinePlan(name, tuple(stages), tuple(rank_of_stages(table)), tuple(flying))
+    plan = PipelinePlan(name, tuple(stages), tuple(stage_index_to_rank(table)), tuple(flying))
     return plan, microbatch, []
 
 
@@ -128,17 +129,17 @@ def _check_model(job: Job, model: Any, family: Family, pp: int) -> list[ConfigEr
     return []
 
 
-def _find(job: Job, pp: int) -> tuple[Schedule | None, PipelineSchedule | None, list[ConfigError]]:
+def _load_schedule(job: Job, pp: int) -> tuple[ScheduleSpec | None, PipelineSchedule | None, list[ConfigError]]:
     name = job.pipeline.schedule
-    if is_file(name):
-        read = read_csv(Path(name), pp)
+    if is_schedule_file(name):
+        read = read_schedule_csv(Path(name), pp)
         return (None, None, [read]) if isinstance(read, ConfigError) else (None, read, [])
     found = find_schedule(name)
     return (None, None, [found]) if isinstance(found, ConfigError) else (found, None, [])
 
 
-def _stages_per_rank(
-    job: Job, schedule: Schedule | None, table: PipelineSchedule | None, pp: int
+def _resolve_stages_per_rank(
+    job: Job, schedule: ScheduleSpec | None, table: PipelineSchedule | None, pp: int
 ) -> tuple[int, list[ConfigError]]:
     """Stages of one rank, and what is wrong with what was asked."""
     key, asked = "pipeline.stages_per_rank", job.pipeline.stages_per_rank
@@ -182,9 +183,9 @@ def _stages_per_rank(
     return asked, problems
 
 
-def _microbatch(
+def _resolve_microbatch_size(
     job: Job,
-    schedule: Schedule | None,
+    schedule: ScheduleSpec | None,
     table: PipelineSchedule | None,
     local_batch: int,
     pp: int,
@@ -196,17 +197,17 @@ def _microbatch(
 
     def allowed(count: int) -> bool:
         if table is not None:
-            return count == num_microbatches_of(table)
+            return count == num_scheduled_microbatches(table)
         return schedule is not None and schedule.allows(count, pp, num_stages)
 
-    sizes = {*range(1, min(local_batch, MOST_ROWS) + 1)}
+    sizes = {*range(1, min(local_batch, MAX_AUTO_MICROBATCH_SIZE) + 1)}
     if isinstance(asked, int) and asked <= local_batch:
         sizes.add(asked)
-    by_size = {size: num_microbatches(local_batch, size) for size in sorted(sizes)}
+    by_size = {size: count_microbatches(local_batch, size) for size in sorted(sizes)}
     good = [size for size, count in by_size.items() if allowed(count)]
     even = [size for size in good if local_batch % size == 0]
     if asked == "auto":
-        plenty = [size for size in even if by_size[size] >= ENOUGH * pp]
+        plenty = [size for size in even if by_size[size] >= MIN_MICROBATCHES_PER_RANK * pp]
         if good:
             return (plenty or even[:1] or good[:1])[-1], []
     elif asked in good:
@@ -216,7 +217,7 @@ def _microbatch(
     count = by_size[asked] if isinstance(asked, int) else local_batch
     dp = job.train.global_batch_size // local_batch
     if table is not None:
-        enough = num_microbatches_of(table)
+        enough = num_scheduled_microbatches(table)
         rule = f"gives {count} microbatches, the schedule's file has {enough}"
     else:
         assert schedule is not None
@@ -231,9 +232,9 @@ def _microbatch(
     return 1, [ConfigError("train.microbatch_size", asked, rule, remedy, depends)]
 
 
-def _check_stages(job: Job, blocks: int, num_stages: int) -> list[ConfigError]:
+def _check_stage_count(job: Job, blocks: int, num_stages: int) -> list[ConfigError]:
     if job.pipeline.layers_per_stage:
-        return check_layers(job.pipeline.layers_per_stage, num_stages, blocks)
+        return check_layers_per_stage(job.pipeline.layers_per_stage, num_stages, blocks)
     if num_stages <= blocks + 2:
         return []
     depends = ("parallel.pp", "model.num_layers", "model.preset")

@@ -23,16 +23,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from weft.config.job import ConfigError, suggest
+from weft.config.errors import ConfigError, suggest
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
     """``kind``: F forward, B backward, or in halves I (of inputs) and W (of weights)."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
 
 
@@ -41,7 +41,7 @@ PipelineSchedule = dict[int, list[Action]]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleSpec:
     """What a schedule of torch.distributed.pipelining asks for.
 
     ``stages_per_rank``: the only possible number, or None for any from 2.
@@ -68,26 +68,26 @@ class Schedule:
         return f"a multiple of m // {pp} microbatches m (any below {2 * pp} or multiple of {pp})"
 
 
-SCHEDULES: dict[str, Schedule] = {
+SCHEDULES: dict[str, ScheduleSpec] = {
     schedule.name: schedule
     for schedule in (
-        Schedule("GPipe", 1),
-        Schedule("1F1B", 1),
-        Schedule("Interleaved1F1B", None),
-        Schedule("LoopedBFS", None),
-        Schedule("InterleavedZeroBubble", None, splits_backward=True),
-        Schedule("ZBVZeroBubble", 2, splits_backward=True),
-        Schedule("DualPipeV", 2, splits_backward=True),
+        ScheduleSpec("GPipe", 1),
+        ScheduleSpec("1F1B", 1),
+        ScheduleSpec("Interleaved1F1B", None),
+        ScheduleSpec("LoopedBFS", None),
+        ScheduleSpec("InterleavedZeroBubble", None, splits_backward=True),
+        ScheduleSpec("ZBVZeroBubble", 2, splits_backward=True),
+        ScheduleSpec("DualPipeV", 2, splits_backward=True),
     )
 }
 
 
-def is_file(schedule: str) -> bool:
+def is_schedule_file(schedule: str) -> bool:
     """Whether ``pipeline.schedule`` names a CSV file."""
     return schedule.lower().endswith(".csv")
 
 
-def find_schedule(name: str) -> Schedule | ConfigError:
+def find_schedule(name: str) -> ScheduleSpec | ConfigError:
     """The schedule of that name, in any case of letters."""
     for known, schedule in SCHEDULES.items():
         if known.lower() == name.lower():
@@ -97,7 +97,7 @@ def find_schedule(name: str) -> Schedule | ConfigError:
 
 
 @lru_cache(maxsize=64)
-def timetable(name: str, pp: int, stages_per_rank: int, microbatches: int) -> PipelineSchedule:
+def build_schedule(name: str, pp: int, stages_per_rank: int, microbatches: int) -> PipelineSchedule:
     """The order of a schedule by name.
 
     Raises:
@@ -112,7 +112,7 @@ def timetable(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Pi
             for rank in range(pp)
         }
     if name == "1F1B":
-        return {rank: _one_forward_one_backward(rank, pp, microbatches) for rank in range(pp)}
+        return {rank: _order_1f1b(rank, pp, microbatches) for rank in range(pp)}
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # What the constructor asks a stage for: numbers, no process group.
@@ -128,21 +128,21 @@ def timetable(name: str, pp: int, stages_per_rank: int, microbatches: int) -> Pi
         for _ in range(stages_per_rank)
     ]
     schedule = get_schedule_class(name)(stages, microbatches)
-    return {rank: list(_actions(row)) for rank, row in schedule.pipeline_order.items()}
+    return {rank: list(_flatten_actions(row)) for rank, row in schedule.pipeline_order.items()}
 
 
-def one_stage(microbatches: int) -> PipelineSchedule:
+def single_stage_schedule(microbatches: int) -> PipelineSchedule:
     """What a rank does that has the whole model."""
-    kinds: tuple[Kind, Kind] = ("F", "B")
+    kinds: tuple[ActionKind, ActionKind] = ("F", "B")
     return {0: [Action(0, kind, m) for m in range(microbatches) for kind in kinds]}
 
 
-def stages_of(order: Iterable[Action]) -> list[int]:
+def stage_indices(order: Iterable[Action]) -> list[int]:
     """The stages of a rank, by its actions."""
     return sorted({action.stage for action in order})
 
 
-def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Action]:
+def _order_1f1b(rank: int, pp: int, microbatches: int) -> list[Action]:
     warmup = min(microbatches, pp - rank)
     order = [Action(rank, "F", m) for m in range(warmup)]
     for m in range(microbatches):
@@ -152,18 +152,18 @@ def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Act
     return order
 
 
-def _actions(row: Iterable[Any]) -> Iterable[Action]:
+def _flatten_actions(row: Iterable[Any]) -> Iterable[Action]:
     """Torch's actions of one rank; one that overlaps two counts as both, idle places as none."""
     for action in row:
         if action is None:
             continue
         if action.sub_actions:
-            yield from _actions(action.sub_actions)
+            yield from _flatten_actions(action.sub_actions)
         else:
             yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
 
 
-def max_in_flight(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str], int]:
+def max_pending_backwards(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str], int]:
     """The most microbatches of each stage of a rank that wait at once for one half of a backward
     pass: by stage and I or W.
 
@@ -179,20 +179,20 @@ def max_in_flight(order: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str]
     return most
 
 
-def in_flight(table: PipelineSchedule) -> list[int]:
+def max_in_flight(table: PipelineSchedule) -> list[int]:
     """For each stage the most microbatches whose activations it keeps at once: until the second
     half of their backward, which still needs them."""
-    most = {key: count for order in table.values() for key, count in max_in_flight(order).items()}
+    most = {key: count for order in table.values() for key, count in max_pending_backwards(order).items()}
     return [most[key] for key in sorted(most) if key[1] == "W"]
 
 
-def rank_of_stages(table: PipelineSchedule) -> list[int]:
+def stage_index_to_rank(table: PipelineSchedule) -> list[int]:
     """For each stage the rank of the pipeline that holds it."""
     home = {action.stage: rank for rank, order in table.items() for action in order}
     return [home[stage] for stage in sorted(home)]
 
 
-def read_csv(path: Path, pp: int) -> PipelineSchedule | ConfigError:
+def read_schedule_csv(path: Path, pp: int) -> PipelineSchedule | ConfigError:
     """A schedule from a file, checked: every stage runs every microbatch once, each way, in order.
 
     Returns:
@@ -218,11 +218,11 @@ def read_csv(path: Path, pp: int) -> PipelineSchedule | ConfigError:
                 table[rank].append(Action(int(match[1]), match[2], int(match[3])))  # type: ignore[arg-type]
             elif cell:
                 return problem(f"line {rank + 1} has {cell!r}, which is no action")
-    flaw = _flaw(table)
+    flaw = _find_error(table)
     return problem(flaw) if flaw else table
 
 
-def _flaw(table: PipelineSchedule) -> str:
+def _find_error(table: PipelineSchedule) -> str:
     """What keeps a timetable from being a training step, or ''."""
     homes: dict[int, set[int]] = {}
     for rank, order in table.items():
@@ -236,7 +236,7 @@ def _flaw(table: PipelineSchedule) -> str:
     if any(not order for order in table.values()):
         return "has a rank without a stage"
     every = [action for order in table.values() for action in order]
-    microbatches = num_microbatches_of(table)
+    microbatches = num_scheduled_microbatches(table)
     expected = len(homes) * microbatches
     forwards, whole, *halves = ({a[::2] for a in every if a.kind == kind} for kind in "FBIW")
     if (
@@ -248,12 +248,12 @@ def _flaw(table: PipelineSchedule) -> str:
     ):
         rule = f"does not run each of {microbatches} microbatches once forward and once backward"
         return f"{rule} in each of {len(homes)} stages"
-    if len(list(executed(table))) < len(every):
+    if len(list(execution_order(table))) < len(every):
         return "never ends: its actions wait for each other"
     return ""
 
 
-def num_microbatches_of(table: PipelineSchedule) -> int:
+def num_scheduled_microbatches(table: PipelineSchedule) -> int:
     """Microbatches of the whole step."""
     return 1 + max(action.microbatch for order in table.values() for action in order)
 
@@ -262,10 +262,10 @@ def num_microbatches_of(table: PipelineSchedule) -> int:
 
 # Like an `Action`; B stands for the first half of a backward, too, which gives the gradients that
 # others wait for.
-Need = tuple[int, str, int]
+Dependency = tuple[int, str, int]
 
 
-def executed(table: PipelineSchedule) -> Iterator[tuple[int, Action, list[Need]]]:
+def execution_order(table: PipelineSchedule) -> Iterator[tuple[int, Action, list[Dependency]]]:
     """All actions in an order in which they can run: activations come from the stage before,
     gradients from the one after.
 
@@ -275,7 +275,7 @@ def executed(table: PipelineSchedule) -> Iterator[tuple[int, Action, list[Need]]
         The rank, its action, and what that needed.
     """
     last = max(action.stage for order in table.values() for action in order)
-    done: set[Need] = set()
+    done: set[Dependency] = set()
     at = dict.fromkeys(table, 0)
     moved = True
     while moved:
@@ -283,7 +283,7 @@ def executed(table: PipelineSchedule) -> Iterator[tuple[int, Action, list[Need]]
         for rank, order in table.items():
             while at[rank] < len(order):
                 stage, kind, m = action = order[at[rank]]
-                needs = _needs(stage, kind, m, last)
+                needs = _dependencies(stage, kind, m, last)
                 if not done.issuperset(needs):
                     break
                 yield rank, action, needs
@@ -292,7 +292,7 @@ def executed(table: PipelineSchedule) -> Iterator[tuple[int, Action, list[Need]]
                 moved = True
 
 
-def _needs(stage: int, kind: str, m: int, last: int) -> list[Need]:
+def _dependencies(stage: int, kind: str, m: int, last: int) -> list[Dependency]:
     if kind == "F":
         return [(stage - 1, "F", m)] if stage > 0 else []
     if kind == "W":

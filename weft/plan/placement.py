@@ -36,18 +36,18 @@ from typing import Any
 
 import numpy as np
 
-from weft.plan.stages import align
+from weft.plan.stages import format_columns
 
 # The axes of a mesh, and their order over the ranks unless another is asked for.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-PLACEMENTS: dict[str, tuple[str, ...]] = {
+MESH_ORDERS: dict[str, tuple[str, ...]] = {
     "pipeline-outer": AXES,
     "replica-outer": ("dp_replicate", "pp", "dp_shard", "cp", "tp"),
 }
 
 # A map of more nodes than these shows the first ones only.
-MOST_NODES = 8
+MAX_NODES_SHOWN = 8
 
 Sizes = Mapping[str, int]
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -56,12 +56,12 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 # --------------------------------------------------------------------------- ranks and groups
 
 
-def world_size(sizes: Sizes) -> int:
+def count_ranks(sizes: Sizes) -> int:
     """The number of ranks."""
     return math.prod(sizes.values())
 
 
-def coordinates(rank: int, sizes: Sizes, order: Sequence[str] = AXES) -> dict[str, int]:
+def rank_to_coordinates(rank: int, sizes: Sizes, order: Sequence[str] = AXES) -> dict[str, int]:
     """The index of ``rank`` on each axis, in the order of `AXES`.
 
     Raises:
@@ -76,8 +76,8 @@ def coordinates(rank: int, sizes: Sizes, order: Sequence[str] = AXES) -> dict[st
     return {axis: found[axis] for axis in AXES}
 
 
-def rank_of(indices: Mapping[str, int], sizes: Sizes, order: Sequence[str] = AXES) -> int:
-    """The rank with these indices; an axis left out has index 0.  Inverse of `coordinates`.
+def coordinates_to_rank(indices: Mapping[str, int], sizes: Sizes, order: Sequence[str] = AXES) -> int:
+    """The rank with these indices; an axis left out has index 0.  Inverse of `rank_to_coordinates`.
 
     Raises:
         ValueError: if an index is outside of its axis, or sizes or order are none.
@@ -93,7 +93,7 @@ def rank_of(indices: Mapping[str, int], sizes: Sizes, order: Sequence[str] = AXE
     return rank
 
 
-def groups(
+def rank_groups(
     axes: str | Sequence[str], sizes: Sizes, order: Sequence[str] = AXES
 ) -> list[tuple[int, ...]]:
     """The groups of ranks that communicate along an axis, or along several as if they were one.
@@ -106,11 +106,11 @@ def groups(
     Raises:
         ValueError: if there is no such axis, or sizes or order are none.
     """
-    return [tuple(group) for group in _groups(axes, sizes, order).tolist()]
+    return [tuple(group) for group in _group_array(axes, sizes, order).tolist()]
 
 
-def _groups(axes: str | Sequence[str], sizes: Sizes, order: Sequence[str]) -> Array:
-    """`groups` as an array ``[number of groups, size]``."""
+def _group_array(axes: str | Sequence[str], sizes: Sizes, order: Sequence[str]) -> Array:
+    """`rank_groups` as an array ``[number of groups, size]``."""
     chosen = {axes} if isinstance(axes, str) else set(axes)
     if unknown := chosen - set(AXES):
         raise ValueError(f"no such axis: {', '.join(sorted(unknown))}")
@@ -146,21 +146,21 @@ def ranks_per_node(group: Iterable[int], local_world_size: int) -> dict[int, int
     return counts
 
 
-def nodes_spanned(
+def max_nodes_per_group(
     axes: str | Sequence[str], sizes: Sizes, local_world_size: int, order: Sequence[str] = AXES
 ) -> int:
     """The nodes of the group of ``axes`` that has most of them."""
-    return int(_spans(_groups(axes, sizes, order), local_world_size).max())
+    return int(_nodes_per_group(_group_array(axes, sizes, order), local_world_size).max())
 
 
 def crosses_nodes(
     axes: str | Sequence[str], sizes: Sizes, local_world_size: int, order: Sequence[str] = AXES
 ) -> bool:
     """Whether any group of ``axes`` has ranks on several nodes."""
-    return nodes_spanned(axes, sizes, local_world_size, order) > 1
+    return max_nodes_per_group(axes, sizes, local_world_size, order) > 1
 
 
-def _spans(group_ranks: Array, local_world_size: int) -> Array:
+def _nodes_per_group(group_ranks: Array, local_world_size: int) -> Array:
     """The number of nodes of each group."""
     nodes = np.sort(group_ranks // local_world_size, axis=1)
     changes: Array = np.count_nonzero(np.diff(nodes, axis=1), axis=1)
@@ -175,10 +175,10 @@ def placement_warnings(
     Only what surely hurts: every other axis may well cross nodes, and in a large run must.
     """
     warnings = []
-    world, tp = world_size(sizes), sizes.get("tp", 1)
-    if (nodes := nodes_spanned("tp", sizes, local_world_size, order)) > 1:
-        groups = _groups("tp", sizes, order)
-        one = groups[_spans(groups, local_world_size).argmax()]
+    world, tp = count_ranks(sizes), sizes.get("tp", 1)
+    if (nodes := max_nodes_per_group("tp", sizes, local_world_size, order)) > 1:
+        groups = _group_array("tp", sizes, order)
+        one = groups[_nodes_per_group(groups, local_world_size).argmax()]
         *fitting, most = [n for n in range(1, local_world_size + 1) if local_world_size % n == 0]
         fit = f"{', '.join(map(str, fitting))} or {most}" if fitting else str(most)
         warnings.append(
@@ -197,7 +197,7 @@ def placement_warnings(
 # --------------------------------------------------------------------------- the map
 
 
-def rank_map(
+def format_rank_map(
     sizes: Sizes,
     local_world_size: int,
     stages: Sequence[str] | None = None,
@@ -205,7 +205,7 @@ def rank_map(
 ) -> str:
     """The placement as text: what each node holds, and where the groups of each axis run.
 
-    Of more than `MOST_NODES` nodes only the first are shown, and how the others differ from them.
+    Of more than `MAX_NODES_SHOWN` nodes only the first are shown, and how the others differ from them.
     A node has one line for each pipeline rank and replica on it: their ranks, their indices on
     every axis, and the tensor-parallel groups in brackets.
 
@@ -221,12 +221,12 @@ def rank_map(
     """
     if stages and len(stages) != sizes.get("pp", 1):
         raise ValueError(f"{len(stages)} stages for pp = {sizes.get('pp', 1)}")
-    world = world_size(sizes)
+    world = count_ranks(sizes)
     num_nodes = math.ceil(world / local_world_size)
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
-    shown = nodes_to_show(sizes, local_world_size, order, num_nodes)
+    shown = num_nodes_shown(sizes, local_world_size, order, num_nodes)
 
-    lines = [f"{_count(world, 'rank')} on {_count(num_nodes, 'node')} of {local_world_size}"]
+    lines = [f"{_format_count(world, 'rank')} on {_format_count(num_nodes, 'node')} of {local_world_size}"]
     if axes:
         lines.append(f"outermost first: {' x '.join(f'{axis} {sizes[axis]}' for axis in axes)}")
     columns = [axis for axis in axes if axis != "tp"]
@@ -236,30 +236,30 @@ def rank_map(
     rows = []
     for node in range(shown):
         ranks = range(node * local_world_size, min((node + 1) * local_world_size, world))
-        for i, part in enumerate(_parts(ranks, sizes, order)):
-            first, last = (coordinates(rank, sizes, order) for rank in (part[0], part[-1]))
-            row = ["" if i else str(node), _span(part[0], part[-1])]
-            row += [_span(first[axis], last[axis]) for axis in columns]
+        for i, part in enumerate(_split_into_lines(ranks, sizes, order)):
+            first, last = (rank_to_coordinates(rank, sizes, order) for rank in (part[0], part[-1]))
+            row = ["" if i else str(node), _format_range(part[0], part[-1])]
+            row += [_format_range(first[axis], last[axis]) for axis in columns]
             row += [_tp_groups(part, sizes["tp"], local_world_size)] if "tp" in axes else []
             row += [stages[first["pp"]]] if stages else []
             rows.append(row)
-    lines += ["", *align(titles, rows, left=range(len(titles)))]
+    lines += ["", *format_columns(titles, rows, left=range(len(titles)))]
     if shown < num_nodes:
-        rest = _span(shown, num_nodes - 1)
+        rest = _format_range(shown, num_nodes - 1)
         lines.append(f"nodes {rest} go on like this:")
-        lines += [f"  {text}" for text in advances(sizes, local_world_size, order, shown)]
-        lines += _nodes_of_stages(sizes, local_world_size, stages, order)
+        lines += [f"  {text}" for text in describe_repetition(sizes, local_world_size, order, shown)]
+        lines += _stage_nodes_table(sizes, local_world_size, stages, order)
     lines += _axes_table(axes, sizes, local_world_size, order)
     return "\n".join(lines)
 
 
-def _parts(ranks: range, sizes: Sizes, order: Sequence[str]) -> list[list[int]]:
+def _split_into_lines(ranks: range, sizes: Sizes, order: Sequence[str]) -> list[list[int]]:
     """Consecutive ranks of a node, cut into the lines of a map.
 
     In a line, each axis has a range of indices and all combinations of them are there, so that
     a line can be read by its ranges alone.
     """
-    found = [(rank, coordinates(rank, sizes, order)) for rank in ranks]
+    found = [(rank, rank_to_coordinates(rank, sizes, order)) for rank in ranks]
     of_replica = math.prod(sizes.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
     # Replicas of one rank each, whose ranks can be read off, need no line each.
     split = {"pp"} if of_replica == 1 else {"pp", "dp_replicate"}
@@ -283,12 +283,12 @@ def _tp_groups(ranks: Sequence[int], tp: int, local_world_size: int) -> str:
     for first in range(ranks[0] // tp * tp, ranks[-1] + 1, tp):
         last = first + tp - 1
         nodes = (first // local_world_size, last // local_world_size)
-        where = "" if nodes[0] == nodes[1] else f" on nodes {_span(*nodes)}"
-        texts.append(f"[{_span(first, last)}]{where}")
+        where = "" if nodes[0] == nodes[1] else f" on nodes {_format_range(*nodes)}"
+        texts.append(f"[{_format_range(first, last)}]{where}")
     return " ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 
-def _levels(sizes: Sizes, order: Sequence[str]) -> list[tuple[str, int, int]]:
+def _axis_strides(sizes: Sizes, order: Sequence[str]) -> list[tuple[str, int, int]]:
     """Axes of more than one index, innermost first: axis, ranks per step, ranks of all steps."""
     found, stride = [], 1
     for axis in reversed(order):
@@ -298,23 +298,23 @@ def _levels(sizes: Sizes, order: Sequence[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def nodes_to_show(sizes: Sizes, local: int, order: Sequence[str], num_nodes: int) -> int:
+def num_nodes_shown(sizes: Sizes, local: int, order: Sequence[str], num_nodes: int) -> int:
     """How many nodes make a pattern that the others repeat: a whole replica, stage or the like."""
-    if num_nodes <= MOST_NODES:
+    if num_nodes <= MAX_NODES_SHOWN:
         return num_nodes
-    aligned = [math.lcm(extent, local) // local for _, _, extent in _levels(sizes, order)]
-    return max((n for n in aligned if 1 < n <= MOST_NODES), default=2)
+    aligned = [math.lcm(extent, local) // local for _, _, extent in _axis_strides(sizes, order)]
+    return max((n for n in aligned if 1 < n <= MAX_NODES_SHOWN), default=2)
 
 
-def advances(sizes: Sizes, local: int, order: Sequence[str], shown: int) -> list[str]:
+def describe_repetition(sizes: Sizes, local: int, order: Sequence[str], shown: int) -> list[str]:
     """How nodes after the first ``shown`` differ from them, axis by axis."""
     texts = []
-    for axis, stride, extent in _levels(sizes, order):
+    for axis, stride, extent in _axis_strides(sizes, order):
         if extent <= shown * local and (shown * local) % extent == 0:
             continue  # complete in what is shown
         period = math.lcm(stride, local)  # from one step at a node's first rank to the next
         if extent % period:
-            every = f"every {_count(stride, 'rank')}" if stride > 1 else "with every rank"
+            every = f"every {_format_count(stride, 'rank')}" if stride > 1 else "with every rank"
             texts.append(f"{axis} + 1 {every}")
         else:
             nodes = period // local
@@ -323,50 +323,50 @@ def advances(sizes: Sizes, local: int, order: Sequence[str], shown: int) -> list
     return texts
 
 
-def _nodes_of_stages(
+def _stage_nodes_table(
     sizes: Sizes, local: int, stages: Sequence[str] | None, order: Sequence[str]
 ) -> list[str]:
     """The nodes of each pipeline rank, for a map that does not show them all."""
     if (pp := sizes.get("pp", 1)) == 1:
         return []
     others = [axis for axis in AXES if axis != "pp"]
-    ranks = _groups(others, sizes, order)  # one row per pipeline rank
+    ranks = _group_array(others, sizes, order)  # one row per pipeline rank
     rows = []
     for index in range(pp):
         nodes = np.unique(ranks[index] // local).tolist()
-        rows.append([str(index), ranges(nodes), *([stages[index]] if stages else [])])
+        rows.append([str(index), format_ranges(nodes), *([stages[index]] if stages else [])])
     titles = ["pp", "on nodes", *(["holds"] if stages else [])]
-    return ["", *align(titles, rows, left=range(len(titles)))]
+    return ["", *format_columns(titles, rows, left=range(len(titles)))]
 
 
 def _axes_table(axes: Sequence[str], sizes: Sizes, local: int, order: Sequence[str]) -> list[str]:
     """One group of each axis, of those on most nodes."""
     rows = []
     for axis in axes:
-        ranks = _groups(axis, sizes, order)
-        spans = _spans(ranks, local)
+        ranks = _group_array(axis, sizes, order)
+        spans = _nodes_per_group(ranks, local)
         widest = int(spans.argmax())
         nodes = int(spans[widest])
         where = "inside a node" if nodes == 1 else f"across {nodes} nodes"
-        row = [axis, str(sizes[axis]), str(len(ranks)), where, ranges(ranks[widest].tolist())]
+        row = [axis, str(sizes[axis]), str(len(ranks)), where, format_ranges(ranks[widest].tolist())]
         rows.append(row)
     titles = ["axis", "size", "groups", "each", "for example ranks"]
-    return ["", *align(titles, rows, left=range(len(titles)))] if rows else []
+    return ["", *format_columns(titles, rows, left=range(len(titles)))] if rows else []
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
-def _span(first: int, last: int) -> str:
+def _format_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """``0, 1, 2, 8, 9`` -> ``0-2, 8-9``; of more than four such ranges the middle is left out."""
     texts = []
     # In a run of consecutive numbers, each differs from its place by the same.
     for _, run in itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
         members = [number for _, number in run]
-        texts.append(_span(members[0], members[-1]))
+        texts.append(_format_range(members[0], members[-1]))
     return ", ".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]])

@@ -12,16 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weft.config.job import InvalidConfig, Job, ConfigError, read_job
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.models import load_family
-from weft.plan.devices import CPU, Cluster, parse_cluster
-from weft.plan.memory_formula import rank_bytes, state_bytes_per_param
-from weft.plan.placement import rank_map
+from weft.plan.devices import CPU_DEVICE, Cluster, parse_cluster
+from weft.plan.memory_formula import estimate_rank_bytes, state_bytes_per_param
+from weft.plan.placement import format_rank_map
 from weft.plan.resolve import Machine, Plan, resolve
-from weft.plan.stages import stage_table
+from weft.plan.stages import format_stage_table
 
 # A table of more stages than these shows the first and the last ones only.
-MOST_STAGES = 24
+MAX_STAGES_SHOWN = 24
 
 
 def plan_recipe(
@@ -40,7 +42,7 @@ def plan_recipe(
         here: this machine, from the value of ``run.device``.
 
     Raises:
-        InvalidJob: with every reason why there is no plan.
+        InvalidConfig: with every reason why there is no plan.
     """
     job, base, found = read_job(recipe, overrides)
     problems = [*problems, *found]
@@ -50,7 +52,7 @@ def plan_recipe(
     parsed = None if text == "local" else parse_cluster(text, key)
     if isinstance(parsed, ConfigError):
         raise InvalidConfig([*problems, parsed])
-    machine = here(job.run.device) if parsed is None else machine_of(parsed)
+    machine = here(job.run.device) if parsed is None else cluster_machine(parsed)
     bad = {problem.key for problem in problems}
     try:
         plan = resolve(job, machine, recipe, base)
@@ -58,21 +60,21 @@ def plan_recipe(
         # What only echoes a mistake that is already listed is left out.
         later = [p for p in error.problems if p.key not in bad and not bad & set(p.depends)]
         if parsed is not None:  # nobody starts workers: the number of ranks is the cluster's
-            later = [_of_cluster(problem) for problem in later]
+            later = [_adapt_remedy_to_cluster(problem) for problem in later]
         raise InvalidConfig([*problems, *later]) from error
     if problems:
         raise InvalidConfig(problems)
     return job, plan, machine
 
 
-def _of_cluster(problem: ConfigError) -> ConfigError:
+def _adapt_remedy_to_cluster(problem: ConfigError) -> ConfigError:
     return replace(problem, remedy=problem.remedy.replace("run.nproc_per_node =", "a --cluster of"))
 
 
-def machine_of(cluster: Cluster) -> Machine:
+def cluster_machine(cluster: Cluster) -> Machine:
     """The cluster as seen from one of its nodes, with a rank on each device."""
     return Machine(
-        device="cpu" if cluster.device_name == CPU else "cuda",
+        device="cpu" if cluster.device_name == CPU_DEVICE else "cuda",
         devices=cluster.devices,
         device_name=cluster.device_name,
         world_size=cluster.ranks,
@@ -89,26 +91,26 @@ def machine_of(cluster: Cluster) -> Machine:
 def describe_plan(job: Job, plan: Plan, machine: Machine, recipe: str) -> str:
     """The plan on one screen."""
     rows = [
-        ("model", _model(job, plan)),
-        ("layout", _layout(plan)),
-        ("batch", _batch(job, plan)),
-        ("", _rows(plan)),
+        ("model", _describe_model(job, plan)),
+        ("layout", _describe_layout(plan)),
+        ("batch", _describe_batch(job, plan)),
+        ("", _describe_microbatches(plan)),
         ("precision", f"{plan.compute_dtype}, gradients reduced in {plan.reduce_dtype}"),
-        *([("float8", float8_line(plan))] if plan.float8 != "none" else []),
-        *([("peak", _peak(plan))] if plan.peak_flops else []),
-        ("sharding", _sharding(plan)),
+        *([("float8", describe_float8(plan))] if plan.float8 != "none" else []),
+        *([("peak", _describe_peak(plan))] if plan.peak_flops else []),
+        ("sharding", _describe_sharding(plan)),
     ]
     if plan.pipeline is not None:
-        rows.append(("pipeline", _pipeline(plan)))
-    lines = [f"{Path(recipe).stem} on {machine_text(plan, machine)}"]
+        rows.append(("pipeline", _describe_pipeline(plan)))
+    lines = [f"{Path(recipe).stem} on {describe_machine(plan, machine)}"]
     lines += [f"  {name:<10} {text}" for name, text in rows]
     if plan.pipeline is not None:
-        lines += ["", *stage_lines(plan)]
+        lines += ["", *format_stages(plan)]
     lines += [f"warning: {warning}" for warning in plan.warnings]
     return "\n".join(lines)
 
 
-def machine_text(plan: Plan, machine: Machine) -> str:
+def describe_machine(plan: Plan, machine: Machine) -> str:
     """What a plan runs on, for people."""
     nodes = math.ceil(plan.world_size / plan.local_world_size)
     local = plan.local_world_size
@@ -116,7 +118,7 @@ def machine_text(plan: Plan, machine: Machine) -> str:
     return f"{nodes:,} nodes of {local} {what}" if nodes > 1 else f"{local} {what}"
 
 
-def _model(job: Job, plan: Plan) -> str:
+def _describe_model(job: Job, plan: Plan) -> str:
     name = f"{job.model.kind}-{job.model.preset}"
     changes = ", ".join(f"{field} {value}" for field, value in job.model.overrides().items())
     text = f"{name}{f' with {changes}' if changes else ''}: {plan.num_params:,} parameters"
@@ -127,7 +129,7 @@ def _model(job: Job, plan: Plan) -> str:
     return text
 
 
-def _layout(plan: Plan) -> str:
+def _describe_layout(plan: Plan) -> str:
     axes = [f"{axis} {plan.sizes[axis]}" for axis in plan.order if plan.sizes[axis] > 1]
     if not axes:
         return "one rank"
@@ -135,14 +137,14 @@ def _layout(plan: Plan) -> str:
     return f"{' x '.join(axes)} = {plan.world_size:,} ranks{order}"
 
 
-def _batch(job: Job, plan: Plan) -> str:
+def _describe_batch(job: Job, plan: Plan) -> str:
     return (
         f"{job.train.global_batch_size:,} sequences of {job.train.seq_len:,} tokens: "
         f"{plan.tokens_per_step:,} tokens a step"
     )
 
 
-def _rows(plan: Plan) -> str:
+def _describe_microbatches(plan: Plan) -> str:
     """How a rank goes through its sequences."""
     of = f"each of {plan.dp_size:,} data-parallel ranks" if plan.dp_size > 1 else "every rank"
     count = f"{plan.local_batch:,} sequence{'s' * (plan.local_batch > 1)}"
@@ -153,14 +155,14 @@ def _rows(plan: Plan) -> str:
     return f"{count} for {of}, in {plan.accumulation:,} microbatches of {plan.microbatch}{uneven}"
 
 
-def float8_line(plan: Plan) -> str:
+def describe_float8(plan: Plan) -> str:
     """How much of the model is multiplied in float8, and how."""
     text = f"{plan.float8}, {plan.float8_matrices:,} matrices"
     text += ", gathered in float8" if plan.float8_gather and plan.world_size > 1 else ""
     return text + (", emulated" if plan.float8_emulated else "")
 
 
-def _peak(plan: Plan) -> str:
+def _describe_peak(plan: Plan) -> str:
     assert plan.peak_flops is not None
     text = (
         f"{plan.peak_flops / 1e12:,.0f} TFLOP/s a device, dense {plan.peak_dtype}: MFU is of that"
@@ -168,7 +170,7 @@ def _peak(plan: Plan) -> str:
     return text + (", with float8, too" if plan.float8 != "none" else "")
 
 
-def _sharding(plan: Plan) -> str:
+def _describe_sharding(plan: Plan) -> str:
     shards = plan.dp_shard * plan.cp
     if shards == 1:
         return "none: every rank has its part of the model whole"
@@ -185,7 +187,7 @@ def _sharding(plan: Plan) -> str:
     return f"{gathered}; gradients reduced each {plan.gradient_sync}"
 
 
-def _pipeline(plan: Plan) -> str:
+def _describe_pipeline(plan: Plan) -> str:
     assert plan.pipeline is not None
     stages = len(plan.pipeline.stages)
     return f"{plan.pipeline.schedule}, {stages} stages on {plan.pp} ranks"
@@ -194,7 +196,7 @@ def _pipeline(plan: Plan) -> str:
 # --------------------------------------------------------------------------- memory
 
 
-def memory_bytes(job: Job, plan: Plan) -> float | None:
+def estimate_memory_bytes(job: Job, plan: Plan) -> float | None:
     """What the fullest rank holds, roughly; None if the model's family does not tell."""
     family = load_family(job.model.kind)
     if family.units is None:
@@ -212,7 +214,7 @@ def memory_bytes(job: Job, plan: Plan) -> float | None:
     held = plan.pipeline.held if plan.pipeline else []
     of_stages = [math.fsum(stage.memory_bytes for stage in mine) for mine in held]
     # In a pipeline the stages tell their own: what is left is what is gathered at once.
-    return max(of_stages, default=0.0) + rank_bytes(
+    return max(of_stages, default=0.0) + estimate_rank_bytes(
         family.units(plan.model, job.train.seq_len),
         tp=plan.tp,
         pp=1,
@@ -227,19 +229,19 @@ def memory_bytes(job: Job, plan: Plan) -> float | None:
 # --------------------------------------------------------------------------- the pipeline
 
 
-def stage_lines(plan: Plan) -> list[str]:
+def format_stages(plan: Plan) -> list[str]:
     """The stages of a plan's pipeline as a table, long ones cut in the middle."""
     pipeline = plan.pipeline
     assert pipeline is not None
-    lines = stage_table(pipeline.stages, pipeline.ranks)
+    lines = format_stage_table(pipeline.stages, pipeline.ranks)
     count = len(pipeline.stages)
-    if count > MOST_STAGES:
-        half = MOST_STAGES // 2
+    if count > MAX_STAGES_SHOWN:
+        half = MAX_STAGES_SHOWN // 2
         lines[1 + half : 1 + count - half] = [f"... {count - 2 * half} more ..."]
     return lines
 
 
-def map_of_ranks(plan: Plan) -> str:
+def format_placement(plan: Plan) -> str:
     """Which rank is where, with the units of each pipeline rank."""
     names = plan.pipeline.names if plan.pipeline else None
-    return rank_map(plan.sizes, plan.local_world_size, names, plan.order)
+    return format_rank_map(plan.sizes, plan.local_world_size, names, plan.order)

@@ -16,47 +16,49 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from weft.config.job import InvalidConfig, Job, ConfigError, difference, recipe_names
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import recipe_names
+from weft.config.schema import Job, difference
 from weft.models import Family, load_family, resolve_model
-from weft.plan.devices import CPU, Device, device_called, device_named, peak_flops
-from weft.plan.float8_rules import check_float8, float8_matrices, float8_warnings, has_float8
-from weft.plan.layout import DEGREE_KEYS, ParallelDims, check_layout, resolve_degrees, fixed
-from weft.plan.lora_plan import check_lora, check_stages, trained
-from weft.plan.memory_formula import check_moments, state_bytes_per_param
+from weft.plan.devices import CPU_DEVICE, Device, match_device, get_device, peak_flops
+from weft.plan.float8_rules import check_float8, find_float8_matrices, float8_warnings, supports_float8
+from weft.plan.layout import DEGREE_KEYS, ParallelDims, check_layout, ranks_per_shard, resolve_degrees
+from weft.plan.lora_plan import check_lora, check_lora_stages, training_cost
+from weft.plan.memory_formula import check_state_dtype, state_bytes_per_param
 from weft.plan.pipeline_plan import (
     PipelinePlan,
     activation_checkpoint_warnings,
-    num_microbatches,
+    count_microbatches,
     resolve_pipeline,
 )
-from weft.plan.pipeline_schedule import PipelineSchedule, is_file, one_stage, read_csv, timetable
-from weft.plan.placement import AXES, PLACEMENTS, groups, placement_warnings, ranks_per_node
+from weft.plan.pipeline_schedule import PipelineSchedule, is_schedule_file, single_stage_schedule, read_schedule_csv, build_schedule
+from weft.plan.placement import AXES, MESH_ORDERS, rank_groups, placement_warnings, ranks_per_node
 from weft.plan.rules import (
     check_batch,
-    check_canonical,
+    check_world_size_invariant,
     check_data,
     check_device,
-    check_filled,
+    check_full_microbatches,
     check_sections,
 )
-from weft.plan.sharding import find_gradient_sync, find_reshard, fit_shards, own_params
-from weft.plan.unused_keys import Setting, effect_warnings, schedule_warnings
+from weft.plan.sharding import resolve_gradient_sync, resolve_reshard, fit_dp_shard, local_trainable_params
+from weft.plan.unused_keys import KeyContext, unused_key_warnings, warmup_warnings
 
 DeviceType = Literal["cpu", "cuda"]
 
 # On CPU the ranks of one machine share its cores; more than this many only add traffic.
-MAX_AUTO_CPU_WORKERS = 4
+MAX_AUTO_CPU_RANKS = 4
 # More are refused: each takes a quarter of a GiB before it has done anything.
-MAX_CPU_WORKERS = 64
+MAX_CPU_RANKS = 64
 
 # Changing one of these does not make another model: the run goes on in the same folder.
-SAME_RUN = (
+SAME_MODEL_KEYS = (
     "run.",
     "parallel.",
     "pipeline.",
     "compile.",
     "checkpoint.",
-    "observe.",
+    "monitor.",
     "profile.",
     "debug.",
     "launch.",
@@ -88,8 +90,8 @@ class Machine:
     def spec(self) -> Device | None:
         """What is known of its devices; of a CPU, even if nothing was measured here."""
         if self.device == "cpu":
-            return device_named(CPU)
-        return device_called(self.device_name, self.memory_bytes)
+            return get_device(CPU_DEVICE)
+        return match_device(self.device_name, self.memory_bytes)
 
     def memory_of_rank(self, local_world: int) -> int | None:
         """Bytes that each of ``local_world`` ranks may have; on CPU they share their host's."""
@@ -154,29 +156,29 @@ class Plan:
     @property
     def order(self) -> tuple[str, ...]:
         """The axes of the mesh from the one that varies slowest over the ranks."""
-        return PLACEMENTS[self.placement]
+        return MESH_ORDERS[self.placement]
 
     @property
     def pipeline_schedule(self) -> PipelineSchedule:
         """What each rank of the pipeline does, in order; without one all in one stage.
 
         Raises:
-            InvalidJob: if it comes from a file that is no longer what it was.
+            InvalidConfig: if it comes from a file that is no longer what it was.
         """
         if self.pipeline is None:
-            return one_stage(self.accumulation)
-        if is_file(self.pipeline.schedule):
-            table = read_csv(Path(self.pipeline.schedule), self.pp)
+            return single_stage_schedule(self.accumulation)
+        if is_schedule_file(self.pipeline.schedule):
+            table = read_schedule_csv(Path(self.pipeline.schedule), self.pp)
             if isinstance(table, ConfigError):
                 raise InvalidConfig([table])
             return table
         per_rank = len(self.pipeline.stages) // self.pp
-        return timetable(self.pipeline.schedule, self.pp, per_rank, self.accumulation)
+        return build_schedule(self.pipeline.schedule, self.pp, per_rank, self.accumulation)
 
     @property
     def shard_ranks_per_node(self) -> int | None:
         """Of each group that shards parameters, the ranks on one host; None if they differ."""
-        spread = groups(("dp_shard", "cp"), self.sizes, self.order)[0]
+        spread = rank_groups(("dp_shard", "cp"), self.sizes, self.order)[0]
         counts = set(ranks_per_node(spread, self.local_world_size).values())
         return counts.pop() if len(counts) == 1 else None
 
@@ -194,7 +196,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
             run's folder when ``run.dir`` is ``auto``.
 
     Raises:
-        InvalidJob: with every reason why the job cannot run there.
+        InvalidConfig: with every reason why the job cannot run there.
     """
     problems: list[ConfigError] = []
     train, parallel = job.train, job.parallel
@@ -216,23 +218,23 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         problems += [] if found else check_batch(job, degrees)
         raise InvalidConfig(problems)
     family = load_family(job.model.kind)
-    lora = trained(job.lora, model, family, train.seq_len)
+    lora = training_cost(job.lora, model, family, train.seq_len)
     if found:
         # Batch and stages depend on how many ranks are left for them; heads and sequence do not.
         raise InvalidConfig([*problems, *check_layout(job, model, family, degrees)])
 
     if parallel.dp_shard == "fit" and not problems:
         available = machine.memory_of_rank(local_world)
-        degrees, found = fit_shards(job, model, family, degrees, compute_bytes, available)
+        degrees, found = fit_dp_shard(job, model, family, degrees, compute_bytes, available)
         problems += found
     problems += check_layout(job, model, family, degrees)
     problems += check_device(job, machine.device, machine.peer_access, degrees, local_world)
-    problems += check_canonical(job, degrees, compute)
+    problems += check_world_size_invariant(job, degrees, compute)
     float8 = job.precision.float8
-    emulated = float8 != "none" and not has_float8(float8, machine.capability)
+    emulated = float8 != "none" and not supports_float8(float8, machine.capability)
     problems += check_float8(job, model, family, degrees, compute, emulated)
     problems += check_lora(job, model, family, degrees)
-    problems += check_moments(job, model, family, degrees)
+    problems += check_state_dtype(job, model, family, degrees)
     problems += check_sections(job, family, degrees)
     way, found = _resolve_batch(job, model, family, degrees, lora.params, compute_bytes)
     problems += found
@@ -260,7 +262,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         local_batch=way.local_batch,
         microbatch=way.microbatch,
         canonical=train.world_size_invariant,
-        accumulation=num_microbatches(way.local_batch, way.microbatch),
+        accumulation=count_microbatches(way.local_batch, way.microbatch),
         pipeline=way.pipeline,
         reshard_after_forward=way.reshard,
         gradient_sync=way.gradient_sync,
@@ -277,7 +279,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         peak_flops=peak,
         peak_dtype=None if peak is None else "bfloat16",
         float8=float8,
-        float8_matrices=len(float8_matrices(job.precision, model, family, degrees.tp)),
+        float8_matrices=len(find_float8_matrices(job.precision, model, family, degrees.tp)),
         # A scale for each row or block needs the whole weight; the other two ways of FSDP to keep
         # shards take plain ones.
         float8_gather=float8 == "tensorwise"
@@ -285,13 +287,13 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         and not parallel.cpu_offload,
         float8_emulated=emulated,
         warnings=(
-            *placement_warnings(degrees.sizes, local_world, PLACEMENTS[parallel.mesh_order]),
+            *placement_warnings(degrees.sizes, local_world, MESH_ORDERS[parallel.mesh_order]),
             *float8_warnings(job, machine.device, degrees.pp, emulated),
             *activation_checkpoint_warnings(job, model, family, way.pipeline),
-            *schedule_warnings(job),
+            *warmup_warnings(job),
         ),
     )
-    setting = Setting(
+    setting = KeyContext(
         job=job,
         degrees=degrees,
         nodes=max(1, world // local_world),
@@ -301,7 +303,7 @@ def resolve(job: Job, machine: Machine, recipe: str = "run", base: Job | None = 
         reshard=plan.reshard_after_forward,
         compute=compute,
     )
-    return replace(plan, warnings=(*plan.warnings, *effect_warnings(setting)))
+    return replace(plan, warnings=(*plan.warnings, *unused_key_warnings(setting)))
 
 
 def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | None = None) -> Plan:
@@ -310,7 +312,7 @@ def resolve_nodes(job: Job, machine: Machine, recipe: str = "run", base: Job | N
     Its ``node_counts`` are all that it can use; its warnings tell of the others.
 
     Raises:
-        InvalidJob: as `resolve`, if the job can use none of them.
+        InvalidConfig: as `resolve`, if the job can use none of them.
     """
     problems: list[ConfigError] = []
     nodes = node_range(job)
@@ -373,9 +375,9 @@ def _resolve_batch(
         trained: parameters that are.
         compute_bytes: of a weight, and of an activation, in forward and backward.
     """
-    train, reshard = job.train, find_reshard(job, degrees)
-    params = own_params(family, model, degrees, trained)
-    gradient_sync = find_gradient_sync(job, reshard, params, degrees)
+    train, reshard = job.train, resolve_reshard(job, degrees)
+    params = local_trainable_params(family, model, degrees, trained)
+    gradient_sync = resolve_gradient_sync(job, reshard, params, degrees)
     local = max(1, train.global_batch_size // degrees.dp)
     microbatch = local if train.microbatch_size == "auto" else min(local, train.microbatch_size)
     if train.world_size_invariant:
@@ -394,17 +396,17 @@ def _resolve_batch(
         pipeline, microbatch, problems = resolve_pipeline(
             job, model, family, degrees, local, per_param, compute_bytes
         )
-        problems += check_filled(job, family, local, microbatch)
-        problems += check_stages(job, pipeline)
+        problems += check_full_microbatches(job, family, local, microbatch)
+        problems += check_lora_stages(job, pipeline)
     return _BatchPlan(local, microbatch, pipeline, reshard, gradient_sync), problems
 
 
 def _resolve_nproc(job: Job, machine: Machine, problems: list[ConfigError]) -> int:
     """How many local processes weft starts."""
     chosen = job.run.nproc_per_node
-    workers = _fitting_nproc(job, machine) if chosen == "auto" else chosen
+    workers = _auto_nproc(job, machine) if chosen == "auto" else chosen
     cuda = machine.device == "cuda"
-    most = machine.devices if cuda else MAX_CPU_WORKERS
+    most = machine.devices if cuda else MAX_CPU_RANKS
     if workers > most:
         rule = f"exceeds the {most} " + ("GPUs of this machine" if cuda else "that a CPU is given")
         on_cpu = "--run.device cpu, or " if cuda else ""
@@ -414,14 +416,14 @@ def _resolve_nproc(job: Job, machine: Machine, problems: list[ConfigError]) -> i
     return workers
 
 
-def _fitting_nproc(job: Job, machine: Machine) -> int:
+def _auto_nproc(job: Job, machine: Machine) -> int:
     """As many as there are devices for, and as divide the batch."""
-    shard, unit = job.parallel.dp_shard, fixed(job.parallel)
+    shard, unit = job.parallel.dp_shard, ranks_per_shard(job.parallel)
     if isinstance(shard, int):
         return unit * shard
     limit = machine.devices
     if machine.device == "cpu":
-        limit = min(limit, MAX_AUTO_CPU_WORKERS)
+        limit = min(limit, MAX_AUTO_CPU_RANKS)
     rows = 1 if job.train.microbatch_size == "auto" else job.train.microbatch_size
     same_rows = unit // job.parallel.dp_replicate
     fitting = [
@@ -441,7 +443,7 @@ def _run_dir(job: Job, recipe: str, base: Job) -> str:
         return job.run.dir
     # A recipe of the user's may change, or have a namesake: all of it counts, not the overrides.
     whole = difference(job, base) if recipe in recipe_names() else difference(job, Job())
-    changes = {name: ours for name, (ours, _) in whole.items() if not name.startswith(SAME_RUN)}
+    changes = {name: ours for name, (ours, _) in whole.items() if not name.startswith(SAME_MODEL_KEYS)}
     text = json.dumps(changes, sort_keys=True, default=str)
     suffix = "-" + hashlib.sha256(text.encode()).hexdigest()[:8] if changes else ""
     return str(Path("runs").absolute() / f"{Path(recipe).stem}{suffix}")

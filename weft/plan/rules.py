@@ -10,17 +10,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from weft.config.job import Job, ConfigError, steps_of
+from weft.config.errors import ConfigError
+from weft.config.schema import Job, steps_of
 from weft.models import Family
 from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors, format_choices
-from weft.plan.placement import PLACEMENTS, crosses_nodes
+from weft.plan.placement import MESH_ORDERS, crosses_nodes
 
-MOST_PROFILED = 20  # steps
+MAX_PROFILED_STEPS = 20  # steps
 
 
 def check_sections(job: Job, family: Family, degrees: ParallelDims) -> Iterator[ConfigError]:
     """What the sections of a job forbid each other, whatever it runs on."""
-    yield from _check_groups(job, degrees)
+    yield from _check_replica_groups(job, degrees)
     yield from _check_optimizer(job)
     yield from _check_activation_checkpoint(job)
     yield from _check_experts(job, family)
@@ -74,7 +75,7 @@ def check_batch(job: Job, degrees: ParallelDims) -> list[ConfigError]:
     return []
 
 
-def check_filled(job: Job, family: Family, local: int, microbatch: int) -> Iterator[ConfigError]:
+def check_full_microbatches(job: Job, family: Family, local: int, microbatch: int) -> Iterator[ConfigError]:
     """A pipeline's microbatches all have as many rows: the last is filled up with copies, which
     would count in the experts' loads."""
     if family.routed is not None and local % microbatch:
@@ -94,7 +95,7 @@ def check_device(
         peer_access: devices of a node reach each other's memory.
         local_world: ranks of a node.
     """
-    key, order = "parallel.async_tp", PLACEMENTS[job.parallel.mesh_order]
+    key, order = "parallel.async_tp", MESH_ORDERS[job.parallel.mesh_order]
     kind, keeps = job.activation_checkpoint.mode, job.data.keeps_documents
     chooses = kind in ("selective", "budget") and not job.compile.enable
     if device == "cuda" and keeps and chooses:
@@ -125,7 +126,7 @@ def check_device(
         yield ConfigError(key, True, rule, f"use parallel.tp {local_world} or less", DEGREE_KEYS)
 
 
-def check_canonical(job: Job, degrees: ParallelDims, compute: str) -> Iterator[ConfigError]:
+def check_world_size_invariant(job: Job, degrees: ParallelDims, compute: str) -> Iterator[ConfigError]:
     """What has no order of the global batch that every number of ranks shares."""
     if not job.train.world_size_invariant:
         return
@@ -150,7 +151,7 @@ def check_canonical(job: Job, degrees: ParallelDims, compute: str) -> Iterator[C
         )
 
 
-def _check_groups(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
+def _check_replica_groups(job: Job, degrees: ParallelDims) -> Iterator[ConfigError]:
     """What a replica group cannot do."""
     key, value = "resilience.lighthouse", job.resilience.lighthouse
     if value == "none":
@@ -247,8 +248,8 @@ def _check_profile(job: Job) -> Iterator[ConfigError]:
     elif steps and steps[-1] > last:
         rule = f"ends after the run, which has train.steps = {last}"
         yield ConfigError(key, value, rule, f"use {last} or less", ("train.steps",))
-    elif len(steps) > MOST_PROFILED:
-        rule = f"has {len(steps)} steps: traces of more than {MOST_PROFILED} are too large to read"
+    elif len(steps) > MAX_PROFILED_STEPS:
+        rule = f"has {len(steps)} steps: traces of more than {MAX_PROFILED_STEPS} are too large to read"
         yield ConfigError(key, value, rule, f"use {steps[0]}-{steps[0] + 2}")
 
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from weft.config.job import Job, ConfigError
+from weft.config.errors import ConfigError
+from weft.config.schema import Job
 from weft.models import Family
 from weft.plan.devices import GIB
 from weft.plan.layout import DEGREE_KEYS, ParallelDims, divisors
-from weft.plan.lora_plan import trained
+from weft.plan.lora_plan import training_cost
 from weft.plan.memory_formula import (
-    USABLE,
-    of_one_rank,
-    rank_bytes,
-    recomputed,
+    USABLE_MEMORY,
+    local_unit_params,
+    estimate_rank_bytes,
+    recompute_blocks,
     state_bytes_per_param,
 )
 
 # Float32 gradients that a rank keeps whole over a step, to reduce them once, without being asked.
-WHOLE_GRADIENT_BYTES = 2 * GIB
+MAX_UNSHARDED_GRADIENT_BYTES = 2 * GIB
 
 
-def find_reshard(job: Job, degrees: ParallelDims) -> bool | int:
+def resolve_reshard(job: Job, degrees: ParallelDims) -> bool | int:
     """``parallel.reshard_after_forward`` as FSDP2 takes it."""
     asked = job.parallel.reshard_after_forward
     if asked == "auto":
@@ -35,25 +36,25 @@ def find_reshard(job: Job, degrees: ParallelDims) -> bool | int:
     return asked == "always"
 
 
-def find_gradient_sync(
+def resolve_gradient_sync(
     job: Job, reshard: bool | int, params: float, degrees: ParallelDims
 ) -> Literal["microbatch", "step"]:
     """``parallel.gradient_sync``: by itself, one reduction unless whole gradients are large."""
     asked = job.parallel.gradient_sync
     if asked != "auto":
         return asked
-    small = 4 * params / (degrees.tp * degrees.pp) <= WHOLE_GRADIENT_BYTES
+    small = 4 * params / (degrees.tp * degrees.pp) <= MAX_UNSHARDED_GRADIENT_BYTES
     return "step" if reshard is False or small else "microbatch"
 
 
-def own_params(family: Family, model: Any, degrees: ParallelDims, trained: int) -> float:
+def local_trainable_params(family: Family, model: Any, degrees: ParallelDims, trained: int) -> float:
     """Trained parameters without those of experts that are on other ranks."""
     if degrees.ep == 1 or family.units is None:
         return trained
-    return sum(of_one_rank(unit, degrees.ep) for unit in family.units(model, 1))
+    return sum(local_unit_params(unit, degrees.ep) for unit in family.units(model, 1))
 
 
-def fit_shards(
+def fit_dp_shard(
     job: Job,
     model: Any,
     family: Family,
@@ -78,14 +79,14 @@ def fit_shards(
         )
         return degrees, [ConfigError(key, "fit", rule, "use a number, or auto")]
     choices = divisors(degrees.dp)
-    reshard = find_reshard(job, degrees)
+    reshard = resolve_reshard(job, degrees)
     rows = job.train.microbatch_size
     local = max(1, job.train.global_batch_size // degrees.dp)
     tokens = (local if rows == "auto" else rows) * job.train.seq_len / degrees.cp
     units = family.units(model, job.train.seq_len)
-    params = trained(job.lora, model, family, job.train.seq_len).params
+    params = training_cost(job.lora, model, family, job.train.seq_len).params
     if job.activation_checkpoint.mode == "full" and job.activation_checkpoint.every_n_layers == 1:
-        units = recomputed(units)
+        units = recompute_blocks(units)
 
     def needed(shard: int) -> float:
         per_param = state_bytes_per_param(
@@ -94,10 +95,10 @@ def fit_shards(
             family,
             shard * degrees.cp,
             kept_gathered=reshard is False,
-            kept_gradients=find_gradient_sync(job, reshard, params, degrees) == "step",
+            kept_gradients=resolve_gradient_sync(job, reshard, params, degrees) == "step",
             compute_bytes=compute_bytes,
         )
-        return rank_bytes(
+        return estimate_rank_bytes(
             units,
             tp=degrees.tp,
             pp=degrees.pp,
@@ -108,9 +109,9 @@ def fit_shards(
         )
 
     for shard in choices:
-        if needed(shard) <= USABLE * available:
+        if needed(shard) <= USABLE_MEMORY * available:
             return replace(degrees, dp_shard=shard, dp_replicate=degrees.dp // shard), []
     rule = f"needs about {needed(choices[-1]) / GIB:.1f} GiB a rank even over {choices[-1]} ranks, "
-    rule += f"and {USABLE:.0%} of a rank's memory is {USABLE * available / GIB:.1f}"
+    rule += f"and {USABLE_MEMORY:.0%} of a rank's memory is {USABLE_MEMORY * available / GIB:.1f}"
     remedy = "use more ranks, parallel.tp or parallel.pp, or a smaller train.microbatch_size"
     return degrees, [ConfigError(key, "fit", rule, remedy, DEGREE_KEYS)]

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
-from weft.config.job import ConfigError
+from weft.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from weft.models.family import Unit
@@ -87,8 +87,8 @@ def partition(
         raise ValueError(f"{n} units are not enough for {num_stages} stages")
 
     # Prefix sums: the first i units' costs, as integers.
-    time = _prefix_sums(_integers(seconds))
-    memory = _integers([*state_bytes, *activation_bytes])
+    time = _prefix_sums(_to_common_unit(seconds))
+    memory = _to_common_unit([*state_bytes, *activation_bytes])
     state, activation = _prefix_sums(memory[:n]), _prefix_sums(memory[n:])
 
     def seconds_of(s: int, i: int, j: int) -> int:
@@ -101,20 +101,20 @@ def partition(
         return (time[j] - time[i]) ** 2
 
     first, second = (seconds_of, memory_of) if objective == "speed" else (memory_of, seconds_of)
-    bounds: list[tuple[Cost, int]] = []
+    bounds: list[tuple[StageCost, int]] = []
     for cost in (first, second):
         bounds.append((cost, _solve(cost, max, bounds, n, num_stages)[0]))
     return _solve(square_of, int.__add__, bounds, n, num_stages)[1]
 
 
 # Of stage s with the units from i to before j.  Grows with every unit that joins.
-Cost = Callable[[int, int, int], int]
+StageCost = Callable[[int, int, int], int]
 
 
 def _solve(
-    cost: Cost,
+    cost: StageCost,
     combine: Callable[[int, int], int],
-    bounds: Sequence[tuple[Cost, int]],
+    bounds: Sequence[tuple[StageCost, int]],
     num_units: int,
     num_stages: int,
 ) -> tuple[int, list[range]]:
@@ -156,7 +156,7 @@ def _solve(
     return best[0][0], cut
 
 
-def _integers(values: Sequence[float]) -> list[int]:
+def _to_common_unit(values: Sequence[float]) -> list[int]:
     """The values as multiples of one common unit, exactly: every float is a fraction."""
     fractions = [Fraction(value) for value in values]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
@@ -193,7 +193,7 @@ class Stage:
         return self.state_bytes + self.in_flight * self.activation_bytes
 
 
-def cut_stages(
+def split_into_stages(
     units: Sequence[Unit],
     in_flight: Sequence[int],
     tokens_per_microbatch: float,
@@ -216,16 +216,16 @@ def cut_stages(
         layers: blocks of each stage, instead of cutting by cost.
 
     Raises:
-        ValueError: if there are fewer units than stages, or `check_layers` finds ``layers``
+        ValueError: if there are fewer units than stages, or `check_layers_per_stage` finds ``layers``
             impossible.
     """
     seconds = [unit.flops_per_token for unit in units]
     state_bytes = [unit.params * bytes_per_param for unit in units]
     activation_bytes = [unit.activation_bytes_per_token * tokens_per_microbatch for unit in units]
     if layers:
-        if problems := check_layers(layers, len(in_flight), len(units) - 2):
+        if problems := check_layers_per_stage(layers, len(in_flight), len(units) - 2):
             raise ValueError("\n".join(str(problem) for problem in problems))
-        cut = _by_layers(layers)
+        cut = _split_by_layers(layers)
     else:
         cut = partition(seconds, state_bytes, activation_bytes, in_flight, objective)
     total = math.fsum(seconds) or 1.0
@@ -233,7 +233,7 @@ def cut_stages(
         Stage(
             first=stage.start,
             end=stage.stop,
-            name=_name([units[i].name for i in stage]),
+            name=_format_units([units[i].name for i in stage]),
             blocks=sum(0 < i < len(units) - 1 for i in stage),
             share=math.fsum(seconds[i] for i in stage) / total,
             state_bytes=math.fsum(state_bytes[i] for i in stage),
@@ -244,7 +244,7 @@ def cut_stages(
     ]
 
 
-def check_layers(layers: Sequence[int], num_stages: int, num_blocks: int) -> list[ConfigError]:
+def check_layers_per_stage(layers: Sequence[int], num_stages: int, num_blocks: int) -> list[ConfigError]:
     """Every reason why a model of ``num_blocks`` cannot be cut into stages of ``layers`` blocks."""
     problems = []
     shown = list(layers)
@@ -273,17 +273,17 @@ def check_layers(layers: Sequence[int], num_stages: int, num_blocks: int) -> lis
     return problems
 
 
-def _by_layers(layers: Sequence[int]) -> list[range]:
+def _split_by_layers(layers: Sequence[int]) -> list[range]:
     """Units of each stage: the embedding is unit 0, and the head the last."""
     ends = [1 + end for end in itertools.accumulate(layers)]
     ends[-1] += 1
     return [range(first, end) for first, end in itertools.pairwise([0, *ends])]
 
 
-def _name(units: Sequence[str]) -> str:
+def _format_units(units: Sequence[str]) -> str:
     """``embed_tokens, layers.0, layers.1, layers.2`` -> ``embed_tokens + layers 0-2``."""
     parts = []
-    for (stem, numbered), run in itertools.groupby(units, key=_stem):
+    for (stem, numbered), run in itertools.groupby(units, key=_split_index):
         names = list(run)
         first, last = names[0].rpartition(".")[2], names[-1].rpartition(".")[2]
         numbers = first if first == last else f"{first}-{last}"
@@ -291,7 +291,7 @@ def _name(units: Sequence[str]) -> str:
     return " + ".join(parts)
 
 
-def _stem(name: str) -> tuple[str, bool]:
+def _split_index(name: str) -> tuple[str, bool]:
     """A unit's name without its number, and whether it had one."""
     stem, _, last = name.rpartition(".")
     return (stem, True) if stem and last.isdigit() else (name, False)
@@ -306,7 +306,7 @@ def imbalance(values: Sequence[float]) -> float:
     return max(values) / mean - 1 if mean else 0.0
 
 
-def stage_table(stages: Sequence[Stage], ranks: Sequence[int]) -> list[str]:
+def format_stage_table(stages: Sequence[Stage], ranks: Sequence[int]) -> list[str]:
     """Stages as lines of text; below them, where ranks have several, the sums of each rank.
 
     Args:
@@ -316,7 +316,7 @@ def stage_table(stages: Sequence[Stage], ranks: Sequence[int]) -> list[str]:
         [str(s), str(rank), stage.name, str(stage.blocks), _percent(stage.share)]
         for s, (rank, stage) in enumerate(zip(ranks, stages, strict=True))
     ]
-    lines = align(["stage", "rank", "units", "blocks", "time %"], rows, left={2})
+    lines = format_columns(["stage", "rank", "units", "blocks", "time %"], rows, left={2})
     lines += [_slowest("stage", [stage.share for stage in stages])]
     held = [[s for s, home in enumerate(ranks) if home == rank] for rank in sorted(set(ranks))]
     if len(held) < len(stages):
@@ -326,7 +326,7 @@ def stage_table(stages: Sequence[Stage], ranks: Sequence[int]) -> list[str]:
             [str(rank), ", ".join(map(str, mine)), str(count), _percent(share)]
             for rank, (mine, count, share) in enumerate(zip(held, blocks, shares, strict=True))
         ]
-        lines += ["", *align(["rank", "stages", "blocks", "time %"], rows, {1})]
+        lines += ["", *format_columns(["rank", "stages", "blocks", "time %"], rows, {1})]
         lines += [_slowest("rank", shares)]
     return lines
 
@@ -340,7 +340,7 @@ def _slowest(what: str, shares: Sequence[float]) -> str:
     return f"slowest {what}: {slowest}, {100 * imbalance(shares):.1f}% above the mean"
 
 
-def align(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+def format_columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Lines of columns, right-aligned but those in ``left``."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [

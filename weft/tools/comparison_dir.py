@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.config.errors import MISSING, ConfigError, InvalidConfig, WeftError
 from weft.config.files import read_json, reading
-from weft.config.job import MISSING, InvalidConfig, ConfigError, WeftError
 from weft.tools.variants import Variant
 
 COMPARISON = "comparison.json"  # in a comparison's folder
@@ -64,7 +64,7 @@ def read_comparison(folder: Path) -> dict[str, Any] | None:
     """What ``comparison.json`` in a folder holds; None if the folder is empty or not there.
 
     Raises:
-        InvalidJob: if the folder holds anything else.
+        InvalidConfig: if the folder holds anything else.
     """
     path = folder / COMPARISON
     if not folder.exists() or (folder.is_dir() and not path.exists() and _is_empty(folder)):
@@ -94,7 +94,7 @@ def open_comparison(
     people looked at the verdict; none if it is new.
 
     Raises:
-        InvalidJob: if the folder holds anything else.
+        InvalidConfig: if the folder holds anything else.
     """
     found = read_comparison(folder)
     if found is None:

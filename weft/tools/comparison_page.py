@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from weft.config.errors import WeftError
 from weft.config.files import replace_bytes
-from weft.config.job import WeftError
 from weft.monitor.html import Section, table
 from weft.monitor.run_report import FILE, report_page
 from weft.tools.comparison_result import Result

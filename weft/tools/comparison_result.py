@@ -11,11 +11,11 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from weft.config.files import read_json
-from weft.config.job import difference, flatten
+from weft.config.schema import difference, flatten
 from weft.monitor.report_charts import loss_unit
 from weft.monitor.terminal import shown
 from weft.plan.placement import AXES
-from weft.plan.stages import align
+from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import TrialResult, log_of, seed_of, trial_folder
 from weft.tools.trials import Losses, Trial, losses_of, measure_trial, usual_loss
 from weft.tools.variants import OWN, Variant
@@ -78,7 +78,7 @@ class Result:
     def text(self) -> str:
         """For a terminal."""
         lines = [*self.verdict, ""]
-        lines += align(self.head, self.rows, left={0, 2}) if self.rows else []
+        lines += format_columns(self.head, self.rows, left={0, 2}) if self.rows else []
         for name, some in (("", self.failures), ("what changed", self.changes)):
             lines += ["", *([f"{name}:"] if name else []), *some] if some else []
         return "\n".join([*lines, "", *self.notes])

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.manifest import checkpoint_step, checkpoints
+from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.config.files import only_finite, read_json
-from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, difference
+from weft.config.schema import Job, difference
 from weft.monitor.jsonl import is_number, read_records
 from weft.monitor.layer_stats import KINDS, read_statistics
 from weft.monitor.run_reader import job_of
@@ -95,7 +96,7 @@ def compare_runs(ours: Path, theirs: Path, tolerance: float) -> Difference:
         tolerance: relative difference that is rounding.
 
     Raises:
-        InvalidJob: if one of them is no run, or they have no step in common.
+        InvalidConfig: if one of them is no run, or they have no step in common.
         WeftError: if what lies there cannot be read.
     """
     jobs = [job_of(run, name) for name, run in (("run_a", ours), ("run_b", theirs))]

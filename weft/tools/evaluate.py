@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.config.job import Job, WeftError, replace
-from weft.data.dataset import Source, Dataset
+from weft.config.errors import WeftError
+from weft.config.schema import Job, replace
+from weft.data.dataset import Dataset, Source
 from weft.data.loader import Batch, evaluation_batches, samples_of
 from weft.data.prepared_cache import Report, counting
 from weft.data.token_store import Split, SplitName, Store

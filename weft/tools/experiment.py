@@ -29,8 +29,8 @@ from statistics import fmean
 import tomli_w
 
 from weft.checkpoint.manifest import checkpoints
+from weft.config.errors import ConfigError
 from weft.config.files import replace_text, write_json
-from weft.config.job import ConfigError
 from weft.monitor.process import PYTHON, die_with_parent
 from weft.monitor.signals import STOP_SIGNALS
 from weft.monitor.terminal import duration
@@ -65,7 +65,7 @@ def compare(
         What there is to say, which is in the folder, too, and how many stop signals came.
 
     Raises:
-        InvalidJob: if the folder holds anything else, or another process compares in it.
+        InvalidConfig: if the folder holds anything else, or another process compares in it.
     """
     open_comparison(folder, variants)  # before anything is written into a folder of others
     rule = "another process is comparing in this folder"

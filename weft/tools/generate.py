@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.config.job import InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.data.chat import Malformed, Writer, load_template
 from weft.data.document_tokens import IMPORTED, add_start, first_token, tokens_beside
 from weft.data.tokenizer import load_tokenizer, vocab_entries
@@ -78,7 +78,7 @@ def speech_of(found: CheckpointRef, template: str | None = None) -> ChatFormat:
         template: for conversations: a chat template's file, or auto for the run's own.
 
     Raises:
-        InvalidJob: there is no tokenizer, no end token, or no such template.
+        InvalidConfig: there is no tokenizer, no end token, or no such template.
     """
     path, source = found.run / "tokenizer.json", found.run / IMPORTED
     tokenizer, _ = load_tokenizer(path)
@@ -176,7 +176,7 @@ def rows_of(
     """The prompts ready to be continued; ``number``: of the first one.
 
     Raises:
-        InvalidJob: the chat template refuses a prompt.
+        InvalidConfig: the chat template refuses a prompt.
     """
     rows = []
     for index, prompt in enumerate(prompts):

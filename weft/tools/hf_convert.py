@@ -33,7 +33,8 @@ from weft.checkpoint.weight_files import (
     write_model,
     write_weights,
 )
-from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, replace, suggest, to_toml
+from weft.config.errors import MISSING, ConfigError, InvalidConfig, suggest
+from weft.config.schema import Job, replace, to_toml
 from weft.data.document_tokens import (
     IMPORTED,
     find_document_tokens,
@@ -97,7 +98,7 @@ def export_checkpoint(
         What was done, for people.
 
     Raises:
-        InvalidJob: with every reason why it cannot be.
+        InvalidConfig: with every reason why it cannot be.
         CheckpointError: if the checkpoint is damaged.
     """
     most, problems = _size(max_shard)
@@ -267,7 +268,7 @@ def import_model(source: Path, run_dir: Path, report: Report, force: bool = Fals
         What was done, for people.
 
     Raises:
-        InvalidJob: with every reason why it cannot be.
+        InvalidConfig: with every reason why it cannot be.
     """
     if not source.is_dir():
         rule = "is no folder" if source.exists() else "does not exist"

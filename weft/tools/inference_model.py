@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from weft.checkpoint.load import load, load_frozen
 from weft.checkpoint.manifest import checkpoint_step, checkpoints, read_manifest
-from weft.config.job import InvalidConfig, Job, ConfigError, Section, read_job, replace
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job, Section, replace
 from weft.models import Family, load_family, resolve_model
-from weft.parallel.apply import build_parts
+from weft.parallel.apply import build_model_parts
 from weft.parallel.lora import apply_lora
 from weft.parallel.mesh import Mesh, build_mesh
 from weft.plan.resolve import Plan, resolve
@@ -53,7 +55,7 @@ def find_checkpoint(path: Path) -> CheckpointRef:
     """The checkpoint at ``path``: a run's folder, of which the newest is taken, or one checkpoint.
 
     Raises:
-        InvalidJob: if there is none.
+        InvalidConfig: if there is none.
     """
     is_run = (path / "job.toml").is_file()
     folder = path if is_run else path.parent.parent
@@ -81,7 +83,7 @@ def base_of(found: CheckpointRef) -> Path | None:
     """The checkpoint that has a LoRA run's frozen weights; None if its own has all.
 
     Raises:
-        InvalidJob: if there is none.
+        InvalidConfig: if there is none.
     """
     if not found.job.lora.rank or checkpoint_step(found.path) == 0:
         return None
@@ -109,7 +111,7 @@ def plan_inference(
         generating: rows grow token by token, which neither a pipeline nor context parallelism can.
 
     Raises:
-        InvalidJob: with every reason why it cannot be.
+        InvalidConfig: with every reason why it cannot be.
     """
     given = {name for name, _ in overrides}
     rule = "is the checkpoint's, or of no use here"
@@ -187,7 +189,7 @@ def restore_parts(
     """This rank's parts of the model, in any layout, with the checkpoint's weights."""
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
-    parts = build_parts(job, plan, mesh, family)
+    parts = build_model_parts(job, plan, mesh, family)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
     if (base := base_of(found)) is not None:

@@ -1,7 +1,7 @@
 """The space of random jobs: which keys are drawn, and how a legal job is made of them.
 
 A job is a set of overrides of the recipe ``demo``.  What a key may be follows from its type in
-`weft.config.job` or in a family's configuration: the other value of a bool, the other names of a Literal,
+`weft.config.schema` or in a family's configuration: the other value of a bool, the other names of a Literal,
 some numbers inside of the bounds.  `VALUES` is for keys whose type says nothing, `SIZES` for those
 that have to fit each other, `EXCLUDED` for those that cannot change what is computed.  A new key
 of a type that says enough therefore joins without a word here.
@@ -27,13 +27,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from weft.config.job import SECTIONS, InvalidConfig, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.schema import SECTIONS
 from weft.models import FAMILIES
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES as RATES
-from weft.plan.float8_rules import multiple_of
-from weft.plan.lora_plan import BLOCK
-from weft.plan.memory_formula import MOMENT_BLOCK
+from weft.plan.float8_rules import required_multiple
+from weft.plan.lora_plan import QUANT_BLOCK_SIZE
+from weft.plan.memory_formula import MOMENT_BLOCK_SIZE
 from weft.plan.pipeline_schedule import SCHEDULES
 from weft.tools.shrink import LAYOUT, Case, plan_of_recipe, resume_layout, shrink
 from weft.tools.verify import read_recipe
@@ -63,7 +64,7 @@ EXCLUDED = {
     "compile.cache_dir": "a folder",
     "checkpoint.": "when and where a state is saved; --resume-layout saves and loads one",
     "resilience.": "what happens when something goes wrong",
-    "observe.": "what is recorded",
+    "monitor.": "what is recorded",
     "profile.": "what is recorded",
     "debug.": "what is recorded; verify's own measure finds what is wrong",
     "launch.": "a run itself reads none of it",
@@ -289,7 +290,7 @@ def draw_job(seed: int, index: int, pinned: Mapping[str, str], ranks: int) -> Dr
         ranks: at most so many.
 
     Raises:
-        InvalidJob: if what is pinned is not possible.
+        InvalidConfig: if what is pinned is not possible.
     """
     rng = random.Random(f"job {seed} {index}")
     pairs = goals(seed)
@@ -399,7 +400,7 @@ def case_of(overrides: Mapping[str, str], ranks: int, steps: int = 2) -> Case:
     """Make the case that ``weft verify`` would run.
 
     Raises:
-        InvalidJob: if the job is not legal.
+        InvalidConfig: if the job is not legal.
     """
     job = read_recipe(RECIPE, list(overrides.items()))
     plan = plan_of_recipe(job)
@@ -446,7 +447,7 @@ def _with_sizes(draw: Draw, rng: random.Random) -> Draw:
     )
     float8, unit = draw.get("precision.float8", "none"), 1
     if float8 != "none":
-        unit = multiple_of(float8)
+        unit = required_multiple(float8)
     quantized = draw.get("lora.quantize", "none") != "none"
     kv_heads = rng.choice([n for n in (1, 2, 3, 4) if n % tp == 0 or tp % n == 0])
     over = tp * (cp if draw.get("parallel.cp_method") == "ulysses" else 1)
@@ -459,11 +460,11 @@ def _with_sizes(draw: Draw, rng: random.Random) -> Draw:
     )
     ffn_unit = unit
     if quantized:  # whole blocks on each rank
-        kv_heads, heads, head_dim, dim, ffn_unit = tp, 2 * tp, BLOCK // 2, BLOCK * tp, BLOCK
+        kv_heads, heads, head_dim, dim, ffn_unit = tp, 2 * tp, QUANT_BLOCK_SIZE // 2, QUANT_BLOCK_SIZE * tp, QUANT_BLOCK_SIZE
     if draw.get("optim.state_dtype") == "8bit" and not quantized and rng.random() < 0.7:
         # Rows of whole blocks, on each rank; others keep float32 moments.
-        head_dim = ffn_unit = MOMENT_BLOCK
-        dim = heads * head_dim if kind == "llama" else MOMENT_BLOCK * rng.choice((1, 3))
+        head_dim = ffn_unit = MOMENT_BLOCK_SIZE
+        dim = heads * head_dim if kind == "llama" else MOMENT_BLOCK_SIZE * rng.choice((1, 3))
     several = draw.get("pipeline.schedule", "1F1B") not in ("GPipe", "1F1B")
     per_rank = int(draw.get("pipeline.stages_per_rank", 2 if several else 1))
     stages = pp * per_rank if pp > 1 else 1
@@ -487,7 +488,7 @@ def _with_sizes(draw: Draw, rng: random.Random) -> Draw:
         "max_seq_len": seq_len,
         "num_experts": experts,
         "active_experts": rng.randint(1, min(3, experts)),
-        "expert_dim": tp * (ffn_unit if ffn_unit == MOMENT_BLOCK else rng.choice((3, 8, 12))),
+        "expert_dim": tp * (ffn_unit if ffn_unit == MOMENT_BLOCK_SIZE else rng.choice((3, 8, 12))),
     }
     job = dict(draw)
     job.setdefault("model.kind", kind)

@@ -35,7 +35,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from weft.config.job import WeftError
+from weft.config.errors import WeftError
 from weft.monitor.process import die_with_parent, on_one_host
 
 T = TypeVar("T")

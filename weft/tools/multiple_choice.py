@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from weft.config.job import MISSING, InvalidConfig, ConfigError
+from weft.config.errors import MISSING, ConfigError, InvalidConfig
 from weft.tools.generate import ChatFormat
 from weft.tools.inference_model import LanguageModel
 
@@ -87,7 +87,7 @@ def read_task(path: Path) -> Task:
     """A task's YAML file, and the JSON lines that it names, relative to it or to here.
 
     Raises:
-        InvalidJob: with every reason why it cannot be scored here.
+        InvalidConfig: with every reason why it cannot be scored here.
     """
     try:
         import yaml

@@ -23,12 +23,13 @@ from weft.checkpoint.weight_files import (
     write_json,
     write_tensors,
 )
-from weft.config.job import InvalidConfig, LoraSection, ConfigError
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.schema import LoraSection
 from weft.models import load_family
 from weft.models.hf_mapping import counterpart
-from weft.parallel.quantize import pack, unpack
-from weft.plan.lora_plan import scaling
-from weft.plan.matrices import matrices_of
+from weft.parallel.quantize import quantize_matrix, dequantize_matrix
+from weft.plan.lora_plan import lora_scaling
+from weft.plan.matrices import list_matrices
 from weft.tools.inference_model import CheckpointRef, base_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -39,7 +40,7 @@ def merging(found: CheckpointRef, base: Path) -> tuple[Model, Callable[[str], It
     weights, adapters = open_model(base), open_model(found.path)
     quantized: set[str] = set()
     if found.job.lora.quantize != "none":
-        linear = matrices_of(found.config, load_family(found.job.model.kind))
+        linear = list_matrices(found.config, load_family(found.job.model.kind))
         quantized = {f"{matrix.name}.weight" for matrix in linear}
     return weights, partial(_merged, weights, adapters, found.job.lora, quantized)
 
@@ -55,9 +56,9 @@ def _merged(
     first = 0
     for rows in read_weight(weights, name):
         if name in quantized:
-            rows = unpack(pack(rows, lora.quantize), torch.float32)
+            rows = dequantize_matrix(quantize_matrix(rows, lora.quantize), torch.float32)
         if adapted:
-            rows = rows.float() + scaling(lora) * (b_OR[first : first + len(rows)] @ a_RI)
+            rows = rows.float() + lora_scaling(lora) * (b_OR[first : first + len(rows)] @ a_RI)
         first += len(rows)
         yield rows
 
@@ -72,7 +73,7 @@ def export_adapter(found: CheckpointRef, out: Path, dtype: torch.dtype) -> str:
         What was done, for people.
 
     Raises:
-        InvalidJob: if there are none.
+        InvalidConfig: if there are none.
         CheckpointError: if the checkpoint is damaged.
     """
     base = base_of(found)

@@ -17,8 +17,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import replace_bytes, write_json
-from weft.config.job import InvalidConfig, Job, ConfigError
+from weft.config.schema import Job
 from weft.estimate.forecast import Forecast, device_of, forecast
 from weft.monitor.html import document as document_of
 from weft.monitor.html import table as html_table
@@ -27,7 +28,7 @@ from weft.monitor.step_record import device_hours
 from weft.plan.devices import GIB
 from weft.plan.plan_text import plan_recipe
 from weft.plan.resolve import Machine, Plan
-from weft.plan.stages import align
+from weft.plan.stages import format_columns
 from weft.tools.comparison_dir import COMPARISON, not_ours, read_comparison
 from weft.tools.variants import Overrides, read_variants
 from weft.tools.verdict import percent
@@ -88,7 +89,7 @@ def compare_plans(
         Everything, for machines; and how many could be compared.
 
     Raises:
-        InvalidJob: see `read_variants`; or if ``out`` holds anything but another such outcome.
+        InvalidConfig: see `read_variants`; or if ``out`` holds anything but another such outcome.
         WeftError: if it cannot be written.
     """
     machines: list[tuple[Plan, Machine]] = []  # plans for two machines may be equal
@@ -114,7 +115,7 @@ def compare_plans(
     head, rows = table(planned, price)
     told = verdict(planned)
     reasons = [f"{each.label}: {each.reason}" for each in planned if each.reason]
-    lines = [*told, "", *align(head, rows, left={0, 1}), "", *reasons]
+    lines = [*told, "", *format_columns(head, rows, left={0, 1}), "", *reasons]
     say("\n" + "\n".join(lines).rstrip())
     found = document(planned, price)
     if folder is not None:

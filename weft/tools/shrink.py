@@ -22,23 +22,22 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.job import (
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import (
     ActivationCheckpointSection,
-    InvalidConfig,
     Job,
     ParallelSection,
     PrecisionSection,
-    ConfigError,
     difference,
-    read_job,
     replace,
 )
 from weft.plan.devices import parse_cluster
-from weft.plan.float8_rules import multiple_of
-from weft.plan.layout import fixed
-from weft.plan.pipeline_schedule import is_file
+from weft.plan.float8_rules import required_multiple
+from weft.plan.layout import ranks_per_shard
+from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.placement import AXES
-from weft.plan.plan_text import machine_of
+from weft.plan.plan_text import cluster_machine
 from weft.plan.resolve import Machine, Plan, resolve
 
 # Sizes of a configuration that can shrink, where a family has them.
@@ -74,7 +73,7 @@ def plan_of_recipe(job: Job) -> Plan:
     """The plan of a recipe on its own cluster, whatever this machine is.
 
     Raises:
-        InvalidJob: with every reason why there is none.
+        InvalidConfig: with every reason why there is none.
     """
     parallel, cluster = job.parallel, job.run.cluster
     if cluster != "local":
@@ -82,8 +81,8 @@ def plan_of_recipe(job: Job) -> Plan:
         if isinstance(parsed, ConfigError):
             raise InvalidConfig([parsed])
         # For the rules only, here and below: what a GPU can do is no mistake.
-        return resolve(job, dataclasses.replace(machine_of(parsed), peer_access=True))
-    unit = fixed(parallel)
+        return resolve(job, dataclasses.replace(cluster_machine(parsed), peer_access=True))
+    unit = ranks_per_shard(parallel)
     world: int | None = None
     if isinstance(job.run.nproc_per_node, int):
         world = job.run.nproc_per_node
@@ -110,7 +109,7 @@ def shrink(job: Job, plan: Plan, ranks: int, steps: int, keep: Collection[str] =
         keep: keys that stay as they are, among ``compile.enable`` and those of ``precision``.
 
     Raises:
-        InvalidJob: if the layout does not go into so few ranks.
+        InvalidConfig: if the layout does not go into so few ranks.
     """
     notes: list[str] = []
     sizes = _degrees(job, plan, ranks, notes)
@@ -186,7 +185,7 @@ def resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> 
         ranks: at most so many.
 
     Raises:
-        InvalidJob: if there is no such layout of this case.
+        InvalidConfig: if there is no such layout of this case.
     """
     option = "--resume-layout"
     chosen, _, problems = read_job("demo", layout)
@@ -203,7 +202,7 @@ def resume_layout(case: Case, layout: Sequence[tuple[str, str]], ranks: int) -> 
     if job.parallel.dp_shard in ("auto", "fit"):
         job = replace(job, parallel={"dp_shard": 1})
     assert isinstance(job.parallel.dp_shard, int)
-    world = fixed(job.parallel) * job.parallel.dp_shard
+    world = ranks_per_shard(job.parallel) * job.parallel.dp_shard
     if world > ranks:
         raise InvalidConfig([ConfigError(option, world, f"takes more than {ranks} ranks")])
     job = replace(job, run={"nproc_per_node": world})
@@ -223,7 +222,7 @@ def _degrees(job: Job, plan: Plan, ranks: int, notes: list[str]) -> dict[str, in
     """The mesh, halved along its longest axis until it has few enough ranks."""
     sizes = dict(plan.sizes)
     # A schedule from a file has a line for each rank of the pipeline.
-    pinned = {"pp"} if is_file(job.pipeline.schedule) else set()
+    pinned = {"pp"} if is_schedule_file(job.pipeline.schedule) else set()
     while (world := math.prod(sizes.values())) > ranks:
         free = [axis for axis in AXES if axis not in pinned]
         longest = max(free, key=lambda axis: sizes[axis])
@@ -291,7 +290,7 @@ def _num_stages(plan: Plan, sizes: dict[str, int]) -> int:
     if plan.pipeline is None or sizes["pp"] == 1:
         return 1
     stages = len(plan.pipeline.stages)
-    if is_file(plan.pipeline.schedule):
+    if is_schedule_file(plan.pipeline.schedule):
         return stages
     return sizes["pp"] * min(2, stages // plan.pp)
 
@@ -319,7 +318,7 @@ def _candidates(
     unit = sizes["cp"] * (2 if sizes["cp"] > 1 and parallel.cp_load_balance else 1)
     unit *= sizes["tp"] if parallel.sequence_parallel else 1
     if here.precision.float8 != "none":
-        unit = math.lcm(unit, multiple_of(here.precision.float8) * sizes["cp"])
+        unit = math.lcm(unit, required_multiple(here.precision.float8) * sizes["cp"])
     seq_len = max(unit, min(SEQ_LEN, job.train.seq_len) // unit * unit)
     models = list(_models(plan, here, sizes, seq_len))
     rows = min(2, plan.microbatch)
@@ -342,7 +341,7 @@ def _microbatches(plan: Plan, sizes: dict[str, int]) -> list[int]:
     most = plan.accumulation
     if plan.pipeline is None or sizes["pp"] == 1:
         return [min(most, 3)]  # the first, one in the middle, the last
-    if is_file(plan.pipeline.schedule):
+    if is_schedule_file(plan.pipeline.schedule):
         return [most]
     enough = max(2 * sizes["pp"], _num_stages(plan, sizes))
     return list(dict.fromkeys([min(enough, most), enough, *range(1, 4 * enough)]))
@@ -365,7 +364,7 @@ def _models(plan: Plan, here: Job, sizes: dict[str, int], seq_len: int) -> Itera
         head_dim = 8 if heads >= 4 else 16
         unit = 4  # of the feed-forward width on each rank
         if (float8 := here.precision.float8) != "none":
-            head_dim = unit = multiple_of(float8)
+            head_dim = unit = required_multiple(float8)
         dim = heads * head_dim
         ratio = size("ffn_dim") / max(1, size("dim"))
         fields = {

@@ -105,7 +105,7 @@ def split_warm_up(records: Sequence[Record]) -> tuple[list[Record], list[Record]
     """
     warm: list[Record] = []
     cold: list[Record] = []
-    for _, start in groupby(records, key=lambda record: record["seconds"]["restarting"]):
+    for _, start in groupby(records, key=lambda record: record["time_breakdown"]["restarting"]):
         some = list(start)
         first = max(1, math.ceil(WARM_UP * len(some)))
         cold += some[:first]

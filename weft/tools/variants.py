@@ -11,7 +11,9 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, flatten, read_job
+from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.reader import read_job
+from weft.config.schema import Job, flatten
 from weft.plan.resolve import Plan
 from weft.train.job_checks import prepare_job
 from weft.train.setup import joined
@@ -112,10 +114,10 @@ def read_variants(
         vary: keys, each with its values.
         overrides: of all variants.
         problems: what was wrong with the command line already.
-        read: makes the job and its plan of a recipe and overrides, or raises InvalidJob.
+        read: makes the job and its plan of a recipe and overrides, or raises InvalidConfig.
 
     Raises:
-        InvalidJob: if there is only one, or none of them can be; a variant that cannot be beside
+        InvalidConfig: if there is only one, or none of them can be; a variant that cannot be beside
             one that can is told of in its row.
     """
     problems = list(problems)
@@ -169,7 +171,7 @@ def prepare(out: str, recipe: str, overrides: Overrides) -> tuple[Job, Plan]:
         out: where the comparison's folder will be.
 
     Raises:
-        InvalidJob: with every reason why it cannot be.
+        InvalidConfig: with every reason why it cannot be.
     """
     if joined():
         rule = "says that this is a rank, but weft compare starts runs of its own"

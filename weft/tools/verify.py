@@ -29,10 +29,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from weft.config.errors import ConfigError, InvalidConfig
 from weft.config.files import only_finite
-from weft.config.job import InvalidConfig, Job, ConfigError, read_job
+from weft.config.reader import read_job
+from weft.config.schema import Job
 from weft.plan.resolve import Plan
-from weft.plan.stages import align
+from weft.plan.stages import format_columns
 from weft.tools.local_ranks import run_ranks
 from weft.tools.shrink import Case, plan_of_recipe, resume_layout, shrink
 from weft.tools.verify_measure import (
@@ -153,7 +155,7 @@ def read_recipe(
     """Read and check a job on its own cluster.  The user's text and folders are not looked at.
 
     Raises:
-        InvalidJob: with every mistake in the recipe, the overrides and the layout.
+        InvalidConfig: with every mistake in the recipe, the overrides and the layout.
     """
     job, _, found = read_job(recipe, overrides)
     problems = [*problems, *found]
@@ -198,7 +200,7 @@ def verify(
         say: told what is going on, in lines.
 
     Raises:
-        InvalidJob: if the job has no plan, or its layout does not go into so few ranks.
+        InvalidConfig: if the job has no plan, or its layout does not go into so few ranks.
         WeftError: if a rank fails.
     """
     case = shrink(job, plan_of_recipe(job), ranks, steps, keep)
@@ -471,7 +473,7 @@ def table(report: Report) -> str:
         ]
         for step in report.steps
     ]
-    lines = ["", *align([*head, "off by", "worst gradient"], rows, left=[8])]
+    lines = ["", *format_columns([*head, "off by", "worst gradient"], rows, left=[8])]
     lines += [
         "",
         f"evaluation loss: one {report.eval_loss_one:.6f}, layout {report.eval_loss:.6f}, "

@@ -31,7 +31,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from weft.config.job import InvalidConfig, WeftError
+from weft.config.errors import InvalidConfig, WeftError
 from weft.monitor.process import die_with_parent
 from weft.tools.job_space import AXES, RECIPE, Draw, draw_job, goals, technique
 from weft.tools.local_ranks import RanksFailed, RanksTimedOut, import_heavy

@@ -42,7 +42,7 @@ from weft.checkpoint.load import load
 from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.manifest import checkpoint_path
 from weft.checkpoint.state_dict import named_buffers, named_parameters
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.data.loader import (
     IGNORE,
     Batch,
@@ -61,7 +61,7 @@ from weft.monitor.layer_stats import watching
 from weft.optim.lean import LowPrecisionAdamW
 from weft.optim.optimizer import clip_grad_norm, set_learning_rate
 from weft.optim.schedule import learning_rate
-from weft.parallel.dtensor import local_of, shard_offsets
+from weft.parallel.dtensor import to_local, shard_offsets
 from weft.parallel.mesh import Mesh
 from weft.parallel.private import is_quantized
 from weft.plan.resolve import Plan
@@ -256,7 +256,7 @@ class Noise:
     @torch.no_grad()
     def round_gradients(self, params: Iterable[Tensor], eps: float) -> None:
         """Add noise to the gradients of weights."""
-        for grad in (local_of(param.grad) for param in params if param.grad is not None):
+        for grad in (to_local(param.grad) for param in params if param.grad is not None):
             grad.copy_(self.of(grad, eps))
 
     @torch.no_grad()
@@ -265,7 +265,7 @@ class Noise:
         packed = False
         for state in optimizer.state.values() if self._states else ():
             for key in [key for key in state if key != "step"]:
-                value = local_of(state[key])
+                value = to_local(state[key])
                 if is_quantized(value):
                     state[key], packed = self.of(value.dequantize(), self._states), True
                 else:
@@ -390,7 +390,7 @@ def _whole(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _copy_shard(param: Tensor, whole: Tensor) -> None:
     """Fill this rank's shard of a parameter."""
-    local = local_of(param)
+    local = to_local(param)
     begins = shard_offsets(param)
     box = tuple(slice(b, b + size) for b, size in zip(begins, local.shape, strict=True))
     local.copy_(whole[box])

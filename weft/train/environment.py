@@ -41,7 +41,8 @@ from itertools import product
 from math import prod
 from typing import TypeVar
 
-from weft.config.job import MISSING, InvalidConfig, Job, ConfigError, replace
+from weft.config.errors import MISSING, ConfigError, InvalidConfig
+from weft.config.schema import Job, replace
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ def detect_environment(
         nodes, rendezvous: ``run.nodes`` and ``run.rendezvous``.
 
     Raises:
-        InvalidJob: naming the variables that contradict each other, or are missing.
+        InvalidConfig: naming the variables that contradict each other, or are missing.
     """
     if "LOCAL_RANK" in environment and (found := _torchrun(environment)):
         return found
@@ -143,7 +144,7 @@ def apply_environment(job: Job) -> Job:
     starts ranks has none.
 
     Raises:
-        InvalidJob: if the environment contradicts itself; see `detect_environment`.
+        InvalidConfig: if the environment contradicts itself; see `detect_environment`.
     """
     here = detect_environment(os.environ, str(job.run.nodes), job.run.rendezvous)
     if here.rank is not None:
@@ -382,7 +383,7 @@ def _as_rank(source: str, values: Environment, names: Mapping[str, str]) -> Clus
         names: what the variables are called in the environment, for problems; '' or none: the same.
 
     Raises:
-        InvalidJob: if one is missing, is no number, or is out of its range.
+        InvalidConfig: if one is missing, is no number, or is out of its range.
     """
     problems: list[ConfigError] = []
     called = {name: names.get(name) or name for name in RANK_VARIABLES}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.data.dataset import Dataset
 from weft.data.loader import Mixture
 

@@ -18,17 +18,10 @@ from weft.checkpoint.manifest import (
     read_manifest,
 )
 from weft.checkpoint.storage import open_folder
+from weft.config.errors import ConfigError, InvalidConfig, suggest
 from weft.config.files import check_url
-from weft.config.job import (
-    InvalidConfig,
-    Job,
-    ConfigError,
-    difference,
-    lookup,
-    read_job,
-    replace,
-    suggest,
-)
+from weft.config.reader import lookup, read_job
+from weft.config.schema import Job, difference, replace
 from weft.data.conversations import check_chat
 from weft.data.dataset import Dataset
 from weft.data.loader import check_length
@@ -41,7 +34,7 @@ from weft.monitor.faults import SITES
 from weft.monitor.trackers import SINKS
 from weft.optim.optimizer import OPTIMIZERS
 from weft.optim.schedule import SCHEDULES
-from weft.plan.pipeline_schedule import is_file
+from weft.plan.pipeline_schedule import is_schedule_file
 from weft.plan.resolve import Plan, resolve_nodes
 from weft.train.environment import apply_environment
 from weft.train.objectives import OBJECTIVES
@@ -80,7 +73,7 @@ def prepare_job(
         the plan.
 
     Raises:
-        InvalidJob: with every mistake in the recipe, the overrides, the plan and the files.
+        InvalidConfig: with every mistake in the recipe, the overrides, the plan and the files.
     """
     job, base, found = read_job(recipe, overrides)
     problems = [*problems, *found]
@@ -138,7 +131,7 @@ def _complete(job: Job) -> Job:
             "dir": full(job.checkpoint.dir, "auto"),
             "local_dir": full(job.checkpoint.local_dir, "off"),
         },
-        pipeline={"schedule": full(schedule, "" if is_file(schedule) else schedule)},
+        pipeline={"schedule": full(schedule, "" if is_schedule_file(schedule) else schedule)},
     )
 
 
@@ -294,7 +287,7 @@ def check_text(job: Job, plan: Plan, text: Dataset) -> None:
     """The text must fit the model, and be the one that the run has been trained on so far.
 
     Raises:
-        InvalidJob: if the text has no whole sequence, the model too few entries, or the newest
+        InvalidConfig: if the text has no whole sequence, the model too few entries, or the newest
             checkpoint another text.
     """
     problems = list(_check_vocabulary(job, plan, text.vocab_size))

@@ -25,23 +25,24 @@ from weft.checkpoint.manager import CheckpointManager
 from weft.checkpoint.replica_check import compare_replicas
 from weft.checkpoint.save_schedule import CheckpointSchedule
 from weft.checkpoint.state_dict import named_parameters
-from weft.config.job import Job, WeftError
+from weft.config.errors import WeftError
+from weft.config.schema import Job
 from weft.data.dataset import Dataset
-from weft.data.loader import Prefetcher, Batch, Loader, samples_of
+from weft.data.loader import Batch, Loader, Prefetcher, samples_of
 from weft.data.token_store import SplitName
 from weft.models import load_family
-from weft.monitor.anomaly import StepResult, AnomalyDetector, gather
+from weft.monitor.anomaly import AnomalyDetector, StepResult, gather
 from weft.monitor.autograd_anomaly import naming_backward
 from weft.monitor.device_memory import OutOfMemory, is_out_of_memory, out_of_memory
-from weft.monitor.faults import install_faults
 from weft.monitor.faults import fault_point as reach
+from weft.monitor.faults import install_faults
 from weft.monitor.log_buffer import tolerate
 from weft.monitor.profiler import Profile
 from weft.monitor.signals import RankConsensus
 from weft.monitor.spans import Spans, span, spans_path
-from weft.optim.optimizer import clip, grad_norm, set_learning_rate, masked_step
+from weft.optim.optimizer import clip, grad_norm, masked_step, set_learning_rate
 from weft.optim.schedule import learning_rate
-from weft.parallel.compile import NOTHING_COMPILED, graph_break, tell_compiling
+from weft.parallel.compile import NO_GRAPH_CAPTURED, describe_graph_break, log_compilation
 from weft.plan.resolve import Plan
 from weft.train.epochs import epoch_warnings
 from weft.train.metric_logger import Journal, MetricLogger, TrainingError, due
@@ -78,7 +79,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
     say = journal.say
 
     # ---- what is trained, and from where on
-    graphs = tell_compiling(say) if job.compile.enable else None
+    graphs = log_compilation(say) if job.compile.enable else None
     with naming("building the model", partial(out_of_memory, job, plan, rank.device, {})):
         built = build(job, plan, rank)
     parts, mesh, engine, optimizer, decay = built
@@ -253,7 +254,7 @@ def train(job: Job, plan: Plan, text: Dataset, rank: Rank, console: Console) -> 
                 recorder.clock.count_step()
                 if graphs is not None:
                     if blocks and not graphs():
-                        say(f"warning: {NOTHING_COMPILED}")
+                        say(f"warning: {NO_GRAPH_CAPTURED}")
                     graphs = None
                 if step % GARBAGE_STEPS == 0:
                     gc.collect(1)
@@ -315,7 +316,7 @@ def naming(where: str, no_memory: Callable[[Exception], Exception] | None = None
         yield
     except Exception as error:
         error.add_note(f"in {where}")
-        if why := graph_break(error):
+        if why := describe_graph_break(error):
             rule = "a block cannot be compiled as one graph"
             raise TrainingError(f"compile.enable = true: {rule}: {why}; use false") from error
         if no_memory is not None and is_out_of_memory(error):

@@ -17,10 +17,11 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from weft.config.job import Job, WeftError
+from weft.config.errors import WeftError
+from weft.config.schema import Job
 from weft.data.dataset import Dataset
 from weft.models import load_family
-from weft.monitor.anomaly import Anomaly, DivergenceDetector, StepResult, AnomalyDetector
+from weft.monitor.anomaly import Anomaly, AnomalyDetector, DivergenceDetector, StepResult
 from weft.monitor.device_memory import expected_of, memory_peak_gib
 from weft.monitor.event_log import EventLog, Kind
 from weft.monitor.faults import fault_point as reach
@@ -215,7 +216,7 @@ class MetricLogger:
             values = watch.check(trial.told, *self._worst, *self._norms, *means)
         reach("tell")
         loss, grad_norm, *more = values
-        expert_load = more.pop(0) if self._worst else None
+        moe_max_load = more.pop(0) if self._worst else None
         layers = self._layers.names if self._layers else []
         norms, more = more[: len(layers)], more[len(layers) :]
         of_sources, of_metrics = more[: len(self._sources)], more[len(self._sources) :]
@@ -230,7 +231,7 @@ class MetricLogger:
         if diverged is not None and diverged.begins:
             self._journal.note("divergence", at.step, str(diverged), warning=True)
         slow = partial(self._journal.note, "slow rank", at.step, warning=True)
-        slow_rank, slow_ratio = self._stragglers.judge(
+        straggler_rank, straggler_slowdown = self._stragglers.judge(
             at.step, times[0], [row[:-1] for row in table], slow
         )
         record = StepRecord.of(
@@ -247,19 +248,19 @@ class MetricLogger:
             peak_flops=plan.peak_flops,
             memory_peak_gib=max(row[-1] for row in table),
             anomalies=self._new_anomalies(at.step) or None,
-            slow_rank=slow_rank,
-            slow_ratio=slow_ratio,
-            expected_memory_gib=self._expected.get("memory_gib"),
-            expected_step_seconds=self._expected.get("step_seconds"),
+            straggler_rank=straggler_rank,
+            straggler_slowdown=straggler_slowdown,
+            predicted_memory_gib=self._expected.get("memory_gib"),
+            predicted_step_seconds=self._expected.get("step_seconds"),
             ranks=rank_stats(table),
-            expert_load=expert_load,
-            grad_norms=dict(zip(layers, norms, strict=True)) or None,
+            moe_max_load=moe_max_load,
+            layer_grad_norms=dict(zip(layers, norms, strict=True)) or None,
             source_losses=self._sources.named(of_sources),
             metrics=self._metrics.named(of_metrics),
             best_loss=self._learning.best,
             diverged_since=None if diverged is None else diverged.since,
             **(self._held_out(at.step, evaluate) if evaluate else {}),
-            seconds=dict(self._journal.ledger.seconds),
+            time_breakdown=dict(self._journal.ledger.seconds),
         )
         self._anomalies = []
         for sink in self._sinks:

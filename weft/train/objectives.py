@@ -31,7 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.config.job import TrainSection, lookup
+from weft.config.reader import lookup
+from weft.config.schema import TrainSection
 from weft.data.loader import IGNORE, Batch
 
 

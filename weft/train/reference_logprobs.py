@@ -20,7 +20,7 @@ from xxhash import xxh3_64_hexdigest
 
 from weft.checkpoint.manifest import CheckpointError
 from weft.config.files import write_durably
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.data.dataset import Dataset
 from weft.data.loader import Batch, Mixture, Pairs, evaluation_batches
 from weft.data.token_store import SplitName

@@ -50,10 +50,11 @@ from weft.checkpoint.state_dict import (
     model_state,
     optimizer_state,
 )
-from weft.config.job import Job, WeftError, flatten
+from weft.config.errors import WeftError
+from weft.config.schema import Job, flatten
 from weft.data.dataset import Dataset
 from weft.monitor.faults import fault_point as reach
-from weft.parallel.private import gloo_group, listening_store
+from weft.parallel.private import create_gloo_group, create_tcp_store
 from weft.plan.resolve import Plan
 from weft.train.setup import Rank
 from weft.train.state import TrainState
@@ -61,7 +62,7 @@ from weft.train.state import TrainState
 # What may differ between groups.
 OWN = (
     "run.",
-    "observe.",
+    "monitor.",
     "data.path",
     "data.mixture",
     "data.tokenizer",
@@ -178,7 +179,7 @@ class ReplicaGroups(SingleReplica):
                 self._address = connection.getsockname()[0]  # of the interface to the others
             if self._rank == 0:
                 self._client = LighthouseClient(f"http://{lighthouse}", self._timeout)
-                self._store = listening_store(self._address, 0, serve=True)
+                self._store = create_tcp_store(self._address, 0, serve=True)
                 threading.Thread(target=self._beat, daemon=True).start()
         except (OSError, RuntimeError) as error:
             rule = f"resilience.lighthouse = {lighthouse}: cannot be reached: {error}"
@@ -273,7 +274,7 @@ class ReplicaGroups(SingleReplica):
                 self._pg = ProcessGroupNCCL(self._timeout)
                 self._pg.configure(place, self._id, self.place, self.count)
             else:
-                self._pg = gloo_group(place, self.place, self.count, self._address, self._timeout)
+                self._pg = create_gloo_group(place, self.place, self.count, self._address, self._timeout)
         self._met = wanted
 
     def _drop(self) -> None:

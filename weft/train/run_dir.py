@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import weft
+from weft.config.errors import ConfigError, InvalidConfig, WeftError
 from weft.config.files import replace_text, write_json
-from weft.config.job import InvalidConfig, ConfigError, WeftError
 from weft.plan.devices import GIB
 from weft.plan.resolve import Plan
 from weft.train.setup import detect_machine

@@ -24,19 +24,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from weft.checkpoint.state_dict import frozen_parameters, named_buffers, named_parameters
-from weft.config.job import InvalidConfig, Job, ConfigError, lookup
+from weft.config.errors import ConfigError, InvalidConfig
+from weft.config.reader import lookup
+from weft.config.schema import Job
 from weft.models import load_family
 from weft.models.family import Init
 from weft.monitor.heartbeat import name_groups
 from weft.monitor.layer_stats import LayerStats, layers_of
 from weft.optim.optimizer import OPTIMIZERS, build_optimizer
 from weft.optim.schedule import SCHEDULES, Decay
-from weft.parallel.apply import build_parts
+from weft.parallel.apply import build_model_parts
 from weft.parallel.initialization import init_params
-from weft.parallel.lora import init_with_adapters
-from weft.parallel.mesh import Mesh, axes_of_groups, build_mesh
-from weft.parallel.private import listening_store
-from weft.parallel.private_hooks import record_flights
+from weft.parallel.lora import adapter_init
+from weft.parallel.mesh import Mesh, axis_by_group_name, build_mesh
+from weft.parallel.private import create_tcp_store
+from weft.parallel.private_hooks import configure_flight_recorder
 from weft.plan.resolve import Machine, Plan
 from weft.train.step import TrainStep
 
@@ -52,7 +54,7 @@ def detect_machine(device: str) -> Machine:
     """What there is to run on; ``device`` is the value of ``run.device``.
 
     Raises:
-        InvalidJob: if cuda is asked for and there is none.
+        InvalidConfig: if cuda is asked for and there is none.
     """
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
@@ -102,7 +104,7 @@ def _meeting() -> dict[str, Any]:
     if not port or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}  # the launcher has a store
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = listening_store(host, port, rank == 0, size)
+    store = create_tcp_store(host, port, rank == 0, size)
     return {"store": store, "rank": rank, "world_size": size}
 
 
@@ -117,7 +119,7 @@ def connect(plan: Plan, deterministic: bool = False) -> Iterator[Rank]:
         be_deterministic()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     meeting = _meeting()
-    record_flights(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
+    configure_flight_recorder(str(Path(plan.run_dir).absolute() / "logs" / "flight-rank-"))
     if plan.device == "cuda":
         # A scheduler may show each rank nothing but its own GPU.
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
@@ -204,8 +206,8 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     torch.manual_seed(job.train.seed)
     family = load_family(job.model.kind)
     mesh = build_mesh(plan)
-    name_groups(axes_of_groups(mesh))
-    parts = build_parts(job, plan, mesh, family)
+    name_groups(axis_by_group_name(mesh))
+    parts = build_model_parts(job, plan, mesh, family)
     for part in parts:
         allocate(part, rank.device, job.parallel.cpu_offload)
 
@@ -215,7 +217,7 @@ def build(job: Job, plan: Plan, rank: Rank) -> Built:
     init_params(
         chain(named_parameters(parts), frozen_parameters(parts), named_buffers(parts)),
         job.train.seed,
-        lambda name: init_with_adapters(name, own),
+        lambda name: adapter_init(name, own),
     )
     optimizer = build_optimizer(
         named_parameters(parts),

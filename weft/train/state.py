@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import weft
 from weft.checkpoint.load import load, load_frozen, load_local
 from weft.checkpoint.local_save import kept_steps, local_folder
-from weft.checkpoint.manager import CheckpointManager, quarantined, quarantine
+from weft.checkpoint.manager import CheckpointManager, quarantine, quarantined
 from weft.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpoint,

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.config.job import Job
+from weft.config.schema import Job
 from weft.data.loader import IGNORE, Batch, Mixture, evaluation_batches
 from weft.models import Family
 from weft.monitor.spans import action, span
 from weft.optim.balance import Balance
-from weft.parallel.context_parallel import cut
+from weft.parallel.context_parallel import shard_sequence
 from weft.parallel.data_parallel import reshard, set_gradient_sync
-from weft.parallel.float8 import Gathers
+from weft.parallel.float8 import Float8AllGather
 from weft.parallel.mesh import Mesh
-from weft.parallel.pipeline_parallel import build_schedule
-from weft.parallel.private import forward_only
-from weft.parallel.private_hooks import around_actions
-from weft.parallel.tensor_parallel import vocabulary_cross_entropy
+from weft.parallel.pipeline_parallel import build_pipeline_schedule
+from weft.parallel.private import use_forward_only_order
+from weft.parallel.private_hooks import wrap_pipeline_actions
+from weft.parallel.tensor_parallel import vocab_parallel_cross_entropy
 from weft.plan.resolve import Plan
 from weft.train.loss import chunk_tokens, cross_entropy, linear_cross_entropy
 from weft.train.objectives import Losses, build_objective
@@ -57,7 +57,7 @@ class TrainStep:
         )
         has_last_stage, last_part = True, parts[-1]
         if plan.pipeline is not None:
-            self.schedule = build_schedule(
+            self.schedule = build_pipeline_schedule(
                 parts,
                 plan,
                 mesh.group("pp"),
@@ -75,7 +75,7 @@ class TrainStep:
                 evaluating = not torch.is_grad_enabled()
                 return nullcontext() if evaluating else action(mine[place], kind, microbatch)
 
-            around_actions(self.schedule, around)
+            wrap_pipeline_actions(self.schedule, around)
             last = len(plan.pipeline.stages) - 1
             has_last_stage = last in mine
             last_part = parts[mine.index(last)] if has_last_stage else last_part
@@ -83,7 +83,7 @@ class TrainStep:
         if headless and has_last_stage:
             assert family.without_head is not None
             self._weight = family.without_head(last_part)
-        self._gathers = Gathers(parts) if plan.float8_gather else None
+        self._gathers = Float8AllGather(parts) if plan.float8_gather else None
         # Ranks that share matrices compute the same loss: one of them tells it.
         self.tells = has_last_stage and mesh.at["tp"] == 0
         # Of a mixture, for each source: the summed loss in nats of this rank's rows of the last
@@ -123,7 +123,7 @@ class TrainStep:
         self._forget()
         self.balance.begin()
         count = _sum([self.objective.counts(batch).sum() for batch in batches])
-        count = self.mesh.sum_over_tokens(count)
+        count = self.mesh.all_reduce_dp_cp(count)
         over_groups([count])
         # A batch that counts for nothing has no loss and no gradient.
         self._divisor = count.clamp(min=1)
@@ -190,7 +190,7 @@ class TrainStep:
                 here += [_empty(here[0])] * (at_a_time - len(here))
             here = self._begin(here)
             if self.schedule is not None:
-                with forward_only(self.schedule):
+                with use_forward_only_order(self.schedule):
                     losses = self._run_schedule(here, self.schedule.eval)
             else:
                 self._microbatch = 0
@@ -231,7 +231,7 @@ class TrainStep:
     def _cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         if self.plan.tp > 1:
             group = self.mesh.group("tp")
-            return vocabulary_cross_entropy(logits_BTV, targets_BT, IGNORE, group)
+            return vocab_parallel_cross_entropy(logits_BTV, targets_BT, IGNORE, group)
         return cross_entropy(logits_BTV, targets_BT)
 
     def _forget(self) -> None:
@@ -298,7 +298,7 @@ class TrainStep:
             return batch
         place, balance = self.mesh.at["cp"], self.parallel.cp_load_balance
         mine = {
-            name: cut(column, place, plan.cp, balance)
+            name: shard_sequence(column, place, plan.cp, balance)
             for name, column in batch._asdict().items()
             if column is not None and name.endswith("_BT")
         }

@@ -1,0 +1,66 @@
+"""Configuration errors: key, value, rule and remedy, all of them at once.
+
+This module imports nothing of weft.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SHOWN = 10  # of many things that one problem is about
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "(missing)"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True)
+class ConfigError:
+    """One mistake of the user's: key, value, rule, remedy.
+
+    ``depends`` names the other keys that the rule read.  When one of those is
+    itself wrong, this problem may be only its echo and is not shown.
+    """
+
+    key: str
+    value: object
+    rule: str
+    remedy: str = ""
+    depends: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = json.dumps(self.value) if isinstance(self.value, bool | str) else str(self.value)
+        head = self.key if self.value is MISSING else f"{self.key} = {shown}"
+        return f"{head}: {self.rule}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class WeftError(Exception):
+    """A failure that was foreseen: its message is for people, and needs no traceback."""
+
+
+class InvalidConfig(WeftError):
+    """The run cannot start; ``problems`` lists every reason that was found."""
+
+    def __init__(self, problems: Iterable[ConfigError]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """'did you mean X?' for the nearest of ``known``, or the whole list if none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def truncate_list(lines: Sequence[str], separator: str = ", ", count: int | None = None) -> str:
+    """The first `SHOWN`, and how many more there are (of ``count``, if not all are listed)."""
+    more = (len(lines) if count is None else count) - len(lines[:SHOWN])
+    return separator.join([*lines[:SHOWN], *([f"and {more:,} more"] if more else [])])

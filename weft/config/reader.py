@@ -1,0 +1,294 @@
+"""Read a Job from a recipe and from command-line overrides.
+
+Two rules make mistakes cheap for the user:
+
+* Reading does not stop at the first mistake.  The reader replaces a bad value by its default,
+  records a `ConfigError`, and reads on, so that one attempt shows every mistake.
+* A value in TOML is taken strictly (``steps = "100"`` is a mistake).  A value on the command line
+  is text, and is read by the type of its key.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError
+
+from weft.config.errors import MISSING, ConfigError, suggest
+from weft.config.schema import NO_NUL, ONE_LINE, SECTIONS, Job, Section, Text, keys
+
+T = TypeVar("T")
+
+
+RECIPES = resources.files("weft") / "recipes"
+
+
+def nearest_key(name: str, beside: Iterable[str] = ()) -> str:
+    """The remedy for an unknown ``section.key`` (or bare key): the nearest valid one.
+
+    ``beside``: keys that are valid there and not among ``keys()``.
+    """
+    every = [*keys(), *beside]
+    section, dot, rest = name.partition(".")
+    if dot and section not in SECTIONS:
+        for other in difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.6):
+            open_to_all = SECTIONS[other].model_config["extra"] == "allow"
+            if open_to_all or f"{other}.{rest}" in every:
+                return f"did you mean '{other}.{rest}'?"
+    near = difflib.get_close_matches(name, every, n=1, cutoff=0.7)
+    if not near:
+        last = name.rsplit(".", 1)[-1]
+        by_last = {key.rsplit(".", 1)[-1]: key for key in every}
+        near = [by_last[k] for k in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
+    return f"did you mean {near[0]!r}?" if near else "see 'weft train --help' for every key"
+
+
+def lookup(name: str, table: Mapping[str, T]) -> T:
+    """``table[name]``, or the attribute that ``module:attribute`` names.
+
+    Raises:
+        LookupError: saying what is not there.
+    """
+    if name in table:
+        return table[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise LookupError("unknown name, and not of the form module:attribute")
+    try:
+        found: T = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the user's module raises
+        raise LookupError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    return found
+
+
+Tree = dict[str, dict[str, Any]]
+
+
+MAX_RECIPE_BYTES = 16 << 20
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(
+        f.name.removesuffix(".toml") for f in RECIPES.iterdir() if f.name.endswith(".toml")
+    )
+
+
+def read_job(
+    recipe: str, overrides: Sequence[tuple[str, str]] = ()
+) -> tuple[Job, Job, list[ConfigError]]:
+    """Read a recipe and apply command-line overrides.
+
+    Args:
+        recipe: a shipped name, or the path of a TOML file.
+        overrides: ``("section.key", "text")`` pairs; a later one wins.
+
+    Returns:
+        The job, the recipe without the overrides (to tell the differences), and every
+        problem found.  Where a value was bad, the jobs hold the default instead.
+    """
+    problems: list[ConfigError] = []
+    tree = _load_recipe(recipe, problems)
+    base = _validate(tree, problems)
+    for name, text in overrides:
+        _override(tree, name, text, problems)
+    return _validate(tree, problems), base, problems
+
+
+def _load_recipe(recipe: str, problems: list[ConfigError], seen: tuple[str, ...] = ()) -> Tree:
+    """The recipe's tree with everything that it extends underneath."""
+    path = _find_recipe(recipe, Path(seen[-1]).parent if seen else None)
+    if path is None:
+        remedy = suggest(recipe, recipe_names()) + " or the path of a .toml file"
+        problems.append(
+            ConfigError("extends" if seen else "recipe", recipe, "no such recipe", remedy)
+        )
+        return {}
+    if str(path) in seen:
+        chain = " -> ".join(Path(p).name for p in (*seen, str(path)))
+        problems.append(ConfigError("extends", recipe, f"recipes extend each other: {chain}"))
+        return {}
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise ValueError(f"it is larger than {MAX_RECIPE_BYTES >> 20} MiB")
+        tree = tomllib.loads(path.read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(ConfigError("recipe", str(path), f"cannot be read as TOML: {error}"))
+        return {}
+    parent = tree.pop("extends", None)
+    for name in [name for name, section in tree.items() if not isinstance(section, dict)]:
+        rule = "is not a section" if name in SECTIONS else "unknown key outside a section"
+        problems.append(
+            ConfigError(name, tree.pop(name), rule, f"write [section] first; {nearest_key(name)}")
+        )
+    if parent is None:
+        return tree
+    if not isinstance(parent, str):
+        problems.append(ConfigError("extends", parent, "must be the name or path of a recipe"))
+        return tree
+    below = _load_recipe(parent, problems, (*seen, str(path)))
+    return {
+        name: below.get(name, {}) | tree.get(name, {}) for name in dict.fromkeys([*below, *tree])
+    }
+
+
+def _find_recipe(recipe: str, beside: Path | None) -> Path | None:
+    shipped = Path(str(RECIPES / f"{recipe}.toml"))
+    candidates = [Path(recipe)] if beside is None else [beside / recipe, Path(recipe)]
+    if recipe in recipe_names():
+        return shipped
+    try:
+        return next((path.resolve() for path in candidates if path.is_file()), None)
+    except (OSError, ValueError):  # no path at all: too long, or with a NUL in it
+        return None
+
+
+def _override(tree: Tree, name: str, text: str, problems: list[ConfigError]) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in name + text):
+        problems.append(ConfigError(ascii(name)[1:-1], ascii(text), "is not UTF-8 text"))
+        return
+    section, _, last = name.partition(".")
+    model = SECTIONS.get(section)
+    if model is None or (
+        last not in model.model_fields and model.model_config["extra"] == "forbid"
+    ):
+        problems.append(ConfigError(name, _literal(text), "unknown key", nearest_key(name)))
+        return
+    if last not in model.model_fields:
+        tree.setdefault(section, {})[last] = _literal(text)
+        return
+    literal = _literal(text)
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    origin = get_origin(model.model_fields[last].annotation)
+    if origin is tuple and not isinstance(literal, list):
+        literal = [_literal(part) for part in parts]
+    elif origin is dict and not isinstance(literal, dict):
+        pairs = [part.rpartition("=") for part in parts]
+        text_only = get_args(model.model_fields[last].annotation)[1] == Text
+        literal = {
+            name or value: value if text_only else _literal(value) for name, _, value in pairs
+        }
+    try:
+        if isinstance(literal, list | dict):
+            model.model_validate_json(json.dumps({last: literal}, default=_no_json), strict=True)
+            value: Any = literal
+        else:
+            value = getattr(model.model_validate_strings({last: text}), last)
+    except ValidationError as error:
+        problems += _translate(error, model, section, {last: literal})
+        value = None
+    if value is None:
+        tree.get(section, {}).pop(last, None)
+    else:
+        tree.setdefault(section, {})[last] = value
+
+
+def _literal(text: str) -> Any:
+    """Command-line text for a key whose type is not known here: a TOML value, or a string."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def _validate(tree: Tree, problems: list[ConfigError]) -> Job:
+    """The Job of ``tree``; bad entries are reported once, removed from ``tree``, and defaulted."""
+    for name in [name for name in tree if name not in SECTIONS]:
+        shown = f"[{name}]"
+        problems.append(ConfigError(shown, MISSING, "unknown section", suggest(name, SECTIONS)))
+        del tree[name]
+    for name, section in tree.items():
+        found = check_section(SECTIONS[name], name, section)
+        problems += found
+        for problem in found:
+            section.pop(problem.key.partition(".")[2], None)
+    return Job.model_validate_json(json.dumps(tree, default=_no_json), strict=True)
+
+
+def _no_json(value: object) -> dict[str, str]:
+    """TOML's dates, as something that no key accepts."""
+    return {"date": str(value)}
+
+
+def check_section(kind: type[Section], name: str, values: Mapping[str, Any]) -> list[ConfigError]:
+    """What is wrong with the ``values`` of section ``name``, taken strictly.
+
+    They are read as JSON, in which an array may become a tuple, but "8" is not 8.
+    """
+    try:
+        kind.model_validate_json(json.dumps(values, default=_no_json), strict=True)
+    except ValidationError as error:
+        return _translate(error, kind, name, values)
+    return []
+
+
+def _translate(
+    error: ValidationError, kind: type[Section], name: str, values: Mapping[str, Any]
+) -> list[ConfigError]:
+    """Pydantic's errors as Problems, one for each key however many alternatives it has."""
+    rules: dict[str, list[str]] = {}
+    for entry in error.errors(include_url=False):
+        # What is nested too deeply has no place: it is in one of the lists.
+        nested = [last for last, value in values.items() if isinstance(value, list | dict)]
+        for last in entry["loc"][:1] or nested:
+            rules.setdefault(str(last), []).append(_rule(entry["type"], entry))
+    problems = []
+    for last, rule in rules.items():
+        field = kind.model_fields.get(last)
+        if field is None:
+            remedy = nearest_key(
+                f"{name}.{last}", [f"{name}.{known}" for known in kind.model_fields]
+            )
+        else:
+            usual = json.dumps(field.get_default(call_default_factory=True), default=str)
+            default = "" if field.is_required() else f" (default {usual})"
+            remedy = f"{field.description or kind.__name__}{default}"
+        shown = " or ".join(dict.fromkeys(rule))
+        problems.append(ConfigError(f"{name}.{last}", values.get(last, MISSING), shown, remedy))
+    return problems
+
+
+_RULES = {
+    "extra_forbidden": "unknown key",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of fewer digits",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list: [1, 2]",
+    "string_pattern_mismatch": "must match {pattern}",
+    "value_error": "{error}",
+}
+
+
+def _rule(kind: str, entry: Mapping[str, Any]) -> str:
+    broken = {
+        NO_NUL: "must not contain a NUL character",
+        ONE_LINE: "must not contain control characters, such as a newline",
+    }.get(entry.get("ctx", {}).get("pattern", ""))
+    if broken:
+        return broken
+    template = _RULES.get(kind)
+    if template is None:
+        return str(entry["msg"][0].lower() + entry["msg"][1:])
+    return template.format(**entry.get("ctx", {}))
